@@ -1,0 +1,33 @@
+# `make train` and `make test` are all a fresh machine needs: each makes the virtual environment first, where it is not there yet.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= runs/flash-tiny
+BIN = $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: train test lint types clean
+
+train: $(VENV)/installed
+	$(BIN)/lineartime train --preset flash-tiny --out $(RUN) $$(test -d $(RUN) && echo --resume)
+	$(BIN)/lineartime eval $(RUN)
+	$(BIN)/lineartime generate $(RUN) --prompt "def " --max-tokens 400 --seed 0
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+# pip takes the pinned versions; without them it would look for the newest PyTorch.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,242 @@
+"""The command line: options in, calls of the library, results out. Each command's options are the fields of a dataclass."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.data.corpora import Split
+from lineartime.errors import LineartimeError, cannot
+from lineartime.evaluation import Evaluation, carried, windowed
+from lineartime.generation import Sampling, generate
+from lineartime.models import CausalLM, build, presets
+from lineartime.models.heads import LanguageModel
+from lineartime.models.presets import PRESETS
+from lineartime.training import checkpoint as checkpoints
+from lineartime.training.config import Device, Precision, TrainConfig, check_unchanged
+from lineartime.training.curve import draw_curve
+from lineartime.training.loop import train
+from lineartime.training.machine import choose_device, choose_precision
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measure a trained model on a whole split: nats, bits per byte, perplexity, and the loss by position in the context."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Folder of a run (its best checkpoint is taken), or of one checkpoint."""
+    split: Split = "test"
+    """Part of the text to measure on."""
+    data: Path | None = None
+    """Text file or folder; the default is what the model was trained on."""
+    context: Literal["windowed", "carried"] = "windowed"
+    """windowed: windows that start anew; carried: the split as one sequence, all that came before being context."""
+    context_length: int | None = None
+    """Tokens in a window, or read at a time when carried; the default is the context the model was trained with."""
+    stride: int | None = None
+    """Tokens from one window to the next; the default is a whole window. Smaller gives more context, and takes longer."""
+    max_tokens: int | None = None
+    """Measure only on so many tokens from the beginning of the split."""
+    batch_size: int = 8
+    """Windows computed at once."""
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+    precision: Precision = "auto"
+    """Precision of matrix products; auto takes bf16 where this machine is faster with it."""
+    cache: Path | None = None
+    """Folder for encoded text; the default is lineartime in the user's cache folder."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt with a trained causal model; text appears as it is produced."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Folder of a run (its best checkpoint is taken), or of one checkpoint."""
+    prompt: str = ""
+    """Text to continue; empty begins a new document."""
+    max_tokens: int = 500
+    """Tokens to produce at the most; a model may end its document earlier."""
+    temperature: float = 0.8
+    """Below 1 the likely becomes likelier; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw only from so many of the likeliest tokens; 0 for all."""
+    top_p: float = 0.95
+    """Draw only from the likeliest tokens that together reach this probability; 1 for all."""
+    seed: int | None = None
+    """Seed of the draws; the default gives another text each time."""
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class PresetsConfig:
+    """List the models that can be built by name, with their sizes."""
+
+
+Command = (
+    Annotated[TrainConfig, tyro.conf.subcommand("train")]
+    | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
+    | Annotated[GenerateConfig, tyro.conf.subcommand("generate")]
+    | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 for an error that is shown, 130 for an interrupt."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command: Command = tyro.cli(Command, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+    try:
+        match command:
+            case TrainConfig():
+                _train(command, arguments[1:])
+            case EvalConfig():
+                _eval(command)
+            case GenerateConfig():
+                _generate(command)
+            case PresetsConfig():
+                _presets()
+    except LineartimeError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(str(cannot("use", error.filename or "a file", error)))
+    except (torch.OutOfMemoryError, MemoryError):
+        return _fail("The memory of this machine does not suffice: use a smaller --batch-size or --context-length.")
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(message)}")
+    return 1
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
+    if config.resume:
+        # Options that are not given are those of the run; those that are given must not differ.
+        last = checkpoints.find_checkpoint(config.run_directory, "last")
+        try:
+            started = TrainConfig.from_dict(checkpoints.read_facts(last)["config"])
+        except ValueError as error:
+            raise LineartimeError(f"The options in {last} cannot be read ({error}): train again.") from None
+        started = dataclasses.replace(started, out=config.run_directory)
+        asked = tyro.cli(
+            TrainConfig, prog="lineartime train", args=arguments, default=dataclasses.replace(started, resume=True)
+        )
+        check_unchanged(asked, started)
+        config = dataclasses.replace(asked, out=config.run_directory)
+    run = train(config)
+    best = checkpoints.find_checkpoint(run, "best")
+    print(f"best checkpoint: {best}")
+    try:
+        print(f"loss curve: {draw_curve(run, f'{config.preset} on {load_corpus(config.data).name}')}")
+    except LineartimeError as error:
+        print(f"no loss curve: {error}")
+
+
+def _load(path: Path, device: torch.device) -> tuple[Path, LanguageModel]:
+    checkpoint = checkpoints.find_checkpoint(path, "best")
+    return checkpoint, checkpoints.load(checkpoint, device)
+
+
+def _eval(config: EvalConfig) -> None:
+    for option in ("context_length", "max_tokens", "batch_size"):
+        value = getattr(config, option)
+        if value is not None and value < 1:
+            raise LineartimeError(f"--{option.replace('_', '-')} is {value}, but must be at least 1.")
+    device = choose_device(config.device)
+    checkpoint, model = _load(config.checkpoint, device)
+    trained = TrainConfig.from_dict(checkpoints.read_facts(checkpoint)["config"])
+    tokenizer = load_tokenizer(checkpoint)
+    stream = token_stream(
+        load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or trained.cache or default_cache()
+    )
+    bf16 = choose_precision(config.precision, device) == "bf16"
+    length = config.context_length or trained.context_length
+    if config.context == "carried":
+        if not isinstance(model, CausalLM):
+            raise LineartimeError(
+                f"--context carried needs a causal model, but {checkpoint} is a masked one: use --context windowed."
+            )
+        if config.stride is not None:
+            raise LineartimeError("--stride is for --context windowed: carried context has no windows.")
+        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=config.max_tokens)
+    else:
+        evaluation = windowed(
+            model,
+            stream,
+            tokenizer,
+            context_length=length,
+            stride=config.stride or length,
+            batch_size=config.batch_size,
+            bf16=bf16,
+            max_tokens=config.max_tokens,
+        )
+    _print_evaluation(evaluation, str(checkpoint), stream.name)
+
+
+def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
+    console = Console(highlight=False)
+    console.print(_escaped(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens"), soft_wrap=True)
+    console.print(f"context         {evaluation.context}", soft_wrap=True)
+    console.print(f"loss            {evaluation.loss:.4f} nats per token")
+    bits = "not defined for masked tokens" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
+    console.print(f"bits per byte   {bits}")
+    console.print(f"perplexity      {evaluation.perplexity:.3f} per token")
+    table = Table("tokens of context", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for position in evaluation.by_position:
+        reach = f"{position.first:,}" if position.first == position.last else f"{position.first:,} to {position.last:,}"
+        table.add_row(reach, f"{position.loss:.4f}", f"{position.count:,}")
+    console.print(table)
+
+
+def _generate(config: GenerateConfig) -> None:
+    if config.max_tokens < 1:
+        raise LineartimeError(f"--max-tokens is {config.max_tokens}, but must be at least 1.")
+    try:
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+    except ValueError as error:
+        raise LineartimeError(f"--{str(error).replace('_', '-', 1)}") from None
+    checkpoint, model = _load(config.checkpoint, choose_device(config.device))
+    if not isinstance(model, CausalLM):
+        raise LineartimeError(f"{checkpoint} is a masked language model, which cannot generate: train with --task clm.")
+    tokenizer = load_tokenizer(checkpoint)
+    prompt = [tokenizer.end_of_document, *tokenizer.encode(config.prompt).tolist()]
+    decoder = tokenizer.stream_decoder()
+    sys.stdout.write(config.prompt)
+    try:
+        for token in generate(model, prompt, config.max_tokens, sampling, tokenizer.end_of_document):
+            sys.stdout.write(decoder.push(token))
+            sys.stdout.flush()
+        sys.stdout.write(decoder.flush())
+    except ValueError as error:  # a model with a table of positions has read all it can
+        raise LineartimeError(str(error)) from None
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _presets() -> None:
+    table = Table("preset", "parameters", "blocks", "width", "what it is")
+    for name, config in presets().items():
+        with torch.device("meta"):  # counts without computing
+            model = build(config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        description = (PRESETS[name].__doc__ or "").strip()
+        table.add_row(name, f"{parameters / 1e6:.1f} M", str(config.n_blocks), str(config.d_model), description)
+    Console(highlight=False).print(table)

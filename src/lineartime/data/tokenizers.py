@@ -1,0 +1,182 @@
+"""From text to token ids and back: bytes, or any tokenizer of the Hugging Face `tokenizers` library."""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lineartime.errors import LineartimeError, cannot, missing_extra
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class StreamDecoder(Protocol):
+    """Turns tokens into text as they come, holding back characters that are not complete yet."""
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token; often one character, sometimes none."""
+
+    def flush(self) -> str:
+        """What was held back, once no token is to come."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of lineartime asks of a tokenizer."""
+
+    vocab_size: int
+    end_of_document: int
+    mask: int
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The token ids of a text, without special tokens."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder for tokens that arrive one by one."""
+
+    def to_json(self) -> str:
+        """What `load_tokenizer` needs to make an equal tokenizer."""
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token; 256 ends a document and 257 masks a token."""
+
+    vocab_size = 258
+    end_of_document = 256
+    mask = 257
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The bytes of a text: int64 [n]."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids; special tokens are left out and broken characters become U+FFFD."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def stream_decoder(self) -> "_ByteStreamDecoder":
+        """A decoder for bytes that arrive one by one."""
+        return _ByteStreamDecoder()
+
+    def to_json(self) -> str:
+        """A marker: a byte tokenizer has no parameters."""
+        return json.dumps({"lineartime": "bytes"})
+
+
+class _ByteStreamDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if token < 256 else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class JsonTokenizer:
+    """A tokenizer saved by the Hugging Face `tokenizers` library; end-of-document and mask are added where it has none."""
+
+    _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]", "<end_of_document>")
+    _MASK_NAMES = ("[MASK]", "<mask>")
+
+    def __init__(self, definition: str, source: str) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {source}") from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises plain Exception
+            raise LineartimeError(
+                f"{source} is not a tokenizer file ({error}): --tokenizer takes a tokenizer.json of the tokenizers library."
+            ) from None
+        self._streams: Any = tokenizers.decoders.DecodeStream
+        self._definition = definition
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.end_of_document, size = self._special(self._END_NAMES, size)
+        self.mask, size = self._special(self._MASK_NAMES, size)
+        self.vocab_size = size
+        self._known = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
+        """The id of the first of these names that the tokenizer has, or else a new one, and the vocabulary size then."""
+        for name in names:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return token, size
+        return size, size + 1
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The token ids of a text, without special tokens: int64 [n]."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+        text: str = self._tokenizer.decode([token for token in ids if token < self._known])
+        return text
+
+    def stream_decoder(self) -> "_JsonStreamDecoder":
+        """A decoder for tokens that arrive one by one."""
+        return _JsonStreamDecoder(self._tokenizer, self._streams(skip_special_tokens=True), self._known)
+
+    def to_json(self) -> str:
+        """The tokenizer's own JSON."""
+        return self._definition
+
+
+class _JsonStreamDecoder:
+    def __init__(self, tokenizer: Any, stream: Any, known: int) -> None:
+        self._tokenizer, self._stream, self._known = tokenizer, stream, known
+
+    def push(self, token: int) -> str:
+        return (self._stream.step(self._tokenizer, token) or "") if token < self._known else ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def load_tokenizer(path: Path | None) -> Tokenizer:
+    """The tokenizer in a file, or in a checkpoint directory; None gives the byte tokenizer.
+
+    Raises:
+        LineartimeError: if the file cannot be read or is no tokenizer.
+    """
+    if path is None:
+        return ByteTokenizer()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        definition = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise cannot("read", file, error) from None
+    except UnicodeDecodeError:
+        raise LineartimeError(f"{file} is not a tokenizer file: --tokenizer takes a tokenizer.json.") from None
+    if definition == ByteTokenizer().to_json():
+        return ByteTokenizer()
+    return JsonTokenizer(definition, str(file))
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """A text that differs between tokenizers that encode differently."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def encode_blocks(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[NDArray[np.int64]]:
+    """Encode a text that comes in blocks, cutting it at line ends, across which hardly any tokenizer merges.
+
+    A line longer than a block is cut where the block ends.
+    """
+    rest = ""
+    for block in blocks:
+        text = rest + block
+        cut = text.rfind("\n") + 1 or len(text)
+        rest = text[cut:]
+        yield tokenizer.encode(text[:cut])
+    if rest:
+        yield tokenizer.encode(rest)

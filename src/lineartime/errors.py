@@ -1,0 +1,16 @@
+"""The one kind of error that a command shows without a traceback."""
+
+
+class LineartimeError(Exception):
+    """Something the user can mend: the message is one sentence that names what is wrong and says what to do."""
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
+    """The error for a package that only one extra of lineartime brings."""
+    return LineartimeError(f"{purpose} needs {package}, which is not installed: pip install 'lineartime[{extra}]'.")
+
+
+def cannot(action: str, path: object, error: OSError) -> LineartimeError:
+    """The error for a file that the operating system refuses to `action` ("read", "write")."""
+    advice = "free some space" if error.errno == 28 else "check the path and its permissions"
+    return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then run the command again.")

@@ -1,0 +1,231 @@
+"""How well a language model foretells text: nats, bits per byte and perplexity, and how they depend on the context.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.data.batches import IGNORED, Batch, causal_batch, masked_batch, read_window, spread_windows
+from lineartime.data.tokenizers import Tokenizer
+from lineartime.data.tokens import TokenStream
+from lineartime.errors import LineartimeError
+from lineartime.models.heads import CausalLM, LanguageModel
+
+
+@dataclass(frozen=True)
+class Position:
+    """The mean loss, in nats, of the `count` tokens that had between `first` and `last` tokens of context."""
+
+    first: int
+    last: int
+    loss: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of evaluating a model on a stream of tokens.
+
+    Attributes:
+        context: how much context the tokens had, in words.
+        loss: mean, in nats per token.
+        tokens: how many tokens the mean is over.
+        bits_per_byte: the whole loss in bits, over the bytes of the text; None for masked tokens.
+        by_position: the loss by the number of tokens of context, in powers of two.
+    """
+
+    context: str
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+    by_position: list[Position]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): of one token."""
+        return math.exp(self.loss)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each target in nats: logits [B, T, V], targets [B, T] -> float32 [B, T], zero where there is no target."""
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(targets.shape)
+
+
+def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
+    """The context in which a model computes matrix products in bf16, or the one in which it does not."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+
+
+def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
+    """Nats per token, as bits over the bytes that the tokens encode."""
+    return loss * tokens / max(1, n_bytes) / math.log(2)
+
+
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module,
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    *,
+    task: str,
+    context_length: int,
+    windows: int,
+    batch_size: int,
+    bf16: bool,
+) -> float:
+    """The mean loss, in nats, over windows spread evenly over a stream: a quick look while a model trains."""
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    device = next(model.parameters()).device
+    starts = spread_windows(stream, windows, context_length)
+    for index in range(0, len(starts), batch_size):
+        rows = [read_window(stream, start, context_length + 1) for start in starts[index : index + batch_size]]
+        batch = _batch(torch.stack(rows), tokenizer, task, index)
+        with autocast(device, bf16):
+            logits = model(batch.inputs.to(device))
+        total += float(token_losses(logits, batch.targets.to(device)).sum())
+        count += int((batch.targets != IGNORED).sum())
+    model.train(was_training)
+    return total / max(1, count)
+
+
+@torch.no_grad()
+def windowed(
+    model: LanguageModel,
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    *,
+    context_length: int,
+    stride: int,
+    batch_size: int,
+    bf16: bool,
+    max_tokens: int | None = None,
+) -> Evaluation:
+    """Evaluate on windows of `context_length` tokens, each of which starts anew, `stride` tokens after the one before.
+
+    Every token is foretold once: of each window but the first, only the last `stride` tokens are counted.
+
+    Raises:
+        LineartimeError: for a stride outside 1 to context_length, or an empty stream.
+    """
+    if not 1 <= stride <= context_length:
+        raise LineartimeError(f"--stride is {stride}, but must be from 1 to --context-length = {context_length}.")
+    tokens = _length(stream, max_tokens)
+    positions = _Positions()
+    device = next(model.parameters()).device
+    for index, (windows, skip) in enumerate(_windows(stream, tokenizer, tokens, context_length, stride, batch_size)):
+        batch = _batch(windows, tokenizer, model.config.task, index)
+        with autocast(device, bf16):
+            logits = model(batch.inputs.to(device))
+        losses = token_losses(logits, batch.targets.to(device)).cpu()
+        positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
+    overlap = "not overlapping" if stride == context_length else f"overlapping, a stride of {stride} tokens counted in each"
+    return positions.evaluation(
+        f"windows of {context_length} tokens, {overlap}", stream, tokens, masked=model.config.task == "mlm"
+    )
+
+
+@torch.no_grad()
+def carried(
+    model: CausalLM, stream: TokenStream, tokenizer: Tokenizer, *, segment: int, bf16: bool, max_tokens: int | None = None
+) -> Evaluation:
+    """Evaluate on the stream as one sequence, read in segments, every token having all tokens before it as context.
+
+    FLASH needs constant memory for this; models with quadratic attention keep all tokens.
+
+    Raises:
+        LineartimeError: for an empty stream, or one that is longer than the model can read.
+    """
+    tokens = _length(stream, max_tokens)
+    positions = _Positions()
+    device = next(model.parameters()).device
+    state = model.init_state(1)
+    for start in range(0, tokens, segment):
+        batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
+        try:
+            with autocast(device, bf16):
+                logits, state = model.extend(batch.inputs.to(device), state)
+        except ValueError as error:
+            raise LineartimeError(f"{error} Or evaluate in windows: --context windowed.") from None
+        losses = token_losses(logits, batch.targets.to(device)).cpu()
+        positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
+    return positions.evaluation("carried from the first token of the split to the last", stream, tokens, masked=False)
+
+
+def _length(stream: TokenStream, max_tokens: int | None) -> int:
+    if len(stream) == 0:
+        raise LineartimeError(f"{stream.name[0].upper()}{stream.name[1:]} is empty: give more text with --data.")
+    return min(len(stream), max_tokens or len(stream))
+
+
+def _batch(windows: Tensor, tokenizer: Tokenizer, task: str, key: int) -> Batch:
+    return causal_batch(windows) if task == "clm" else masked_batch(windows, tokenizer, (0, key))
+
+
+def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
+    """`length` + 1 tokens, of which the last `length` begin at `start`: an end of document stands before the first of all."""
+    if start > 0:
+        return read_window(stream, start - 1, length + 1)
+    return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
+
+
+def _windows(
+    stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Batches of equally long windows, and how many tokens at the beginning of each have been counted already."""
+    rows: list[Tensor] = []
+    counted = 0
+    start = 0
+    while counted < tokens:
+        length = min(context_length, tokens - start)
+        row, skip = _read(stream, tokenizer, start, length), counted - start
+        if skip != context_length - stride or length < context_length:  # the first and the last window stand alone
+            if rows:
+                yield torch.stack(rows), context_length - stride
+            yield row[None], skip
+            rows = []
+        else:
+            rows.append(row)
+            if len(rows) == batch_size:
+                yield torch.stack(rows), skip
+                rows = []
+        counted = start + length
+        start += stride
+    if rows:
+        yield torch.stack(rows), context_length - stride
+
+
+class _Positions:
+    """Sums of losses by the number of tokens of context: 0, 1, 2-3, 4-7, ..."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(64, dtype=torch.float64)
+        self._counts = torch.zeros(64, dtype=torch.float64)
+
+    def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
+        """Add losses [B, T] of tokens with first, first + 1, ... tokens of context; `counted` says which have a target."""
+        context = torch.arange(first, first + losses.shape[1])
+        bucket = torch.where(context == 0, 0, context.double().clamp(min=1).log2().floor().long() + 1)
+        self._sums.index_add_(0, bucket, losses.double().sum(0))
+        self._counts.index_add_(0, bucket, counted.double().sum(0))
+
+    def evaluation(self, context: str, stream: TokenStream, tokens: int, masked: bool) -> Evaluation:
+        count = int(self._counts.sum())
+        loss = float(self._sums.sum()) / max(1, count)
+        by_position = [
+            Position(0 if i == 0 else 1 << (i - 1), 0 if i == 0 else (1 << i) - 1, float(self._sums[i] / n), int(n))
+            for i, n in enumerate(self._counts.tolist())
+            if n
+        ]
+        # Of a part of the stream, the bytes are taken to be the same part of its bytes.
+        n_bytes = round(stream.n_bytes * tokens / len(stream))
+        return Evaluation(context, loss, count, None if masked else bits_per_byte(loss, tokens, n_bytes), by_position)

@@ -1,0 +1,57 @@
+"""The feed-forward layers of the Transformers. Shapes: B batch, T tokens, d model width."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.layers.norms import Norm
+from lineartime.layers.residual import ResidualLayer, check_positive, init_dense
+
+
+class MLP(ResidualLayer):
+    """Two linear maps with a GELU between them, pre-norm and residual inside: [B, T, d] -> [B, T, d].
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        expansion: the hidden layer is expansion * d wide.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        dropout: probability of dropping an output before the residual.
+    """
+
+    def __init__(self, d_model: int, *, expansion: int = 4, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
+        super().__init__(d_model, norm, dropout)
+        check_positive(expansion=expansion)
+        self.to_hidden = init_dense(nn.Linear(d_model, expansion * d_model))
+        self.to_output = init_dense(nn.Linear(expansion * d_model, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, d] -> [B, T, d], each token on its own."""
+        self.check_input(x)
+        out: Tensor = x + self.dropout(self.to_output(F.gelu(self.to_hidden(self.norm(x)))))
+        return out
+
+
+class GLU(ResidualLayer):
+    """Gated linear unit with GELU, as many parameters as an `MLP` of the same expansion: [B, T, d] -> [B, T, d].
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        expansion: each of the two branches is 2/3 * expansion * d wide, rounded.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        dropout: probability of dropping an output before the residual.
+
+    Source: "GLU Variants Improve Transformer" (arXiv 2002.05202), GEGLU.
+    """
+
+    def __init__(self, d_model: int, *, expansion: int = 4, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
+        super().__init__(d_model, norm, dropout)
+        check_positive(expansion=expansion)
+        hidden = round(expansion * d_model * 2 / 3)
+        self.to_gate_value = init_dense(nn.Linear(d_model, 2 * hidden))
+        self.to_output = init_dense(nn.Linear(hidden, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, d] -> [B, T, d], each token on its own."""
+        self.check_input(x)
+        gate, value = self.to_gate_value(self.norm(x)).chunk(2, dim=-1)
+        out: Tensor = x + self.dropout(self.to_output(F.gelu(gate) * value))
+        return out

@@ -1,0 +1,133 @@
+"""FLASH: the gated unit with mixed chunk attention, linear in the length of the sequence.
+
+Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, d model width.
+"""
+
+from torch import Tensor
+
+from lineartime.layers.gated import GatedUnit
+from lineartime.layers.norms import Norm
+from lineartime.layers.positions import build_relative_bias
+from lineartime.layers.residual import check_positive, new_positions, zero_padding
+from lineartime.ops.activations import Activation, Normalization
+from lineartime.ops.layout import token_positions
+from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
+
+
+class FLASH(GatedUnit):
+    """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
+
+    Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        d_qk: s, the width of queries and keys; even.
+        expansion: values and gate are e = expansion * d wide.
+        chunk_size: C; the length of the input need not be a multiple of it.
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published form with constant C.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position.
+        relative_bias: whether a learned bias by distance is added to the scores of the quadratic part: a table for chunks of
+            up to 512 tokens, the rotary form beyond.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+
+    Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_qk: int = 128,
+        expansion: int = 2,
+        chunk_size: int = 256,
+        causal: bool = False,
+        activation: Activation = "relu2",
+        normalization: Normalization = "count",
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        relative_bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(
+            d_model,
+            n_heads=4,
+            d_qk=d_qk,
+            expansion=expansion,
+            causal=causal,
+            activation=activation,
+            normalization=normalization,
+            norm=norm,
+            rope=rope,
+            dropout=dropout,
+        )
+        check_positive(chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+        self.bias = build_relative_bias(chunk_size, d_qk) if relative_bias else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Read whole sequences at once.
+
+        Args:
+            x: [B, T, d].
+            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+
+        Returns:
+            [B, T, d].
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        self.check_batch(x, mask, cu_seqlens)
+        x = zero_padding(x, mask)
+        gate, v, (q_quad, k_quad, q_lin, k_lin) = self.project(x, token_positions(x.shape[1], mask, cu_seqlens, x.device))
+        attended = mixed_chunk_attention(
+            q_quad,
+            k_quad,
+            q_lin,
+            k_lin,
+            v,
+            chunk_size=self.chunk_size,
+            causal=self.causal,
+            bias=self._bias(),
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            activation=self.activation,
+            normalization=self.normalization,
+        )
+        return zero_padding(self.combine(x, gate, attended), mask)
+
+    def _bias(self) -> Tensor | None:
+        if self.bias is None:
+            return None
+        positions = new_positions(0, self.chunk_size, self.gamma.device)
+        bias: Tensor = self.bias(positions, positions)
+        return bias
+
+    def init_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        self.check_causal()
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)
+
+    def extend(self, x: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d]; the state, of constant size, is handed in and out unchanged."""
+        self.check_stream(x, state.v.shape[0])
+        gate, v, (q_quad, k_quad, q_lin, k_lin) = self.project(x, new_positions(state.position, x.shape[1], x.device))
+        attended, state = mixed_chunk_attention_extend(
+            q_quad,
+            k_quad,
+            q_lin,
+            k_lin,
+            v,
+            state,
+            bias=self._bias(),
+            activation=self.activation,
+            normalization=self.normalization,
+        )
+        return self.combine(x, gate, attended), state

@@ -1,0 +1,61 @@
+"""Learned parts of positions: the two relative biases and the scaled sinusoid.
+
+Shapes: Q queries, K keys, s query/key width, d model width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.ops.positions import rotary_bias, sinusoid, table_bias
+
+LARGEST_TABLE = 512
+"""The longest length for which relative biases are a table; beyond it they are rotary (spec, section 3)."""
+
+
+class TableBias(nn.Module):
+    """A learned relative bias for each offset between -(n-1) and n-1, n being `max_length`."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.table = nn.Parameter(torch.empty(2 * max_length - 1))
+        nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """[Q, K] for positions [Q] and [K] within `max_length`."""
+        return table_bias(self.table, query_positions, key_positions)
+
+
+class RotaryBias(nn.Module):
+    """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s."""
+
+    def __init__(self, d_qk: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(d_qk))
+        self.b = nn.Parameter(torch.empty(d_qk))
+        nn.init.normal_(self.a, std=0.02)
+        nn.init.normal_(self.b, std=0.02)
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """[Q, K] for positions [Q] and [K]."""
+        return rotary_bias(self.a, self.b, query_positions, key_positions)
+
+
+def build_relative_bias(max_length: int | None, d_qk: int) -> TableBias | RotaryBias:
+    """A table where a `max_length` of at most 512 is stated, otherwise the rotary form, which has no limit."""
+    if max_length is not None and max_length <= LARGEST_TABLE:
+        return TableBias(max_length)
+    return RotaryBias(d_qk)
+
+
+class ScaledSin(nn.Module):
+    """The sinusoid table times one learned scalar, which starts at 1/sqrt(d) (arXiv 2202.10447, code 7)."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.scale = nn.Parameter(torch.tensor(d_model**-0.5))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[...] integer positions -> [..., d]."""
+        return self.scale * sinusoid(positions, self.d_model, self.scale.dtype)

@@ -1,0 +1,100 @@
+"""What every layer has in common: a norm before it and a residual around it.
+
+Shapes: B batch, T tokens, d model width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.layers.norms import Norm, build_norm
+from lineartime.ops.layout import check_tokens
+
+
+class ResidualLayer(nn.Module):
+    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f."""
+
+    def __init__(self, d_model: int, norm: Norm, dropout: float) -> None:
+        super().__init__()
+        check_positive(d_model=d_model)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}, but must be at least 0 and below 1.")
+        self.d_model = d_model
+        self.norm = build_norm(norm, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise ValueError unless x is [B, T, d]."""
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
+
+
+class Mixer(ResidualLayer):
+    """Base of the layers that move information between tokens: the contract they share.
+
+    y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
+    then y, state = mixer.extend(x, state) for any number of new tokens.
+    """
+
+    def __init__(self, d_model: int, causal: bool, norm: Norm, dropout: float) -> None:
+        super().__init__(d_model, norm, dropout)
+        self.causal = causal
+
+    def init_state(self, batch_size: int) -> Any:
+        """The state, with a `position`, before the first token of `batch_size` streams."""
+        raise NotImplementedError
+
+    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d], and return the state after them."""
+        raise NotImplementedError
+
+    def check_batch(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        """Raise ValueError unless x is [B, T, d] and the mask and the document boundaries fit it."""
+        self.check_input(x)
+        check_tokens(x.shape, mask, cu_seqlens)
+
+    def check_stream(self, x: Tensor, state_batch: int) -> None:
+        """Raise ValueError unless this mixer streams and x has the batch size that the state was made for."""
+        self.check_causal()
+        self.check_input(x)
+        if x.shape[0] != state_batch:
+            raise ValueError(
+                f"x has batch size {x.shape[0]}, but its state was made for {state_batch}: call init_state({x.shape[0]})."
+            )
+
+    def check_causal(self) -> None:
+        """Raise ValueError unless this mixer is causal, and so can stream."""
+        if not self.causal:
+            raise ValueError(f"{type(self).__name__} has causal=False and cannot stream: build it with causal=True.")
+
+
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, T, d] with zeros wherever the mask says padding, whatever stood there."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError, naming the argument, unless every size is at least 1."""
+    for argument, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{argument} is {value}, but must be at least 1.")
+
+
+def check_even(reason: str, **sizes: int) -> None:
+    """Raise ValueError, naming the argument, unless every size is even."""
+    for argument, value in sizes.items():
+        if value % 2:
+            raise ValueError(f"{argument} is {value}, but must be even: {reason}.")
+
+
+def init_dense(linear: nn.Linear) -> nn.Linear:
+    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (spec, section 5)."""
+    nn.init.normal_(linear.weight, std=0.02)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def new_positions(start: int, count: int, device: torch.device) -> Tensor:
+    """The positions start, ..., start + count - 1 of a stream's new tokens."""
+    return torch.arange(start, start + count, device=device)

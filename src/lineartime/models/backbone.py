@@ -1,0 +1,83 @@
+"""The stack that all models share: embedding, positions, blocks, norm.
+
+Shapes: B batch, T tokens, N new tokens of a stream, d model width.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lineartime.layers.norms import build_norm
+from lineartime.layers.positions import ScaledSin
+from lineartime.layers.residual import new_positions
+from lineartime.models.config import ModelConfig
+from lineartime.ops.layout import check_tokens, token_positions
+
+BackboneState = tuple[Any, ...]
+"""One mixer state for each block."""
+
+
+class Block(nn.Module):
+    """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer = config.mixer.build(config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout)
+        self.feed_forward: nn.Module = nn.Identity()
+        if config.feed_forward is not None:
+            self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """[B, T, d] -> [B, T, d]."""
+        out: Tensor = self.feed_forward(self.mixer(x, mask, cu_seqlens))
+        return out
+
+    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """[B, N, d] -> [B, N, d], and the mixer's state after them."""
+        x, state = self.mixer.extend(x, state)
+        return self.feed_forward(x), state
+
+
+class Backbone(nn.Module):
+    """From token ids to hidden vectors."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.position = ScaledSin(config.d_model) if config.absolute_position == "scaled_sin" else None
+        self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
+        self.norm = build_norm(config.norm, config.d_model)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; mask and cu_seqlens as for the layers."""
+        self._check_ids(ids)
+        check_tokens(ids.shape, mask, cu_seqlens)
+        x = self._embed(ids, token_positions(ids.shape[1], mask, cu_seqlens, ids.device))
+        for block in self.blocks:
+            x = block(x, mask, cu_seqlens)
+        out: Tensor = self.norm(x)
+        return out
+
+    def init_state(self, batch_size: int) -> BackboneState:
+        """The state before the first token of `batch_size` streams; ValueError unless the model is causal."""
+        return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
+
+    def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
+        """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
+        self._check_ids(ids)
+        x = self._embed(ids, new_positions(state[0].position, ids.shape[1], ids.device))
+        states = []
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x, block_state = block.extend(x, block_state)
+            states.append(block_state)
+        return self.norm(x), tuple(states)
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        return x if self.position is None else x + self.position(positions)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")

@@ -1,0 +1,60 @@
+"""Models that answer in logits: the causal and the masked language model.
+
+Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.models.backbone import Backbone, BackboneState
+from lineartime.models.config import ModelConfig
+
+
+class LanguageModel(nn.Module):
+    """Backbone and logits by the transposed token embedding: ids [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = Backbone(config)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits of every token.
+
+        Args:
+            ids: [B, T] token ids.
+            mask: bool [B, T], True for real tokens; padding may stand anywhere.
+            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+
+        Returns:
+            [B, T, V].
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        return self._logits(self.backbone(ids, mask, cu_seqlens))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.backbone.embedding.weight)
+
+
+class CausalLM(LanguageModel):
+    """A causal language model: logits at a token foretell the next one."""
+
+    def init_state(self, batch_size: int) -> BackboneState:
+        """The state before the first token of `batch_size` streams."""
+        return self.backbone.init_state(batch_size)
+
+    def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
+        """Continue streams by N tokens: ids [B, N] -> logits [B, N, V], and the state after them."""
+        hidden, state = self.backbone.extend(ids, state)
+        return self._logits(hidden), state
+
+
+class MaskedLM(LanguageModel):
+    """A masked language model: logits at a masked token foretell what stood there."""
+
+
+def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
+    """The model that a config describes, freshly initialised."""
+    return CausalLM(config) if config.task == "clm" else MaskedLM(config)

@@ -1,0 +1,99 @@
+"""From query-key products to attention weights: the four activations and the two normalisations.
+
+Shapes: Q queries, K keys; every tensor may have leading batch dimensions.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
+Normalization = Literal["count", "paper"]
+
+ACTIVATIONS: tuple[str, ...] = ("relu2", "softmax", "softmax_plus", "laplace")
+NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
+
+_LAPLACE_MEAN = math.sqrt(1 / 2)
+_LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
+
+
+def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of the `allowed` names of `argument`."""
+    if value not in allowed:
+        raise ValueError(f"{argument} is {value!r}, but must be one of {', '.join(map(repr, allowed))}.")
+
+
+def laplace(scores: Tensor) -> Tensor:
+    """The Laplace attention function of Mega (arXiv 2209.10655, eq. 16): a bounded stand-in for relu2."""
+    return 0.5 * (1 + torch.erf((scores - _LAPLACE_MEAN) / (_LAPLACE_DEVIATION * math.sqrt(2))))
+
+
+def attention_weights_oracle(
+    products: Tensor, bias: Tensor | None, *, d_qk: int, activation: Activation, published_length: float | None
+) -> Tensor:
+    """The definition of `attention_weights` for one query and its K visible keys: products q.k [K], bias [K] -> [K]."""
+    n = len(products)
+    offset = 0 if bias is None else bias
+    score = products / math.sqrt(d_qk) + offset
+    if activation == "softmax":
+        return score.softmax(0)
+    if activation == "softmax_plus":
+        return (score * math.log(n, 512)).softmax(0)
+    if published_length is not None:
+        score = products / published_length + offset
+    weights: Tensor = laplace(score) if activation == "laplace" else torch.relu(score).square()
+    return weights if published_length is not None else weights / max(1, n)
+
+
+def attention_weights(
+    products: Tensor,
+    *,
+    d_qk: int,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    activation: Activation,
+    published_length: float | Tensor | None,
+) -> Tensor:
+    """Turn products q.k into weights that only have to be multiplied with the values.
+
+    Args:
+        products: [..., Q, K] the products q.k, not yet scaled.
+        d_qk: width s of queries and keys; scores are q.k / sqrt(s) + bias.
+        visible: bool, broadcastable to [..., Q, K]; None where every query may read every key.
+        bias: [Q, K], or None.
+        activation: one of `ACTIVATIONS`.
+        published_length: None divides relu2 and laplace weights by the number of visible keys. A number n
+            follows the published pseudo-code instead: the score is q.k / n + bias and nothing is divided after.
+            Softmax has its own normaliser and ignores this.
+
+    Returns:
+        [..., Q, K] in float32 (float64 for float64 products); a row that sees no key is all zeros.
+    """
+    # Squares of large scores and long sums lose digits, or overflow, in half precision (spec: trap 3).
+    products = products.to(torch.promote_types(products.dtype, torch.float32))
+    is_softmax = activation in ("softmax", "softmax_plus")
+    if published_length is None or is_softmax:
+        scores = products * d_qk**-0.5
+    else:
+        scores = products / published_length
+    if bias is not None:
+        scores = scores + bias
+    # A float, so that it can divide; [..., Q or 1, 1].
+    count = scores.new_tensor(float(products.shape[-1])) if visible is None else visible.sum(-1, keepdim=True)
+    count = count.clamp(min=1).to(scores.dtype)
+
+    if is_softmax:
+        if activation == "softmax_plus":
+            scores = scores * (count.log() / math.log(512))
+        if visible is None:
+            return torch.softmax(scores, -1)
+        # The second mask is for rows that see nothing: there, softmax of equal numbers is uniform, not zero.
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        return torch.softmax(scores, -1).masked_fill(~visible, 0.0)
+
+    weights = scores.relu().square() if activation == "relu2" else laplace(scores)
+    if published_length is not None:
+        return weights if visible is None else weights * visible
+    return weights / count if visible is None else weights * (visible / count)

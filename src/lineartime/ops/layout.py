@@ -1,0 +1,127 @@
+"""Where real tokens stand: padded batches and packs of documents, laid out densely.
+
+Shapes: B batch, T tokens, D documents (rows of a pack), S slots, f features.
+A document is a row of the batch, or, with `cu_seqlens`, one of the sequences packed into a single row.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def check_tokens(shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError unless `mask` and `cu_seqlens` fit tokens of shape [B, T, ...]."""
+    batch, length = shape[:2]
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
+        if mask.shape != (batch, length):
+            raise ValueError(f"mask has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seqlens packs documents into one row, but the batch has {batch} rows: use [1, total].")
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 1:
+            raise ValueError("cu_seqlens must be a one-dimensional integer tensor [0, end of document 1, ..., total].")
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
+            raise ValueError(f"cu_seqlens is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+
+
+def _shortened(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"
+
+
+def document_lengths(length: int, cu_seqlens: Tensor | None) -> list[int]:
+    """The number of tokens, padding included, of each document of a row."""
+    return [length] if cu_seqlens is None else cu_seqlens.diff().tolist()
+
+
+def token_positions(length: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
+    if cu_seqlens is None:
+        start = torch.zeros(length, dtype=torch.long, device=device)
+    else:
+        lengths = cu_seqlens.diff().to(device)
+        start = cu_seqlens[:-1].to(device).long().repeat_interleave(lengths, output_size=length)
+    if mask is None:
+        return torch.arange(length, device=device) - start
+    real_before = F.pad(mask.cumsum(1), (1, 0))
+    return (real_before[:, :-1] - real_before[:, start]).clamp(min=0)
+
+
+class TokenLayout(NamedTuple):
+    """A map from the tokens of a batch to slots, with the real tokens of each document side by side in order.
+
+    Attributes:
+        slots: int64 [B, T], the slot of each token; padding stands behind its document's real tokens.
+        real: bool [B, S], which slots hold a real token.
+        rows: how the S slots of a batch row are cut: (number of rows, slots in each).
+        mask: the padding mask [B, T] of the tokens, or None.
+    """
+
+    slots: Tensor
+    real: Tensor
+    rows: tuple[int, int]
+    mask: Tensor | None
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, rows, slots, f], with zeros in the slots that hold no real token."""
+        if self.mask is not None:
+            x = x.masked_fill(~self.mask[..., None], 0.0)
+        index = self.slots[..., None].expand(-1, -1, x.shape[-1])
+        arranged = x.new_zeros(x.shape[0], self.real.shape[1], x.shape[-1]).scatter(1, index, x)
+        return arranged.view(x.shape[0], *self.rows, x.shape[-1])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """[B, rows, slots, f] -> [B, T, f], with zeros at padding: the way back from `arrange`."""
+        y = y.flatten(1, 2)
+        restored = y.gather(1, self.slots[..., None].expand(-1, -1, y.shape[-1]))
+        return restored if self.mask is None else restored.masked_fill(~self.mask[..., None], 0.0)
+
+    def real_slots(self) -> Tensor:
+        """`real`, cut into rows: bool [B, rows, slots]."""
+        return self.real.view(self.real.shape[0], *self.rows)
+
+
+def document_rows(batch: int, length: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> TokenLayout:
+    """One row per document, as long as the longest: for attention that looks at whole documents."""
+    lengths = document_lengths(length, cu_seqlens)
+    longest = max(lengths, default=0)
+    starts = [document * longest for document in range(len(lengths))]
+    return _layout(batch, mask, lengths, starts, (len(lengths), longest), device)
+
+
+def document_chunks(
+    batch: int, length: int, chunk_size: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
+) -> tuple[TokenLayout, list[int]]:
+    """Each document cut into chunks from its own start, and the number of chunks of each document."""
+    lengths = document_lengths(length, cu_seqlens)
+    chunks = [-(-tokens // chunk_size) for tokens in lengths]
+    starts = [sum(chunks[:document]) * chunk_size for document in range(len(chunks))]
+    return _layout(batch, mask, lengths, starts, (sum(chunks), chunk_size), device), chunks
+
+
+def _layout(
+    batch: int, mask: Tensor | None, lengths: list[int], starts: list[int], rows: tuple[int, int], device: torch.device
+) -> TokenLayout:
+    per_document = torch.tensor(lengths, dtype=torch.long, device=device)
+    length = sum(lengths)
+    document = torch.arange(len(lengths), device=device).repeat_interleave(per_document, output_size=length)
+    ends = per_document.cumsum(0)
+    first = (ends - per_document)[document]
+    offset = torch.arange(length, device=device) - first
+    slot_start = torch.tensor(starts, dtype=torch.long, device=device)[document]
+    if mask is None:
+        slots = (slot_start + offset).expand(batch, length)
+        is_real = torch.ones(batch, length, dtype=torch.bool, device=device)
+    else:
+        real_before = F.pad(mask.cumsum(1), (1, 0))
+        real_offset = real_before[:, :-1] - real_before[:, first]
+        real_total = real_before[:, ends[document]] - real_before[:, first]
+        slots = slot_start + torch.where(mask, real_offset, real_total + offset - real_offset)
+        is_real = mask
+    real = torch.zeros(batch, rows[0] * rows[1], dtype=torch.bool, device=device).scatter(1, slots, is_real)
+    return TokenLayout(slots, real, rows, mask)

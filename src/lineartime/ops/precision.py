@@ -1,0 +1,29 @@
+"""Which precision an op computes in."""
+
+from contextlib import AbstractContextManager
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+def matmul_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype an op multiplies matrices in: that of its inputs, or of autocast where it is on.
+
+    Never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32.
+    """
+    device = tensors[0].device.type
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
+    """The dtype an op returns: that of its values, except under autocast, where the computed one is kept."""
+    return compute if torch.is_autocast_enabled(values.device.type) else values.dtype
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+    """A context in which the op alone decides about dtypes."""
+    return torch.autocast(tensor.device.type, enabled=False)

@@ -1,0 +1,217 @@
+"""Quadratic gated attention, the attention of GAU and FLASH-Quad: every token reads every visible token.
+
+Shapes: B batch, T tokens, N new tokens of a stream, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2: relu(q.k / sqrt(s) + bias)^2 / n,
+with n the number of visible keys.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    Activation,
+    Normalization,
+    attention_weights,
+    attention_weights_oracle,
+    check_choice,
+)
+from lineartime.ops.layout import check_tokens
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def quadratic_attention_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization | int = "count",
+) -> Tensor:
+    """The definition of `quadratic_attention`, one query at a time: slow, and only there to be believed."""
+    batch, length, d_qk = q.shape
+    rows = []
+    for b in range(batch):
+        real = [t for t in range(length) if mask is None or mask[b, t]]
+        outputs = [v.new_zeros(v.shape[-1]) for _ in range(length)]
+        for t in real:
+            visible = [j for j in real if not causal or j <= t]
+            weights = attention_weights_oracle(
+                k[b, visible] @ q[b, t],
+                None if bias is None else bias[t, visible],
+                d_qk=d_qk,
+                activation=activation,
+                published_length=None
+                if normalization == "count"
+                else float(len(real) if normalization == "paper" else normalization),
+            )
+            outputs[t] = weights @ v[b, visible]
+        rows.append(torch.stack(outputs) if outputs else v[b])
+    return torch.stack(rows) if rows else v
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def quadratic_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization | int = "count",
+) -> Tensor:
+    """Attend from every token to every visible token with one head and, by default, no softmax.
+
+    Args:
+        q, k: [B, T, s] queries and keys.
+        v: [B, T, e] values.
+        causal: whether a token reads only itself and earlier tokens.
+        bias: [T, T], added to the scores.
+        mask: bool [B, T], True for real tokens; padding is read by nobody and its outputs are zero.
+        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
+            n the number of real tokens of the row; an integer is that n, fixed, which is what a causal model needs:
+            n taken from the current length would let the future change the past.
+
+    Returns:
+        [B, T, e], zeros for rows with nothing to read. float16 is computed in float32.
+
+    Raises:
+        ValueError: for shapes that do not fit together, or an unknown activation or normalization.
+    """
+    _check(q, k, v, bias, mask, activation, normalization)
+    length, d_qk = q.shape[1:]
+    visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if causal else None
+    if mask is not None:
+        visible = mask[:, None, :] if visible is None else visible & mask[:, None, :]
+        k, v = (x.masked_fill(~mask[..., None], 0.0) for x in (k, v))
+    published_length: float | Tensor | None = None
+    if normalization == "paper":
+        published_length = float(max(length, 1)) if mask is None else mask.sum(1).clamp(min=1)[:, None, None]
+    elif normalization != "count":
+        published_length = float(normalization)
+    out = _attend(q, k, v, visible=visible, bias=bias, activation=activation, published_length=published_length, d_qk=d_qk)
+    return out if mask is None else out.masked_fill(~mask[..., None], 0.0)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    d_qk: int,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    activation: Activation,
+    published_length: float | Tensor | None,
+) -> Tensor:
+    dtype = matmul_dtype(q, k, v)
+    with without_autocast(q):
+        weights = attention_weights(
+            q.to(dtype) @ k.to(dtype).mT,
+            d_qk=d_qk,
+            visible=visible,
+            bias=bias,
+            activation=activation,
+            published_length=published_length,
+        )
+        out = weights.to(dtype) @ v.to(dtype)
+    return out.to(output_dtype(v, dtype))
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class QuadraticState(NamedTuple):
+    """Keys [B, T, s] and values [B, T, e] of all T tokens so far: a cache that grows."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+        return self.k.shape[1]
+
+
+def quadratic_attention_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: QuadraticState,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Literal["count"] | int = "count",
+) -> tuple[Tensor, QuadraticState]:
+    """Continue a causal sequence by N tokens; the outputs equal those of one causal `quadratic_attention` over everything.
+
+    Args:
+        q, k, v: [B, N, s], [B, N, s], [B, N, e] of the new tokens.
+        state: what came before; it is not changed.
+        bias: [N, T + N], the rows of the new tokens.
+
+    Returns:
+        The new tokens' outputs [B, N, e], and the state after them.
+    """
+    state = QuadraticState(torch.cat([state.k, k.to(state.k.dtype)], 1), torch.cat([state.v, v.to(state.v.dtype)], 1))
+    new, total = q.shape[1], state.position
+    out = _attend(
+        q,
+        state.k,
+        state.v,
+        d_qk=q.shape[-1],
+        visible=torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new),
+        bias=bias,
+        activation=activation,
+        published_length=None if normalization == "count" else float(normalization),
+    )
+    return out, state
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    activation: str,
+    normalization: str | int,
+) -> None:
+    check_choice("activation", activation, ACTIVATIONS)
+    if isinstance(normalization, str) or normalization < 1:
+        check_choice("normalization", normalization, NORMALIZATIONS)
+    check_queries_keys_values({"q": q, "k": k}, v)
+    check_tokens(v.shape, mask, None)
+    check_bias(bias, v.shape[1], "T")
+
+
+def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
+    """Raise ValueError unless every named query or key is [B, T, s], with one s, for values [B, T, e]."""
+    if v.dim() != 3:
+        raise ValueError(f"v has shape {list(v.shape)}, but must be [B, T, e].")
+    d_qk = next(iter(queries_and_keys.values())).shape[-1]
+    for name, tensor in queries_and_keys.items():
+        if tensor.shape != (*v.shape[:2], d_qk):
+            expected = [*v.shape[:2], d_qk]
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, but must be [B, T, s] = {expected}, v being {list(v.shape)}."
+            )
+
+
+def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
+    """Raise ValueError unless `bias` is None or [size, size]."""
+    if bias is not None and bias.shape != (size, size):
+        raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")

@@ -1,0 +1,1 @@
+"""Training: options (config.py), loop (loop.py), checkpoints (checkpoint.py), what is shown and recorded (reporting.py)."""

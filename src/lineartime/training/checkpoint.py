@@ -1,0 +1,217 @@
+"""Checkpoints: directories of safetensors and JSON that are complete from the moment they can be seen.
+
+A run's folder holds directories step-00000100, .... Each is written under another name and renamed when all its bytes are
+on disk, so that being killed at any moment leaves only whole checkpoints. Which is the last and which the best is not
+stored, but read off the directories.
+
+    model.safetensors  model.json  tokenizer.json       all that `load`, `eval` and `generate` need
+    training.safetensors  training.json                 all that `train --resume` needs besides
+    manifest.json                                       the SHA-256 of each of these files
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
+from lineartime.errors import LineartimeError, cannot
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a run needs to go on as if it had never stopped.
+
+    Attributes:
+        step: steps taken.
+        validation_loss: in nats per token, at this step.
+        config: the run's options, as a dictionary.
+        tensors: the optimiser's and the random generators' state.
+    """
+
+    step: int
+    validation_loss: float
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def save_checkpoint(run: Path, model: LanguageModel, tokenizer: Tokenizer, state: TrainingState) -> Path:
+    """Write a checkpoint, then delete those of the run that are neither the last nor the best.
+
+    Raises:
+        LineartimeError: if it cannot be written; the run's other checkpoints stay as they are.
+    """
+    target = run / f"step-{state.step:08d}"
+    partial = run / f".{target.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_tensors(partial / "model.safetensors", dict(model.state_dict()))
+        _write_json(partial / "model.json", model.config.to_dict())
+        _write_text(partial / TOKENIZER_FILE, tokenizer.to_json())
+        _write_tensors(partial / "training.safetensors", state.tensors)
+        facts = {"step": state.step, "validation_loss": state.validation_loss, "config": state.config}
+        _write_json(partial / "training.json", facts)
+        _write_json(partial / _MANIFEST, {file.name: _digest(file) for file in sorted(partial.iterdir())})
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        _sync(run)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot("write", f"the checkpoint {target}", error) from None
+    keep = {find_checkpoint(run, "last"), find_checkpoint(run, "best")}
+    for checkpoint in list_checkpoints(run):
+        if checkpoint not in keep:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+    return target
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints in a run's folder, oldest first."""
+    return sorted(path for path in run.glob("step-*") if path.is_dir()) if run.is_dir() else []
+
+
+def find_checkpoint(path: Path, which: Literal["best", "last"]) -> Path:
+    """The checkpoint directory `path`, or the best (lowest validation loss) or last one of the run's folder `path`.
+
+    Raises:
+        LineartimeError: if there is none.
+    """
+    if (path / _MANIFEST).is_file():
+        return path
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        what = "has no checkpoint" if path.is_dir() else "does not exist" if not path.exists() else "is no folder"
+        raise LineartimeError(f"{path} {what}: give the folder of a run, or of one of its checkpoints.")
+    if which == "last":
+        return checkpoints[-1]
+    return min(reversed(checkpoints), key=lambda checkpoint: float(_read_json(checkpoint / "training.json")["validation_loss"]))
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | MaskedLM:
+    """The model in a checkpoint directory, or the best one of a run's folder, ready for use (in evaluation mode).
+
+    Raises:
+        LineartimeError: if there is no checkpoint, or it is damaged.
+    """
+    checkpoint = find_checkpoint(Path(path), "best")
+    _verify(checkpoint)
+    try:
+        config = ModelConfig.from_dict(_read_json(checkpoint / "model.json"))
+        with torch.device(device):
+            model = build_model(config)
+        model.load_state_dict(_read_tensors(checkpoint / "model.safetensors"))
+    except (ValueError, RuntimeError) as error:
+        raise _damaged(checkpoint, str(error).splitlines()[0]) from None
+    return model.eval()
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """What `save_checkpoint` was given; LineartimeError if the checkpoint is damaged."""
+    _verify(checkpoint)
+    facts = read_facts(checkpoint)
+    tensors = _read_tensors(checkpoint / "training.safetensors")
+    return TrainingState(facts["step"], facts["validation_loss"], facts["config"], tensors)
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """The step, validation loss and options in a checkpoint; LineartimeError if they cannot be read."""
+    facts = _read_json(checkpoint / "training.json")
+    if not facts.keys() >= {"step", "validation_loss", "config"}:
+        raise _damaged(checkpoint, "training.json lacks fields")
+    return facts
+
+
+def remove_partial(run: Path) -> None:
+    """Delete what a killed process left half written."""
+    for partial in run.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _verify(checkpoint: Path) -> None:
+    """Raise LineartimeError unless every file is there, byte for byte as it was written."""
+    for name, digest in _read_json(checkpoint / _MANIFEST).items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise _damaged(checkpoint, f"{name} is missing")
+        try:
+            found = _digest(file)
+        except OSError as error:
+            raise cannot("read", file, error) from None
+        if found != digest:
+            raise _damaged(checkpoint, f"{name} is not what was written")
+
+
+def _damaged(checkpoint: Path, reason: str) -> LineartimeError:
+    others = [other.name for other in list_checkpoints(checkpoint.parent) if other != checkpoint]
+    advice = f"delete it to go on from {others[-1]}" if others else "it cannot be used, and the run has no other: train again"
+    return LineartimeError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    _sync(file)
+
+
+def _write_json(file: Path, data: dict[str, Any]) -> None:
+    _write_text(file, json.dumps(data, indent=2) + "\n")
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(None, str(error)) from None
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        hasher = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot("read", file, error) from None
+    except ValueError:
+        raise _damaged(file.parent, f"{file.name} is not JSON") from None
+    if not isinstance(data, dict):
+        raise _damaged(file.parent, f"{file.name} is not a JSON object")
+    return data
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file.parent, f"{file.name}: {error}") from None

@@ -1,0 +1,53 @@
+"""The picture of a run: its losses by step."""
+
+import json
+from pathlib import Path
+
+from lineartime.errors import cannot, missing_extra
+from lineartime.training.reporting import METRICS_FILE
+
+CURVE_FILE = "loss.png"
+
+
+def draw_curve(run: Path, title: str) -> Path:
+    """Draw the training and validation losses of a run into its folder and return the picture's path.
+
+    Raises:
+        LineartimeError: without matplotlib, or where files cannot be read or written.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise missing_extra("matplotlib", "plot", "The loss curve") from None
+    try:
+        lines = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise cannot("read", run / METRICS_FILE, error) from None
+    training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    if training:
+        steps, losses = zip(*training, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
+        axes.plot(steps, _smooth(losses), color="tab:blue", label="training, running mean")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
+        last_step, last_loss = validation[-1]
+        axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), textcoords="offset points", xytext=(0, 8), ha="right")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(run / CURVE_FILE, dpi=150)
+    except OSError as error:
+        raise cannot("write", run / CURVE_FILE, error) from None
+    return run / CURVE_FILE
+
+
+def _smooth(losses: tuple[float, ...]) -> list[float]:
+    """A running mean over the latest losses, as many as 20."""
+    return [sum(losses[max(0, end - 20) : end]) / min(20, end) for end in range(1, len(losses) + 1)]

@@ -1,0 +1,215 @@
+"""The training loop: batches in, checkpoints and metrics out.
+
+Shapes: B batch, T tokens of context.
+"""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.data import Tokenizer, TokenStream, default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.data.batches import Batch, causal_batch, check_long_enough, masked_batch, random_windows
+from lineartime.errors import LineartimeError
+from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss, token_losses
+from lineartime.models.heads import LanguageModel, build_model
+from lineartime.training import checkpoint as checkpoints
+from lineartime.training.config import TrainConfig
+from lineartime.training.machine import choose_compile, choose_device, choose_precision
+from lineartime.training.optim import build_optimizer, learning_rate
+from lineartime.training.reporting import Reporter
+
+
+def train(config: TrainConfig) -> Path:
+    """Train a model as the options say, or go on with the run in their folder, and return that folder.
+
+    An interrupt (Ctrl-C) ends it after the current step, with a checkpoint. Resumed, a run gives the losses of an uninterrupted
+    one: to the bit on a CPU with the same number of threads.
+
+    Raises:
+        LineartimeError: for whatever the user can mend; checkpoints written before stay.
+    """
+    config.check()
+    run = config.run_directory
+    if config.resume:
+        last = checkpoints.find_checkpoint(run, "last")
+        saved = checkpoints.read_training_state(last)
+        trainer = Trainer(replace(TrainConfig.from_dict(saved.config), out=config.out, resume=False))
+        trainer.restore(last, saved)
+    else:
+        if checkpoints.list_checkpoints(run):
+            raise LineartimeError(f"{run} already holds a run: go on with it by --resume, or choose another folder by --out.")
+        trainer = Trainer(config)
+    checkpoints.remove_partial(run)
+    trainer.run()
+    return run
+
+
+@dataclass
+class _Stop:
+    """Whether an interrupt has asked the run to end."""
+
+    requested: bool = False
+
+
+class Trainer:
+    """A model, its optimiser and its data, and the steps they have taken together."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.device = choose_device(config.device)
+        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
+        model_config = config.model_config(self.tokenizer.vocab_size)
+        corpus = load_corpus(config.data)
+        cache = config.cache or default_cache()
+        self.train_stream: TokenStream = token_stream(corpus, "train", self.tokenizer, cache)
+        self.validation_stream: TokenStream = token_stream(corpus, "validation", self.tokenizer, cache)
+        check_long_enough(self.train_stream, config.context_length)
+        check_long_enough(self.validation_stream, config.context_length)
+
+        torch.manual_seed(config.seed)
+        self.model: LanguageModel = build_model(model_config).to(self.device)
+        self.optimizer = build_optimizer(self.model, config)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.tokens_per_step = config.batch_size * config.context_length * config.accumulate
+        compiled = choose_compile(config.compile, self.device, parameters, self.tokens_per_step * config.steps)
+        # What "auto" came to is kept in the checkpoints, so that a resumed run computes the same.
+        precision = choose_precision(config.precision, self.device)
+        self.config = replace(config, precision=precision, compile="on" if compiled else "off")
+        self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
+        self.step = 0
+        self.summary = (
+            f"{config.preset}: {parameters / 1e6:.1f} million parameters, {self.device.type}, {precision}"
+            f"{', compiled' if compiled else ''}; {len(self.train_stream):,} tokens of {corpus.name}"
+        )
+
+    def restore(self, path: Path, saved: checkpoints.TrainingState) -> None:
+        """Go back to a checkpoint."""
+        self.model.load_state_dict(checkpoints.load(path).state_dict())
+        self.step = saved.step
+        for name, parameter in self.model.named_parameters():
+            moments = {key: saved.tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            if saved.step > 0:
+                self.optimizer.state[parameter] = {
+                    key: value if key == "step" and self.device.type == "cpu" else value.to(self.device)
+                    for key, value in moments.items()
+                    if value is not None
+                }
+        torch.set_rng_state(saved.tensors["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in saved.tensors:
+            torch.cuda.set_rng_state(saved.tensors["random.cuda"])
+
+    def run(self) -> None:
+        """Take all steps that are left, evaluating and writing checkpoints on the way."""
+        config = self.config
+        run = config.run_directory
+        if self.step == 0:  # so that there is a checkpoint from the first moment
+            self._save(self._validation_loss())
+        with Reporter(run, self.step, config.steps, config.tensorboard) as report, _interrupts() as stop:
+            report.say(self.summary)
+            if self.step >= config.steps:
+                report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
+            while self.step < config.steps and not stop.requested:
+                loss, gradient_norm, rate = self._take_step()
+                report.step(self.step, loss, rate, gradient_norm, self.tokens_per_step)
+                if self.step % config.eval_every == 0 or self.step == config.steps or stop.requested:
+                    validation_loss = self._validation_loss()
+                    report.validation(self.step, validation_loss, self._bits_per_byte(validation_loss))
+                    self._save(validation_loss)
+            if stop.requested and self.step < config.steps:
+                report.say(f"Interrupted after step {self.step}, which is saved: go on with --resume --out {run}.")
+
+    def _take_step(self) -> tuple[float, float, float]:
+        """One optimiser step: its loss, the norm of its gradient and its learning rate."""
+        config = self.config
+        self.model.train()
+        total = 0.0
+        for micro in range(config.accumulate):
+            batch = self._batch((config.seed, self.step, micro))
+            with autocast(self.device, config.precision == "bf16"):
+                logits: Tensor = self.forward(batch.inputs.to(self.device))
+            targets = batch.targets.to(self.device)
+            loss = token_losses(logits, targets).sum() / (targets >= 0).sum().clamp(min=1) / config.accumulate
+            loss.backward()
+            total += loss.item()
+        limit = config.clip_norm or math.inf
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise self._diverged(total)
+        rate = learning_rate(self.step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return total, norm, rate
+
+    def _batch(self, key: tuple[int, ...]) -> Batch:
+        windows = random_windows(self.train_stream, self.config.batch_size, self.config.context_length, key)
+        return causal_batch(windows) if self.config.task == "clm" else masked_batch(windows, self.tokenizer, (*key, 1))
+
+    def _diverged(self, loss: float) -> LineartimeError:
+        last = checkpoints.find_checkpoint(self.config.run_directory, "last")
+        what = f"The loss became {loss}" if not math.isfinite(loss) else "The gradient became infinite"
+        return LineartimeError(
+            f"{what} at step {self.step + 1}, and training stopped; {last} is the last good checkpoint: start another run in "
+            f"another --out with a --learning-rate below {self.config.learning_rate:g} or more --warmup-steps."
+        )
+
+    def _validation_loss(self) -> float:
+        config = self.config
+        loss = mean_loss(
+            self.model,
+            self.validation_stream,
+            self.tokenizer,
+            task=config.task,
+            context_length=config.context_length,
+            windows=config.eval_windows,
+            batch_size=config.batch_size,
+            bf16=config.precision == "bf16",
+        )
+        if not math.isfinite(loss):
+            raise self._diverged(loss)
+        return loss
+
+    def _bits_per_byte(self, loss: float) -> float | None:
+        stream = self.validation_stream
+        return bits_per_byte(loss, len(stream), stream.n_bytes) if self.config.task == "clm" else None
+
+    def _save(self, validation_loss: float) -> None:
+        tensors = {"random.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state()
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        state = checkpoints.TrainingState(self.step, validation_loss, self.config.to_dict(), tensors)
+        checkpoints.save_checkpoint(self.config.run_directory, self.model, self.tokenizer, state)
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Stop]:
+    """Turn the first Ctrl-C, or a polite request to end, into a flag; the second one acts as always."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield stop
+        return
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in numbers}
+
+    def request(number: int, _frame: object) -> None:
+        stop.requested = True
+        signal.signal(number, previous[number])
+
+    for number in previous:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,65 @@
+"""What this machine is faster with: the decisions behind every "auto"."""
+
+import shutil
+import time
+
+import torch
+
+from lineartime.errors import LineartimeError
+from lineartime.training.config import Device, Precision
+
+# benchmarks/compile.py measures both: what compiling costs and what part of a step it then saves.
+_COMPILE_SECONDS = {"cpu": 60.0, "cuda": 90.0}
+_COMPILE_SAVES = {"cpu": 0.10, "cuda": 0.30}
+# Training arithmetic per second that eager steps reach, to foretell how long a run takes.
+_EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
+
+
+def choose_device(device: Device) -> torch.device:
+    """The device to compute on; LineartimeError for a GPU that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LineartimeError("--device is cuda, but PyTorch sees no GPU here: use --device cpu.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def choose_precision(precision: Precision, device: torch.device) -> Precision:
+    """Either "fp32" or "bf16"; for "auto" whichever multiplies matrices faster here."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    # Between the two lies a factor of 4 or a loss, so that a short trial decides reliably.
+    return "bf16" if _product_seconds(torch.bfloat16) < 0.8 * _product_seconds(torch.float32) else "fp32"
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> bool:
+    """Whether to use torch.compile; for "auto", whether it saves more of the run than it costs.
+
+    Args:
+        choice: "auto", "on" or "off".
+        device: where the model runs.
+        parameters: of the model.
+        tokens: to be trained on in the whole run.
+
+    Raises:
+        LineartimeError: for "on" without the C++ compiler that it needs on a CPU.
+    """
+    compiler = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    if choice == "on" and not compiler:
+        raise LineartimeError("--compile is on, but there is no C++ compiler here: install g++ or use --compile off.")
+    if choice != "auto":
+        return choice == "on"
+    seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
+    return compiler and seconds * _COMPILE_SAVES[device.type] > _COMPILE_SECONDS[device.type]

@@ -1,0 +1,99 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lineartime.data import ByteTokenizer, JsonTokenizer, load_tokenizer
+from lineartime.data.tokenizers import Tokenizer, encode_blocks
+from lineartime.errors import LineartimeError
+
+TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
+
+
+@pytest.fixture
+def json_file(tmp_path: Path) -> Path:
+    """A small byte-level BPE tokenizer, trained here."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT * 10], trainer)
+    tokenizer.save(str(tmp_path / "bpe.json"))
+    return tmp_path / "bpe.json"
+
+
+@pytest.fixture(params=["bytes", "json"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return load_tokenizer(None if request.param == "bytes" else request.getfixturevalue("json_file"))
+
+
+def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    assert max(ids) < tokenizer.vocab_size
+
+
+def test_special_tokens_are_distinct_and_leave_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab").tolist()
+    specials = [tokenizer.end_of_document, tokenizer.mask]
+    assert len({*ids, *specials}) == len(set(ids)) + 2
+    assert max(specials) < tokenizer.vocab_size
+    assert tokenizer.decode([specials[0], *ids, *specials]) == "ab"
+
+
+def test_a_stream_decoder_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(token) for token in [*tokenizer.encode(TEXT).tolist(), tokenizer.end_of_document]]
+    assert "".join(pieces) + decoder.flush() == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    again = load_tokenizer(tmp_path)
+    assert type(again) is type(tokenizer)
+    assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+
+
+def test_blocks_are_cut_at_line_ends_alone(tokenizer: Tokenizer) -> None:
+    lines = "one\ntwo three\nfour"
+    blocks = [lines[i : i + 5] for i in range(0, len(lines), 5)]
+    ids = np.concatenate(list(encode_blocks(tokenizer, iter(blocks))))
+    assert tokenizer.decode(ids.tolist()) == lines
+    assert ids.tolist() == [i for line in lines.splitlines(keepends=True) for i in tokenizer.encode(line).tolist()]
+
+
+def test_a_json_tokenizer_keeps_its_own_end_of_document(json_file: Path) -> None:
+    tokenizer = load_tokenizer(json_file)
+    assert isinstance(tokenizer, JsonTokenizer)
+    assert tokenizer.end_of_document == json.loads(json_file.read_text())["model"]["vocab"]["<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{}", "is not a tokenizer file"), (b"\xff\xfe", "is not a tokenizer file"), (None, "Cannot read .*No such file")],
+)
+def test_files_that_are_no_tokenizer_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "wrong.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(LineartimeError, match=message):
+        load_tokenizer(file)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(LineartimeError, match=r"pip install 'lineartime\[tokenizers\]'"):
+        JsonTokenizer("{}", "x.json")
+
+
+def test_bytes_are_their_own_tokens() -> None:
+    assert ByteTokenizer().encode("é").tolist() == [0xC3, 0xA9]

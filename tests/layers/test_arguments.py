@@ -1,0 +1,82 @@
+"""No dead flag: every argument of every layer changes what the layer computes."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lineartime.layers import FLASH, GAU, GLU, MLP, Attention
+
+# For each argument, another value than its default and the other arguments it needs to matter.
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "d_qk": (64, {}),
+    "expansion": (3, {}),
+    "chunk_size": (4, {}),
+    "causal": (True, {}),
+    "activation": ("softmax", {}),
+    "normalization": ("paper", {}),
+    "norm": ("scalenorm", {}),
+    "rope": (False, {}),
+    "relative_bias": (False, {}),
+    "max_length": (16, {}),
+    "n_heads": (6, {}),
+    "dropout": (0.5, {}),
+}
+LAYERS: list[type[nn.Module]] = [FLASH, GAU, Attention, MLP, GLU]
+D_MODEL, LENGTH = 24, 10
+
+
+def output(layer: type[nn.Module], arguments: dict[str, Any]) -> tuple[Tensor, int]:
+    torch.manual_seed(0)
+    module = layer(D_MODEL, **arguments)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    x = 3 * torch.randn(2, LENGTH, D_MODEL, generator=generator) + 1
+    return module(x), sum(parameter.numel() for parameter in module.parameters())
+
+
+CASES = [(layer, name) for layer in LAYERS for name in list(inspect.signature(layer).parameters)[1:]]
+
+
+@pytest.mark.parametrize(("layer", "name"), CASES, ids=[f"{layer.__name__}-{name}" for layer, name in CASES])
+def test_every_argument_changes_something(layer: type[nn.Module], name: str) -> None:
+    value, context = OTHER[name]
+    base: dict[str, Any] = {"n_heads": 3} if layer is Attention else {}
+    assert inspect.signature(layer).parameters[name].default != value
+    plain, plain_size = output(layer, {**base, **context})
+    other, other_size = output(layer, {**base, **context, name: value})
+    assert plain_size != other_size or not torch.allclose(plain, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "softmax", "softmax_plus", "laplace"])
+@pytest.mark.parametrize("layer", [FLASH, GAU])
+def test_every_activation_differs_from_the_others(layer: type[nn.Module], activation: str) -> None:
+    mine, _ = output(layer, {"activation": activation})
+    for other in {"relu2", "softmax", "softmax_plus", "laplace"} - {activation}:
+        assert not torch.allclose(mine, output(layer, {"activation": other})[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "message"),
+    [
+        (GAU, {"d_qk": 7}, "d_qk is 7, but must be even"),
+        (GAU, {"d_qk": 0}, "d_qk is 0, but must be at least 1"),
+        (GAU, {"max_length": 0}, "max_length is 0"),
+        (GAU, {"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
+        (FLASH, {"normalization": "none"}, "normalization is 'none', but must be one of 'count', 'paper'"),
+        (FLASH, {"chunk_size": 0}, "chunk_size is 0"),
+        (FLASH, {"expansion": 0}, "expansion is 0"),
+        (FLASH, {"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
+        (FLASH, {"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),
+        (Attention, {"n_heads": 5}, "n_heads is 5, but must divide d_model = 24"),
+        (Attention, {"n_heads": 8}, "head_dim is 3, but must be even"),
+        (MLP, {"expansion": 0}, "expansion is 0"),
+    ],
+)
+def test_values_that_are_not_allowed_are_named(layer: type[nn.Module], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer(D_MODEL, **arguments)

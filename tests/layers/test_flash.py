@@ -1,0 +1,63 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.layers import FLASH, RotaryBias, TableBias
+from lineartime.ops import MixedChunkState, mixed_chunk_attention_oracle, rope
+
+
+def test_flash_is_its_formula() -> None:
+    layer = FLASH(8, d_qk=4, chunk_size=4, causal=True, norm="scalenorm").double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * layer.norm.g
+    u, v, z = F.silu(F.linear(normed, layer.to_gate_value_base.weight, layer.to_gate_value_base.bias)).split([16, 16, 4], -1)
+    heads = [rope(z * gamma + beta, torch.arange(11)) for gamma, beta in zip(layer.gamma, layer.beta, strict=True)]
+    assert isinstance(layer.bias, TableBias)
+    bias = torch.stack([torch.stack([layer.bias.table[j - t + 3] for j in range(4)]) for t in range(4)])
+    q_quad, k_quad, q_lin, k_lin = heads
+    attended = mixed_chunk_attention_oracle(q_quad, k_quad, q_lin, k_lin, v, chunk_size=4, causal=True, bias=bias)
+    expected = x + F.linear(u * attended, layer.to_output.weight, layer.to_output.bias)
+    torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
+
+
+def test_the_form_of_the_bias_follows_from_the_chunk_size() -> None:
+    assert isinstance(FLASH(8, d_qk=4, chunk_size=512).bias, TableBias)
+    assert isinstance(FLASH(8, d_qk=4, chunk_size=513).bias, RotaryBias)
+
+
+def size_in_bytes(state: MixedChunkState) -> int:
+    return sum(part.numel() * part.element_size() for part in state if isinstance(part, Tensor))
+
+
+def test_the_state_is_as_large_after_100_000_tokens_as_after_1_000() -> None:
+    layer = FLASH(8, d_qk=4, chunk_size=256, causal=True)
+    state = layer.init_state(1)
+    sizes = {0: size_in_bytes(state)}
+    with torch.no_grad():
+        for read in (1_000, 100_000):
+            _, state = layer.extend(torch.randn(1, read - state.position, 8), state)
+            assert state.position == read
+            sizes[read] = size_in_bytes(state)
+            assert all(part.untyped_storage().nbytes() <= sizes[0] for part in state if isinstance(part, Tensor))
+    assert len(set(sizes.values())) == 1, sizes
+
+
+def test_far_out_tokens_still_equal_the_forward_pass() -> None:
+    layer = FLASH(8, d_qk=4, chunk_size=16, causal=True)
+    x = torch.randn(1, 5_000, 8)
+    with torch.no_grad():
+        _, state = layer.extend(x[:, :4_990], layer.init_state(1))
+        last, _ = layer.extend(x[:, 4_990:], state)
+        torch.testing.assert_close(last, layer(x)[:, 4_990:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
+def test_a_padded_chunk_at_the_end_never_counts(length: int) -> None:
+    layer = FLASH(8, d_qk=4, chunk_size=4)
+    x = torch.randn(1, 20, 8)
+    mask = torch.arange(20)[None] < length
+    torch.testing.assert_close(layer(x, mask=mask)[:, :length], layer(x[:, :length]), atol=1e-6, rtol=0)

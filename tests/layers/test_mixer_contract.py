@@ -1,0 +1,201 @@
+"""The one contract that everything which moves information between tokens has to keep."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lineartime.layers import FLASH, GAU, Attention
+from lineartime.layers.residual import Mixer
+
+D_MODEL, CHUNK = 16, 8
+
+# name -> how to build it; every row is held to every test below.
+MIXERS: dict[str, Callable[[bool], Mixer]] = {
+    "flash": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
+    "flash, published normalisation": lambda causal: FLASH(
+        D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal, normalization="paper"
+    ),
+    "flash, softmax": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal, activation="softmax"),
+    "flash, rotary bias": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=513, causal=causal),
+    "gau": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal),
+    "gau, table": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, max_length=64),
+    "gau, published normalisation": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, normalization="paper"),
+    "gau, softmax plus": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="softmax_plus"),
+    "gau, laplace": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="laplace"),
+    "attention": lambda causal: Attention(D_MODEL, n_heads=2, causal=causal),
+}
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+both_directions = pytest.mark.parametrize("causal", [False, True])
+LENGTH = 3 * CHUNK + 5
+
+
+def build(name: str, causal: bool) -> Mixer:
+    """The mixer with weights far from their small initial values, so that everything in it has a say."""
+    torch.manual_seed(1)
+    mixer = MIXERS[name](causal)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return mixer
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    # 1e-5 of the outputs' size
+    size = max([1.0, *b.detach().abs().flatten().tolist()])
+    torch.testing.assert_close(a, b, atol=1e-5 * size, rtol=0)
+
+
+@every_mixer
+def test_future_tokens_change_no_earlier_output(name: str) -> None:
+    mixer = build(name, causal=True)
+    x = torch.randn(2, LENGTH, D_MODEL)
+    whole = mixer(x)
+    for stop in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):
+        close(mixer(x[:, :stop]), whole[:, :stop])  # appended
+        changed = torch.cat([x[:, :stop], torch.randn(2, LENGTH - stop, D_MODEL)], 1)
+        close(mixer(changed)[:, :stop], whole[:, :stop])
+
+
+@every_mixer
+def test_future_tokens_leave_extend_unchanged_to_the_bit(name: str) -> None:
+    mixer = build(name, causal=True)
+    x = torch.randn(1, LENGTH, D_MODEL)
+    _, state = mixer.extend(x[:, :10], mixer.init_state(1))
+    one, _ = mixer.extend(x[:, 10:], state)
+    mixer.extend(torch.randn(1, 30, D_MODEL), state)  # another continuation of the same state
+    again, _ = mixer.extend(x[:, 10:], state)
+    assert torch.equal(one, again)
+    changed = x.clone()
+    changed[:, 20:] = torch.randn(1, LENGTH - 20, D_MODEL)
+    with_other_future, _ = mixer.extend(changed[:, 10:], state)
+    assert torch.equal(one[:, :10], with_other_future[:, :10])
+    assert not torch.equal(one[:, 10:], with_other_future[:, 10:])
+
+
+@every_mixer
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(0, 13), min_size=1, max_size=7))
+def test_extend_over_any_cutting_is_the_forward_pass(name: str, cuts: list[int]) -> None:
+    mixer = build(name, causal=True)
+    x = torch.randn(2, sum(cuts), D_MODEL)
+    state, pieces, start = mixer.init_state(2), [], 0
+    for size in cuts:
+        piece, state = mixer.extend(x[:, start : start + size], state)
+        pieces.append(piece)
+        start += size
+    close(torch.cat(pieces, 1), mixer(x))
+    assert state.position == sum(cuts)
+
+
+@every_mixer
+@both_directions
+@pytest.mark.parametrize("side", ["left", "right", "both", "holes"])
+def test_a_padded_batch_equals_its_rows_alone(name: str, causal: bool, side: str) -> None:
+    mixer = build(name, causal)
+    tokens = torch.arange(LENGTH)
+    mask = {
+        "left": torch.stack([tokens >= 0, tokens >= 11]),
+        "right": torch.stack([tokens >= 0, tokens < LENGTH - 11]),
+        "both": torch.stack([tokens > 3, (tokens > 1) & (tokens < 9)]),
+        "holes": torch.rand(2, LENGTH) > 0.4,
+    }[side]
+    x = torch.randn(2, LENGTH, D_MODEL).masked_fill(~mask[..., None], torch.nan)  # whatever stands in padding
+    padded = mixer(x, mask=mask)
+    for row in range(2):
+        close(padded[row, mask[row]], mixer(x[row, mask[row]][None])[0])
+        assert not padded[row, ~mask[row]].any()
+
+
+@every_mixer
+@both_directions
+def test_a_pack_equals_its_documents_alone(name: str, causal: bool) -> None:
+    mixer = build(name, causal)
+    x = torch.randn(1, LENGTH, D_MODEL)
+    ends = [0, 3, 3, 3 + CHUNK, LENGTH - 1, LENGTH]
+    packed = mixer(x, cu_seqlens=torch.tensor(ends))
+    for start, stop in pairwise(ends):
+        close(packed[:, start:stop], mixer(x[:, start:stop]))
+
+
+@every_mixer
+@both_directions
+def test_batch_order_does_not_matter(name: str, causal: bool) -> None:
+    mixer = build(name, causal)
+    x, mask = torch.randn(3, LENGTH, D_MODEL), torch.rand(3, LENGTH) > 0.2
+    close(mixer(x.flip(0), mask=mask.flip(0)).flip(0), mixer(x, mask=mask))
+
+
+@every_mixer
+@both_directions
+def test_no_tokens_and_no_real_tokens_give_finite_zeros(name: str, causal: bool) -> None:
+    mixer = build(name, causal)
+    assert mixer(torch.zeros(2, 0, D_MODEL)).shape == (2, 0, D_MODEL)
+    assert mixer(torch.zeros(2, 0, D_MODEL), mask=torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0, D_MODEL)
+    assert mixer(torch.zeros(1, 0, D_MODEL), cu_seqlens=torch.tensor([0])).shape == (1, 0, D_MODEL)
+    x = torch.randn(2, 9, D_MODEL, requires_grad=True)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1] = False
+    y = mixer(x, mask=mask)
+    assert not y[1].any()
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert gradient.isfinite().all()
+    assert not gradient[1].any()
+
+
+@every_mixer
+@both_directions
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_autocast_stays_finite_on_large_inputs(name: str, causal: bool, dtype: torch.dtype) -> None:
+    mixer = build(name, causal)
+    x = (1e3 * torch.randn(2, LENGTH, D_MODEL)).requires_grad_()
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [5]])
+    with torch.autocast("cpu", dtype=dtype):
+        y = mixer(x, mask=mask)
+    assert y.isfinite().all()
+    y.float().mean().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters() if parameter.grad is not None)
+
+
+@every_mixer
+def test_streaming_under_autocast_keeps_its_state_in_float32(name: str) -> None:
+    mixer = build(name, causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, state = mixer.extend(torch.randn(1, 11, D_MODEL), mixer.init_state(1))
+    assert all(part.dtype == torch.float32 for part in state if isinstance(part, Tensor))
+
+
+@every_mixer
+def test_a_mixer_that_is_not_causal_says_so(name: str) -> None:
+    mixer = build(name, causal=False)
+    with pytest.raises(ValueError, match="has causal=False and cannot stream: build it with causal=True"):
+        mixer.init_state(1)
+
+
+@every_mixer
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 3, D_MODEL + 1),), r"x has shape \[2, 3, 17\], but must be \[B, T, d_model\] with d_model = 16"),
+        ((torch.zeros(3, D_MODEL),), "x has shape"),
+        ((torch.zeros(2, 3, D_MODEL), torch.ones(3, 2, dtype=torch.bool)), r"mask has shape \[3, 2\]"),
+        ((torch.zeros(1, 3, D_MODEL), None, torch.tensor([0, 4])), r"cu_seqlens is \[0, 4\]"),
+    ],
+)
+def test_mistakes_are_named(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, causal=True)(*arguments)
+
+
+@every_mixer
+def test_a_state_of_another_batch_size_is_named(name: str) -> None:
+    mixer = build(name, causal=True)
+    with pytest.raises(ValueError, match=r"x has batch size 3, but its state was made for 2: call init_state\(3\)"):
+        mixer.extend(torch.zeros(3, 1, D_MODEL), mixer.init_state(2))

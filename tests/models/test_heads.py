@@ -1,0 +1,101 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.models import CausalLM, MaskedLM
+
+TINY = {"d_model": 16, "n_blocks": 2, "vocab_size": 50}
+PRESETS = {
+    "flash-tiny": {**TINY, "d_qk": 8, "chunk_size": 8},
+    "flash-quad-tiny": {**TINY, "d_qk": 8},
+    "transformer++-tiny": {**TINY, "n_heads": 2},
+}
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def causal(name: str) -> CausalLM:
+    return lineartime.build(name, **PRESETS[name]).eval()
+
+
+@every_preset
+def test_logits_have_the_size_of_the_vocabulary(name: str) -> None:
+    ids = torch.randint(0, 50, (2, 19))
+    assert causal(name)(ids).shape == (2, 19, 50)
+    assert isinstance(lineartime.build(name, task="mlm", **PRESETS[name]), MaskedLM)
+
+
+@every_preset
+def test_a_causal_model_foretells_without_looking_ahead(name: str) -> None:
+    model, ids = causal(name), torch.randint(0, 50, (1, 30))
+    changed = ids.clone()
+    changed[:, 20:] = 49 - changed[:, 20:]
+    torch.testing.assert_close(model(ids)[:, :20], model(changed)[:, :20], atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(ids)[:, :20], model(ids[:, :20]), atol=1e-5, rtol=0)
+
+
+@every_preset
+def test_a_masked_model_looks_both_ways(name: str) -> None:
+    model, ids = lineartime.build(name, task="mlm", **PRESETS[name]).eval(), torch.randint(0, 50, (1, 30))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    changed = ids.clone()
+    changed[:, 29] = (changed[:, 29] + 1) % 50
+    assert not torch.equal(model(ids)[:, 0], model(changed)[:, 0])
+
+
+@every_preset
+def test_extend_is_the_forward_pass(name: str) -> None:
+    model, ids = causal(name), torch.randint(0, 50, (2, 30))
+    state, pieces = model.init_state(2), []
+    for start, stop in pairwise([0, 1, 9, 10, 27, 30]):
+        logits, state = model.extend(ids[:, start:stop], state)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), atol=1e-5, rtol=0)
+
+
+@every_preset
+def test_padding_and_packing_change_no_logits(name: str) -> None:
+    model, ids = causal(name), torch.randint(0, 50, (1, 20))
+    mask = torch.arange(20)[None] >= 7
+    torch.testing.assert_close(model(ids, mask=mask)[:, 7:], model(ids[:, 7:]), atol=1e-5, rtol=0)
+    packed = model(ids, cu_seqlens=torch.tensor([0, 7, 20]))
+    torch.testing.assert_close(packed[:, 7:], model(ids[:, 7:]), atol=1e-5, rtol=0)
+
+
+@every_preset
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model = causal(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model(torch.randint(0, 50, (2, 19))).square().mean().backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.any(), parameter_name
+
+
+def test_weights_start_as_the_paper_says() -> None:
+    model = lineartime.build("flash-tiny")
+    block = model.backbone.blocks[0].mixer  # type: ignore[index]
+    for weight in (model.backbone.embedding.weight, block.to_output.weight, block.to_gate_value_base.weight):
+        assert abs(weight.std().item() - 0.02) < 0.001
+    assert not block.to_output.bias.any()
+    assert not block.beta.any()
+    assert model.backbone.position is not None
+    assert model.backbone.position.scale.item() == pytest.approx(256**-0.5)
+
+
+def test_dropout_and_position_switches_reach_the_model() -> None:
+    ids = torch.randint(0, 50, (1, 9))
+    dropping = lineartime.build("flash-tiny", **PRESETS["flash-tiny"], dropout=0.5)
+    assert not torch.equal(dropping(ids), dropping(ids))
+    assert torch.equal(dropping.eval()(ids), dropping(ids))
+    assert lineartime.build("flash-tiny", **PRESETS["flash-tiny"], absolute_position="none").backbone.position is None
+
+
+def test_ids_that_are_no_ids_are_named() -> None:
+    with pytest.raises(ValueError, match=r"ids has shape \[2, 3\] and dtype torch.float32"):
+        causal("flash-tiny")(torch.zeros(2, 3))

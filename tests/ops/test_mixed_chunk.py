@@ -1,0 +1,242 @@
+"""FLASH's attention: the chunked and the streaming form against the definition.
+
+C = 4 here, so that lengths around the chunk size and several chunks stay cheap.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lineartime.ops import (
+    mixed_chunk_attention,
+    mixed_chunk_attention_extend,
+    mixed_chunk_attention_oracle,
+    mixed_chunk_state,
+    quadratic_attention,
+)
+from lineartime.ops.activations import ACTIVATIONS
+
+CHUNK, D_QK, D_VALUE = 4, 6, 5
+LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+MASKS = ["none", "right", "left", "holes", "all padding"]
+
+
+def make_inputs(batch: int, length: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> tuple[Tensor, ...]:
+    widths = (D_QK, D_QK, D_QK, D_QK, D_VALUE)
+    return tuple(torch.randn(batch, length, width, dtype=dtype).requires_grad_(grad) for width in widths)
+
+
+def make_mask(kind: str, batch: int, length: int) -> Tensor | None:
+    tokens = torch.arange(length).expand(batch, -1)
+    padding = torch.arange(batch)[:, None] * 3  # row 0 is full, row 1 lacks 3 tokens, ...
+    return {
+        "none": None,
+        "right": tokens < length - padding,
+        "left": tokens >= padding,
+        "holes": torch.rand(batch, length) > 0.4,
+        "all padding": (tokens >= 0) & (torch.arange(batch)[:, None] > 0),
+    }[kind]
+
+
+def bias_() -> Tensor:
+    return torch.randn(CHUNK, CHUNK, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_chunked_form_is_the_definition_under_every_mask(length: int, causal: bool, mask_kind: str) -> None:
+    inputs = make_inputs(3, length)
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "mask": make_mask(mask_kind, 3, length)}
+    torch.testing.assert_close(
+        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+    )
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_chunked_form_is_the_definition_for_every_activation_and_normalization(
+    length: int, causal: bool, activation: Any, normalization: Any
+) -> None:
+    inputs = make_inputs(2, length)
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "mask": make_mask("right", 2, length)}
+    options |= {"activation": activation, "normalization": normalization}
+    torch.testing.assert_close(
+        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+    )
+
+
+@pytest.mark.parametrize("ends", [[0, 17], [0, 5, 17], [0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed_documents_are_the_definition(ends: list[int], causal: bool, normalization: Any, padded: bool) -> None:
+    inputs = make_inputs(1, 17)
+    mask = torch.rand(1, 17) > 0.3 if padded else None
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "normalization": normalization}
+    options |= {"mask": mask, "cu_seqlens": torch.tensor(ends)}
+    torch.testing.assert_close(
+        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_equal_each_document_alone(causal: bool) -> None:
+    inputs = make_inputs(1, 17)
+    ends = [0, 5, 9, 17]
+    packed = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=causal, cu_seqlens=torch.tensor(ends))
+    for start, stop in pairwise(ends):
+        alone = mixed_chunk_attention(*(x[:, start:stop] for x in inputs), chunk_size=CHUNK, causal=causal)
+        torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", ["mask", "pack", "plain"])
+def test_gradients_are_those_of_the_definition(length: int, causal: bool, case: str) -> None:
+    batch = 1 if case == "pack" else 2
+    inputs, bias = make_inputs(batch, length, grad=True), bias_().requires_grad_()
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal}
+    if case == "mask":
+        options["mask"] = make_mask("right", batch, length)
+    if case == "pack":
+        options["cu_seqlens"] = torch.tensor([0, length // 2, length])
+    direction = torch.randn(batch, length, D_VALUE, dtype=torch.float64)
+
+    def gradients(attention: Any) -> tuple[Tensor, ...]:
+        out = (attention(*inputs, bias=bias, **options) * direction).sum()
+        return torch.autograd.grad(out, (*inputs, bias), materialize_grads=True)
+
+    for fast, exact in zip(gradients(mixed_chunk_attention), gradients(mixed_chunk_attention_oracle), strict=True):
+        torch.testing.assert_close(fast, exact, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal: bool) -> None:
+    inputs, bias = make_inputs(1, CHUNK + 2, grad=True), bias_().requires_grad_()
+    mask = torch.arange(CHUNK + 2)[None] > 0
+
+    def attention(*tensors: Tensor) -> Tensor:
+        return mixed_chunk_attention(*tensors[:5], chunk_size=CHUNK, causal=causal, bias=tensors[5], mask=mask)
+
+    assert torch.autograd.gradcheck(attention, (*inputs, bias))
+
+
+def test_one_chunk_without_linear_part_is_quadratic_attention() -> None:
+    q, k, q_lin, k_lin, v = make_inputs(2, CHUNK)
+    mixed = mixed_chunk_attention(q, k, 0 * q_lin, k_lin, v, chunk_size=CHUNK)
+    torch.testing.assert_close(mixed, quadratic_attention(q, k, v))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+    activation=st.sampled_from(ACTIVATIONS),
+    normalization=st.sampled_from(["count", "paper"]),
+)
+def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation: Any, normalization: Any) -> None:
+    inputs, bias = make_inputs(2, sum(cuts)), bias_()
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "normalization": normalization}
+    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=bias)
+    pieces, start = [], 0
+    for size in cuts:
+        piece, state = mixed_chunk_attention_extend(*(x[:, start : start + size] for x in inputs), state, **options)
+        pieces.append(piece)
+        start += size
+    whole = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, **options)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
+    assert state.position == sum(cuts)
+
+
+def test_extend_leaves_the_state_it_was_given_as_it_was() -> None:
+    inputs = make_inputs(1, 7)
+    _, state = mixed_chunk_attention_extend(*inputs, mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=inputs[0]))
+    before = [x.clone() if isinstance(x, Tensor) else x for x in state]
+    mixed_chunk_attention_extend(*make_inputs(1, 9), state)
+    for old, new in zip(before, state, strict=True):
+        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
+
+
+def test_padding_may_hold_anything() -> None:
+    inputs = make_inputs(2, 9)
+    mask = make_mask("left", 2, 9)
+    assert mask is not None
+    clean = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, mask=mask)
+    dirty = mixed_chunk_attention(
+        *(x.masked_fill(~mask[..., None], torch.nan) for x in inputs), chunk_size=CHUNK, causal=True, mask=mask
+    )
+    assert torch.equal(clean, dirty)
+    assert not clean[~mask].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision_autocast_stays_finite_on_large_inputs(dtype: torch.dtype, causal: bool) -> None:
+    inputs = [(1e3 * x).requires_grad_() for x in make_inputs(2, 11, torch.float32)]
+    with torch.autocast("cpu", dtype=dtype):
+        out = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=causal)
+    out.float().mean().backward()
+    assert out.isfinite().all()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_as_exact_as_its_inputs(dtype: torch.dtype) -> None:
+    inputs = make_inputs(2, 50, torch.float32)
+    rounded = [x.to(dtype) for x in inputs]
+    out = mixed_chunk_attention(*rounded, chunk_size=CHUNK, causal=True)
+    exact = mixed_chunk_attention_oracle(*(x.double() for x in rounded), chunk_size=CHUNK, causal=True)
+    assert out.dtype == dtype
+    assert (out - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_states_and_counts_accumulate_in_float32() -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16: the mean over 600 chunks of ones would come out as less than a half.
+    ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
+    out = mixed_chunk_attention(0 * ones, ones, ones, ones, ones, chunk_size=1, causal=True)
+    assert out[0, -1].item() == 1.0
+    state = mixed_chunk_state(1, 1, 1, 1, like=ones)
+    assert state.summary.dtype == torch.float32
+    _, state = mixed_chunk_attention_extend(0 * ones, ones, ones, ones, ones, state)
+    assert state.summary.item() == 600.0
+
+
+def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
+    inputs = make_inputs(1, 9)
+    oracle = mixed_chunk_attention(*inputs, chunk_size=CHUNK, backend="oracle")
+    assert torch.equal(oracle, mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "relu"}, "activation is 'relu', but must be one of 'relu2'"),
+        ({"normalization": "mean"}, "normalization is 'mean'"),
+        ({"backend": "cuda"}, "backend is 'cuda'"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"bias": torch.zeros(3, 3)}, r"bias has shape \[3, 3\], but must be \[C, C\] = \[4, 4\]"),
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),
+        ({"mask": torch.ones(1, 4)}, "mask has dtype torch.float32, but must be torch.bool"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must rise from 0 to the 4 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "must rise from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "one-dimensional integer tensor"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixed_chunk_attention(*make_inputs(1, 4), **{"chunk_size": CHUNK, **change})
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    q_quad, k_quad, q_lin, _, v = make_inputs(2, 4)
+    with pytest.raises(ValueError, match=r"k_lin has shape \[2, 5, 6\], but must be \[B, T, s\] = \[2, 4, 6\]"):
+        mixed_chunk_attention(q_quad, k_quad, q_lin, torch.zeros(2, 5, D_QK), v, chunk_size=CHUNK)
+    with pytest.raises(ValueError, match="packs documents into one row, but the batch has 2 rows"):
+        mixed_chunk_attention(*make_inputs(2, 4), chunk_size=CHUNK, cu_seqlens=torch.tensor([0, 4]))

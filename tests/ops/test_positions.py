@@ -1,0 +1,57 @@
+import math
+
+import torch
+from torch import Tensor
+
+from lineartime.ops import rope, rotary_bias, sinusoid, table_bias
+
+
+def test_rope_turns_a_pair_by_its_angle() -> None:
+    x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)  # s = 2: one pair, frequency 1
+    torch.testing.assert_close(rope(x, torch.tensor([3])), torch.tensor([[math.cos(3), math.sin(3)]], dtype=torch.float64))
+
+
+def test_rope_pairs_the_two_halves() -> None:
+    x = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)  # second pair: features 1 and 3, frequency 1/100
+    expected = torch.tensor([[0.0, math.cos(0.02), 0.0, math.sin(0.02)]], dtype=torch.float64)
+    torch.testing.assert_close(rope(x, torch.tensor([2])), expected)
+
+
+def test_products_of_rotated_vectors_depend_on_the_distance_alone_even_far_out() -> None:
+    q, k = torch.randn(2, 1, 64)
+
+    def product(start: int) -> Tensor:
+        return (rope(q, torch.tensor([start + 5])) * rope(k, torch.tensor([start]))).sum()
+
+    torch.testing.assert_close(product(0), product(1_000_000), atol=1e-4, rtol=0)
+
+
+def test_rope_broadcasts_positions_of_each_row() -> None:
+    x = torch.randn(2, 3, 4)
+    positions = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    torch.testing.assert_close(rope(x, positions)[1], rope(x[1], positions[1]))
+
+
+def test_offset_zero_of_the_table_means_the_same_at_every_length() -> None:
+    table = torch.arange(9.0)  # n_max = 5: the centre is 4
+    for length in (1, 3, 5):
+        positions = torch.arange(length)
+        bias = table_bias(table, positions, positions)
+        assert bias.diagonal().unique().item() == 4.0
+    assert table_bias(table, torch.tensor([3]), torch.tensor([1])).item() == 2.0  # key two before the query: w[-2 + 4]
+
+
+def test_rotary_bias_is_its_formula_and_depends_on_the_distance_alone() -> None:
+    a, b = torch.randn(2, 8, dtype=torch.float64)
+    positions = torch.arange(6)
+    bias = rotary_bias(a, b, positions, positions)
+    t, j = 4, 1
+    expected = rope(a[None], torch.tensor([t]))[0] @ rope(b[None], torch.tensor([j]))[0]
+    torch.testing.assert_close(bias[t, j], expected)
+    torch.testing.assert_close(bias, rotary_bias(a, b, positions + 7, positions + 7))
+
+
+def test_sinusoid_holds_sines_then_cosines() -> None:
+    table = sinusoid(torch.tensor([0, 2]), 4, torch.float64)
+    expected = torch.tensor([[0, 0, 1, 1], [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02)]], dtype=torch.float64)
+    torch.testing.assert_close(table, expected)

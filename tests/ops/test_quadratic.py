@@ -1,0 +1,129 @@
+"""GAU's attention: the parallel and the streaming form against the definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lineartime.ops import QuadraticState, quadratic_attention, quadratic_attention_extend, quadratic_attention_oracle
+from lineartime.ops.activations import ACTIVATIONS
+
+LENGTHS = [0, 1, 3, 4, 5, 17]
+OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
+
+
+def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(batch, length, width, dtype=torch.float64).requires_grad_(grad) for width in (6, 6, 5))
+    return q, k, v
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normalization", ["count", "paper", 7])
+@pytest.mark.parametrize("padded", [False, True])
+def test_parallel_form_is_the_definition(length: int, causal: bool, activation: Any, normalization: Any, padded: bool) -> None:
+    mask = torch.rand(3, length) > 0.4 if padded else None
+    if mask is not None:
+        mask[0] = False  # a row without any real token
+    bias = torch.randn(length, length, dtype=torch.float64)
+    options: dict[str, Any] = {"causal": causal, "bias": bias, "mask": mask, "activation": activation}
+    options["normalization"] = normalization
+    inputs = make_inputs(3, length)
+    torch.testing.assert_close(
+        quadratic_attention(*inputs, **options), quadratic_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(causal: bool, activation: Any) -> None:
+    mask = torch.arange(5)[None] > 0
+    bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+
+    def attention(*x: Tensor) -> Tensor:
+        return quadratic_attention(*x[:3], causal=causal, bias=x[3], mask=mask, activation=activation)
+
+    assert torch.autograd.gradcheck(attention, (*make_inputs(1, 5, grad=True), bias))
+
+
+def test_gradients_through_an_all_padding_row_are_zero() -> None:
+    inputs = make_inputs(1, 4, grad=True)
+    for activation in ACTIVATIONS:
+        out = quadratic_attention(*inputs, mask=torch.zeros(1, 4, dtype=torch.bool), activation=activation)
+        for gradient in torch.autograd.grad(out.sum(), inputs):
+            assert not gradient.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_and_right_padding_do_not_change_real_outputs(causal: bool) -> None:
+    q, k, v = make_inputs(1, 9)
+    alone = quadratic_attention(q[:, 2:7], k[:, 2:7], v[:, 2:7], causal=causal)
+    mask = torch.zeros(1, 9, dtype=torch.bool)
+    mask[:, 2:7] = True
+    padded = quadratic_attention(q, k, v, causal=causal, mask=mask)
+    torch.testing.assert_close(padded[:, 2:7], alone, atol=1e-12, rtol=0)
+    assert not padded[:, [0, 1, 7, 8]].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 7), min_size=1, max_size=6), options=OPTIONS)
+def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], options: tuple[Any, Any]) -> None:
+    activation, normalization = options
+    total = sum(cuts)
+    q, k, v = make_inputs(2, total)
+    bias = torch.randn(total, total, dtype=torch.float64)
+    state = QuadraticState(k[:, :0], v[:, :0])
+    pieces, start = [], 0
+    for size in cuts:
+        stop = start + size
+        piece, state = quadratic_attention_extend(
+            *(x[:, start:stop] for x in (q, k, v)),
+            state,
+            bias=bias[start:stop, :stop],
+            activation=activation,
+            normalization=normalization,
+        )
+        pieces.append(piece)
+        start = stop
+    whole = quadratic_attention(q, k, v, causal=True, bias=bias, activation=activation, normalization=normalization)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_half_precision_autocast_stays_finite_on_large_inputs(dtype: torch.dtype, activation: Any) -> None:
+    inputs = [(1e3 * x.detach().float()).requires_grad_() for x in make_inputs(2, 11)]
+    with torch.autocast("cpu", dtype=dtype):
+        out = quadratic_attention(*inputs, causal=True, activation=activation)
+    out.float().mean().backward()
+    assert out.isfinite().all()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
+
+
+def test_the_published_length_is_a_divisor_inside_the_square() -> None:
+    q = torch.full((1, 2, 1), 3.0)
+    v = torch.ones(1, 2, 1)
+    published = quadratic_attention(q, q, v, normalization="paper")
+    torch.testing.assert_close(published, torch.full((1, 2, 1), 2 * (9 / 2) ** 2))
+    torch.testing.assert_close(quadratic_attention(q, q, v, normalization=6), torch.full((1, 2, 1), 2 * (9 / 6) ** 2))
+
+
+@pytest.mark.parametrize("normalization", ["mean", 0, -3])
+def test_an_unknown_normalization_is_named(normalization: Any) -> None:
+    with pytest.raises(ValueError, match=f"normalization is {normalization!r}"):
+        quadratic_attention(*make_inputs(1, 2), normalization=normalization)
+
+
+def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
+    inputs = make_inputs(3, 3)
+    with pytest.raises(ValueError, match=r"mask has shape \[3\]"):
+        quadratic_attention(*inputs, mask=torch.ones(3, dtype=torch.bool))
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
+    transposed = quadratic_attention(*inputs, mask=mask.T)
+    assert not torch.allclose(quadratic_attention(*inputs, mask=mask), transposed)
+    with pytest.raises(ValueError, match=r"bias has shape \[1, 3\]"):
+        quadratic_attention(*inputs, bias=torch.zeros(1, 3))

@@ -1,0 +1,84 @@
+"""The house: imports point down, and the core needs torch alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import lineartime
+
+SOURCE = Path(lineartime.__file__).parent
+
+# From the ground up; a room may import from its own floor's rooms as listed, and from every floor below.
+FLOORS: list[set[str]] = [
+    {"errors"},
+    {"ops"},
+    {"layers"},
+    {"models"},
+    {"data"},
+    {"evaluation", "generation"},
+    {"training"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def room(file: Path) -> str:
+    return file.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def floor(name: str) -> int:
+    return next(level for level, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def imported_rooms(file: Path) -> set[str]:
+    modules = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            modules.append(node.module or "")
+    return {module.split(".")[1] for module in modules if module.startswith("lineartime.")}
+
+
+def test_imports_point_down() -> None:
+    files = [file for file in SOURCE.rglob("*.py") if file != SOURCE / "__init__.py"]
+    assert len(files) > 25
+    for file in files:
+        for other in imported_rooms(file) - {room(file)}:
+            assert floor(other) < floor(room(file)), f"{file.relative_to(SOURCE)} imports {other}, which is not below it"
+
+
+def test_layers_and_models_need_torch_alone() -> None:
+    script = """
+import sys
+import torch
+before = set(sys.modules)
+import lineartime
+lineartime.GAU(8, d_qk=4), lineartime.FLASH(8, d_qk=4), lineartime.presets()
+lineartime.build("flash-tiny", n_blocks=1)(torch.zeros(1, 3, dtype=torch.long))
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(name for name in new if name not in sys.stdlib_module_names and name not in ("lineartime", "torch")))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_the_public_names_are_all_there() -> None:
+    assert sorted(lineartime.__all__) == ["FLASH", "GAU", "build", "load", "presets"]
+    assert all(hasattr(lineartime, name) for name in lineartime.__all__)
+
+
+def test_every_package_lists_only_names_it_has() -> None:
+    for name in ("ops", "layers", "models", "data", "evaluation"):
+        package = __import__(f"lineartime.{name}", fromlist=["__all__"])
+        assert all(hasattr(package, exported) for exported in package.__all__)
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text()
+        assert "pickle" not in text, file
+        assert "torch.load" not in text, file
+        assert "torch.save" not in text, file
