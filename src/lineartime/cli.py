@@ -90,10 +90,15 @@ Command = (
 )
 
 
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the arguments give; exits with status 2 and a message for arguments that give none."""
+    return tyro.cli(Command, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for an error that is shown, 130 for an interrupt."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    command: Command = tyro.cli(Command, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+    command = parse(arguments)
     try:
         match command:
             case TrainConfig():
@@ -180,7 +185,7 @@ def _eval(config: EvalConfig) -> None:
             stream,
             tokenizer,
             context_length=length,
-            stride=config.stride or length,
+            stride=length if config.stride is None else config.stride,
             batch_size=config.batch_size,
             bf16=bf16,
             max_tokens=config.max_tokens,

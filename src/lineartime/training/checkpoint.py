@@ -141,6 +141,8 @@ def remove_partial(run: Path) -> None:
 
 def _verify(checkpoint: Path) -> None:
     """Raise LineartimeError unless every file is there, byte for byte as it was written."""
+    if not (checkpoint / _MANIFEST).is_file():
+        raise _damaged(checkpoint, f"{_MANIFEST} is missing")
     for name, digest in _read_json(checkpoint / _MANIFEST).items():
         file = checkpoint / name
         if not file.is_file():

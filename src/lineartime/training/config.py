@@ -29,15 +29,15 @@ class TrainConfig:
     """tokenizer.json of the Hugging Face tokenizers library; the default is one token for each byte."""
     context_length: int = 512
     """Tokens of context in each training sequence."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Sequences in each batch."""
     accumulate: int = 1
     """Batches whose gradients are averaged for one step."""
-    steps: int = 400
+    steps: int = 700
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up; then it falls linearly to zero."""
-    warmup_steps: int = 40
+    warmup_steps: int = 70
     """Steps over which the learning rate rises from zero."""
     beta1: float = 0.9
     """AdamW: decay of the running mean of gradients."""

@@ -73,7 +73,10 @@ class Trainer:
         check_long_enough(self.validation_stream, config.context_length)
 
         torch.manual_seed(config.seed)
-        self.model: LanguageModel = build_model(model_config).to(self.device)
+        try:
+            self.model: LanguageModel = build_model(model_config).to(self.device)
+        except ValueError as error:  # what a layer does not allow
+            raise LineartimeError(f"--override: {error}") from None
         self.optimizer = build_optimizer(self.model, config)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.tokens_per_step = config.batch_size * config.context_length * config.accumulate

@@ -1,0 +1,65 @@
+"""The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 15 minutes on 2 cores).
+
+Each sees the same batches of the embedded corpus, for as many steps as `make train` takes, and is measured on its test split.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from measure import markdown, save
+
+from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.evaluation import windowed
+from lineartime.training.checkpoint import find_checkpoint, load
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
+
+PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny_systems"))
+    out = parser.parse_args().out
+    rows = []
+    for preset in PRESETS:
+        config = TrainConfig(preset=preset, out=out / preset)
+        run = train(config)
+        checkpoint = find_checkpoint(run, "best")
+        model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+        stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
+        length = config.context_length
+        result = windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        speed = statistics.median(line["tokens_per_second"] for line in metrics if "loss" in line)
+        tokens = config.steps * config.batch_size * config.accumulate * length
+        rows.append(
+            {
+                "preset": preset,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "training_tokens": tokens,
+                "test_bits_per_byte": result.bits_per_byte,
+                "tokens_per_second": speed,
+                "threads": torch.get_num_threads(),
+            }
+        )
+        print(rows[-1], flush=True)
+    header = ["preset", "parameters", "training tokens", "tokens/s", "test bits per byte"]
+    table = [
+        [
+            f"`{row['preset']}`",
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['training_tokens'] / 1e6:.1f} M",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['test_bits_per_byte']:.3f}",
+        ]
+        for row in rows
+    ]
+    save("tiny_systems", rows, markdown(header, table))
+
+
+if __name__ == "__main__":
+    main()

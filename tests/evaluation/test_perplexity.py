@@ -1,0 +1,133 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lineartime
+from lineartime.data import ByteTokenizer, TokenStream
+from lineartime.errors import LineartimeError
+from lineartime.evaluation import Evaluation, carried, windowed
+from lineartime.evaluation.perplexity import mean_loss
+from lineartime.models import CausalLM
+
+TOKENIZER = ByteTokenizer()
+
+
+def stream(length: int) -> TokenStream:
+    tokens = np.random.default_rng(0).integers(0, 256, length).astype(np.uint16)
+    return TokenStream("the test split of noise", tokens, length - 1)
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def losses_by_hand(model: CausalLM, tokens: list[int]) -> list[float]:
+    """The loss of each token after an end of document and all tokens before it."""
+    ids = torch.tensor([[TOKENIZER.end_of_document, *tokens]])
+    return F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none").tolist()
+
+
+def measure(model: CausalLM, source: TokenStream, length: int, stride: int, **options: int) -> Evaluation:
+    return windowed(model, source, TOKENIZER, context_length=length, stride=stride, bf16=False, **{"batch_size": 3, **options})
+
+
+def test_carried_context_is_one_forward_pass_over_everything(model: CausalLM) -> None:
+    source = stream(50)
+    expected = losses_by_hand(model, source.tokens.tolist())
+    for segment in (1, 7, 50, 99):
+        result = carried(model, source, TOKENIZER, segment=segment, bf16=False)
+        assert result.loss == pytest.approx(sum(expected) / 50, rel=1e-5)
+        assert result.tokens == 50
+        assert result.perplexity == pytest.approx(math.exp(result.loss))
+        assert result.bits_per_byte == pytest.approx(sum(expected) / 49 / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (50, 50), (200, 10)])
+def test_windows_foretell_every_token_once(model: CausalLM, length: int, stride: int, batch_size: int) -> None:
+    source = stream(50)
+    tokens = [TOKENIZER.end_of_document, *source.tokens.tolist()]
+    expected, contexts, start = {}, {}, 0
+    while len(expected) < 50:
+        ids = torch.tensor([tokens[start : start + min(length, 50 - start) + 1]])
+        losses = F.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none").tolist()
+        for offset, loss in enumerate(losses):
+            if start + offset not in expected:
+                expected[start + offset] = loss
+                contexts[start + offset] = offset
+        start += stride
+    result = measure(model, source, length, stride, batch_size=batch_size)
+    assert result.tokens == 50
+    assert result.loss == pytest.approx(sum(expected.values()) / 50, rel=1e-5)
+    for position in result.by_position:
+        inside = [expected[i] for i, context in contexts.items() if position.first <= context <= position.last]
+        assert position.count == len(inside)
+        assert position.loss == pytest.approx(sum(inside) / len(inside), rel=1e-5)
+
+
+def test_positions_are_powers_of_two_and_cover_the_window(model: CausalLM) -> None:
+    result = measure(model, stream(64), 16, 16)
+    assert [(p.first, p.last, p.count) for p in result.by_position] == [
+        (0, 0, 4),
+        (1, 1, 4),
+        (2, 3, 8),
+        (4, 7, 16),
+        (8, 15, 32),
+    ]
+
+
+def test_the_result_says_which_context_it_had(model: CausalLM) -> None:
+    assert measure(model, stream(20), 8, 8).context == "windows of 8 tokens, not overlapping"
+    assert "overlapping, a stride of 2 tokens counted in each" in measure(model, stream(20), 8, 2).context
+    assert "carried" in carried(model, stream(20), TOKENIZER, segment=8, bf16=False).context
+
+
+def test_max_tokens_is_the_beginning_of_the_split(model: CausalLM) -> None:
+    expected = losses_by_hand(model, stream(50).tokens[:20].tolist())
+    result = carried(model, stream(50), TOKENIZER, segment=8, bf16=False, max_tokens=20)
+    assert result.tokens == 20
+    assert result.loss == pytest.approx(sum(expected) / 20, rel=1e-5)
+    assert measure(model, stream(50), 20, 20, max_tokens=20).loss == pytest.approx(result.loss, rel=1e-5)
+
+
+def test_a_model_that_knows_nothing_needs_eight_bits_per_byte(model: CausalLM) -> None:
+    with torch.no_grad():
+        model.backbone.embedding.weight.zero_()
+    result = measure(model, stream(64), 16, 16)
+    assert result.loss == pytest.approx(math.log(258))
+    assert result.bits_per_byte == pytest.approx(64 / 63 * math.log2(258))
+
+
+def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
+    model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8).eval()
+    result = windowed(model, stream(2000), TOKENIZER, context_length=50, stride=50, batch_size=8, bf16=False)
+    assert result.bits_per_byte is None
+    assert 230 < result.tokens < 370  # 15% of 2000
+
+
+def test_the_quick_look_while_training_changes_no_mode_and_no_random_number(model: CausalLM) -> None:
+    model.train()
+    before = torch.get_rng_state()
+    options = {"task": "clm", "context_length": 10, "windows": 4, "batch_size": 3, "bf16": False}
+    loss = mean_loss(model, stream(101), TOKENIZER, **options)  # type: ignore[arg-type]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loss == mean_loss(model, stream(101), TOKENIZER, **options)  # type: ignore[arg-type]
+
+
+def test_mistakes_are_named(model: CausalLM) -> None:
+    with pytest.raises(LineartimeError, match="--stride is 9, but must be from 1 to --context-length = 8"):
+        measure(model, stream(20), 8, 9)
+    with pytest.raises(LineartimeError, match="The test split of noise is empty"):
+        measure(model, TokenStream("the test split of noise", np.zeros(0, np.uint16), 0), 8, 8)
+    limited = lineartime.build("flash-quad-tiny", d_model=16, n_blocks=1, d_qk=8, max_length=10).eval()
+    with pytest.raises(LineartimeError, match=r"table for max_length = 10.*--context windowed"):
+        carried(limited, stream(20), TOKENIZER, segment=8, bf16=False)

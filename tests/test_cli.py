@@ -1,0 +1,242 @@
+"""The command line as its users meet it: what it prints, its exit status, and never a traceback."""
+
+import dataclasses
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lineartime
+from lineartime.cli import EvalConfig, GenerateConfig, main
+from lineartime.training.checkpoint import find_checkpoint, list_checkpoints
+from lineartime.training.config import TrainConfig
+
+TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a finished run."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
+    assert main(["train", *options(folder), "--out", str(folder / "run"), "--steps", "4", "--eval-every", "2"]) == 0
+    return folder
+
+
+def options(folder: Path) -> list[str]:
+    return [
+        *TINY,
+        "--data",
+        str(folder / "text.txt"),
+        "--cache",
+        str(folder / "cache"),
+        "--precision",
+        "fp32",
+        "--eval-windows",
+        "2",
+    ]
+
+
+def lineartime_process(*arguments: str, **keywords: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "lineartime", *arguments]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords)  # type: ignore[call-overload,no-any-return]
+
+
+def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> None:
+    """The command ends with a status and a message on standard error, of one sentence if it is ours."""
+    capsys.readouterr()
+    try:
+        found = main(arguments)
+    except SystemExit as error:
+        found = int(error.code or 0)
+    shown = capsys.readouterr().err
+    assert found == status
+    assert re.search(message, re.sub(r"[\s│╭╮╰╯─]+", " ", shown)), shown
+    assert "Traceback" not in shown
+    if status == 1:
+        assert shown.startswith("error: ") or "\nerror: " in shown
+        assert len(shown[shown.index("error: ") :].strip().splitlines()) == 1
+
+
+def test_training_leaves_a_checkpoint_metrics_scalars_and_a_curve(folder: Path) -> None:
+    names = {path.name for path in (folder / "run").iterdir()}
+    assert {"metrics.jsonl", "tensorboard", "loss.png", "step-00000004"} <= names
+
+
+def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for context in ("windowed", "carried"):
+        assert main(["eval", str(folder / "run"), "--context", context, "--cache", str(folder / "cache")]) == 0
+        shown = capsys.readouterr().out
+        for word in (
+            "the test split of",
+            "nats per token",
+            "bits per byte",
+            "perplexity",
+            "loss by position",
+            context.rstrip("ed"),
+        ):
+            assert word in shown
+    assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +16 │", shown)
+
+
+def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = folder / "other.txt"
+    other.write_text("something else\n" * 100)
+    arguments = ["eval", str(folder / "run"), "--data", str(other), "--split", "train", "--cache", str(folder / "cache")]
+    assert main([*arguments, "--max-tokens", "100", "--context-length", "10", "--stride", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "the train split of" in shown
+    assert "100 tokens" in shown
+    assert "windows of 10 tokens, overlapping" in shown
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", str(folder / "run"), "--prompt", "the square", "--max-tokens", "30", "--seed", seed]) == 0
+        shown.append(capsys.readouterr().out)
+    assert all(text.startswith("the square") for text in shown)
+    assert shown[0] == shown[1] != shown[2]
+
+
+def test_presets_lists_names_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in lineartime.presets())
+    assert "112.0 M" in shown
+
+
+@pytest.mark.parametrize(("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig)])
+def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    text = re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().out)
+    helped = re.findall(r"[\w)][.] \((?:default: |required)|dropout=0.1 \(default", text)
+    assert len(helped) == len(dataclasses.fields(config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "status"),
+    [
+        ([], "", 2),
+        (["fly"], "fly", 2),
+        (["train", "--steps", "many"], "--steps", 2),
+        (["train", "--stepz", "3"], "--stepz", 2),
+        (["train", "--task", "qa"], "--task", 2),
+        (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
+        (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be one of", 1),
+        (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
+        (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
+        (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
+        (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length = 24", 1),
+        (["eval", "{run}", "--batch-size", "0"], "--batch-size is 0", 1),
+        (["eval", "{run}", "--stride", "0"], "--stride is 0", 1),
+        (["eval", "{run}", "--context", "carried", "--stride", "3"], "--stride is for --context windowed", 1),
+        (["generate", "{run}", "--temperature", "-1"], "--temperature is -1.0, but must not be negative", 1),
+        (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0", 1),
+        (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0", 1),
+        (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: go on with it by --resume", 1),
+        (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run .* was started with 4", 1),
+        (["train", "--out", "{run}/nothing", "--resume"], "does not exist: give the folder of a run", 1),
+        (["train", "--out", "{text}"], "text.txt", 1),
+    ],
+)
+def test_wrong_input_is_answered_with_the_option_and_what_it_allows(
+    arguments: list[str], message: str, status: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"run": str(folder / "run"), "text": str(folder / "text.txt")}
+    fails([argument.format(**places) for argument in arguments], message, capsys, status)
+
+
+def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff" + b"fine\n" * 100)
+    arguments = ["train", "--data", str(tmp_path / "bad.txt"), "--cache", str(folder / "cache"), "--out", str(tmp_path / "run")]
+    fails(arguments, r"bad.txt is not UTF-8 text \(byte 0xff at offset 500\)", capsys)
+    (tmp_path / "empty.txt").touch()
+    arguments[2] = str(tmp_path / "empty.txt")
+    fails(arguments, "--data .*empty.txt holds no text", capsys)
+    (tmp_path / "empty.txt").write_text("short")
+    fails(arguments, r"has 5 tokens, fewer than one context and its successor \(513\): give more text with --data", capsys)
+
+
+def test_a_masked_model_cannot_generate_or_carry(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path / "run")
+    assert main(["train", *options(folder), "--out", run, "--steps", "1", "--task", "mlm"]) == 0
+    assert main(["eval", run]) == 0
+    assert "not defined for masked tokens" in capsys.readouterr().out
+    fails(["generate", run], "is a masked language model, which cannot generate: train with --task clm", capsys)
+    fails(["eval", run, "--context", "carried"], "--context carried needs a causal model", capsys)
+
+
+def test_a_damaged_checkpoint_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options(folder), "--out", str(run), "--steps", "1"]) == 0
+    file = find_checkpoint(run, "best") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    for arguments in (["eval", str(run)], ["generate", str(run)], ["train", "--out", str(run), "--resume"]):
+        fails(arguments, r"The checkpoint .* is damaged \(model.safetensors is not what was written\)", capsys)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", *options(folder), "--out", str(run), "--steps", "400", "--eval-every", "1"]
+    for kill in range(3):
+        process = lineartime_process(*arguments, *(["--resume"] if kill else []))
+        before = len(list_checkpoints(run)) and list_checkpoints(run)[-1].name
+        while not list_checkpoints(run) or list_checkpoints(run)[-1].name == before:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        time.sleep(0.13 * kill)  # another moment each time
+        process.kill()
+        process.communicate()
+        assert lineartime.load(run).config.d_model == 16
+        assert lineartime.load(find_checkpoint(run, "last"))
+    process = lineartime_process("train", "--out", str(run), "--resume")
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert "which is saved: go on with --resume" in shown or "step 400/400" in shown
+    steps = [int(step) for step in re.findall(r'"step": (\d+), "loss"', (run / "metrics.jsonl").read_text())]
+    assert steps == list(range(1, len(steps) + 1))  # no step is missing, none is there twice
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options(folder), "--out", str(run), "--steps", "1"]) == 0
+    (good,) = list_checkpoints(run)
+
+    def fill_the_disk() -> None:  # no file may grow beyond 20 kB, as if there were no space for more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    process = lineartime_process(
+        "train", *options(folder), "--out", str(tmp_path / "other"), "--steps", "1", preexec_fn=fill_the_disk
+    )
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 1, shown
+    assert re.search(r"error: Cannot write the checkpoint .*step-00000000", shown), shown
+    assert "Traceback" not in shown
+    assert lineartime.load(good)
+
+
+@pytest.mark.slow
+def test_text_appears_as_it_is_produced(folder: Path) -> None:
+    process = lineartime_process(
+        "generate", str(folder / "run"), "--max-tokens", "1000000", "--temperature", "1.5", "--top-p", "1"
+    )
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), True)
+    assert os.read(process.stdout.fileno(), 1)  # long before the millionth token
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in shown

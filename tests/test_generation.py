@@ -1,0 +1,102 @@
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime import generation
+from lineartime.generation import Sampling, draw, generate
+from lineartime.models import CausalLM
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(params=["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    size = {"n_heads": 2} if request.param.startswith("transformer") else {"d_qk": 8}
+    model = lineartime.build(request.param, d_model=16, n_blocks=2, vocab_size=40, **size).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "PREFILL", 4)  # a prompt in several pieces
+    prompt = torch.randint(0, 40, (11,)).tolist()
+    ids = list(prompt)
+    for _ in range(20):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert list(generate(model, prompt, 20, GREEDY)) == ids[11:]
+
+
+def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    extend = model.extend
+
+    def counting(ids: torch.Tensor, state: Any) -> Any:
+        read.append(ids.shape[1])
+        return extend(ids, state)
+
+    monkeypatch.setattr(model, "extend", counting)
+    monkeypatch.setattr(model, "forward", None)
+    list(generate(model, [1, 2, 3], 5, GREEDY))
+    assert read == [3, 1, 1, 1, 1]
+
+
+def test_tokens_come_one_by_one(model: CausalLM) -> None:
+    stream = generate(model, [1], 10**9, GREEDY)
+    assert isinstance(next(stream), int)
+
+
+def test_a_seed_repeats_a_text(model: CausalLM) -> None:
+    texts = [tuple(generate(model, [1], 30, Sampling(temperature=1.0, top_p=1.0, seed=seed))) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_stop_token_ends_the_text_and_is_left_out(model: CausalLM) -> None:
+    text = list(generate(model, [1], 10, GREEDY))
+    assert list(generate(model, [1], 10, GREEDY, stop_token=text[0])) == []
+
+
+def frequencies(sampling: Sampling, n: int = 4000) -> list[float]:
+    logits = torch.tensor([0.1, 0.6, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(torch.tensor([draw(logits, sampling, generator) for _ in range(n)]), minlength=3)
+    return (counts / n).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(1.0, 0, 1.0), [0.1, 0.6, 0.3]),
+        (Sampling(0.5, 0, 1.0), [0.01 / 0.46, 0.36 / 0.46, 0.09 / 0.46]),
+        (Sampling(1.0, 2, 1.0), [0.0, 2 / 3, 1 / 3]),
+        (Sampling(1.0, 1, 1.0), [0.0, 1.0, 0.0]),
+        (Sampling(1.0, 0, 0.7), [0.0, 2 / 3, 1 / 3]),
+        (Sampling(1.0, 0, 0.5), [0.0, 1.0, 0.0]),
+        (Sampling(0.0, 0, 1.0), [0.0, 1.0, 0.0]),
+    ],
+)
+def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expected: list[float]) -> None:
+    assert frequencies(sampling) == pytest.approx(expected, abs=0.025)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+    ],
+)
+def test_options_outside_what_they_allow_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_an_empty_prompt_is_named(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(generate(model, [], 1, GREEDY))

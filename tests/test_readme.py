@@ -1,0 +1,72 @@
+"""What the documents say is true: their code runs, their commands exist, their numbers are those of the benchmarks."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lineartime.cli import parse
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    found = re.findall(r"^(?:    |\$ )?(lineartime (?:train|eval|generate|presets)\b.*)$", text, re.MULTILINE)
+    return [line.split("  #")[0] for line in found]
+
+
+@every_document
+def test_code_runs(document: Path) -> None:
+    for block in code_blocks(document.read_text()):
+        exec(compile(block, document.name, "exec"), {"__name__": "__main__"})
+
+
+@every_document
+def test_commands_can_be_read(document: Path) -> None:
+    for command in commands(document.read_text()):
+        parse(shlex.split(command)[1:])
+
+
+def test_there_is_something_to_test() -> None:
+    assert sum(len(code_blocks(document.read_text())) for document in DOCUMENTS) >= 3
+    assert sum(len(commands(document.read_text())) for document in DOCUMENTS) >= 10
+
+
+@pytest.mark.parametrize("name", ["length", "tiny_systems"])
+def test_tables_are_those_of_the_benchmarks(name: str) -> None:
+    assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
+
+
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (document.parent / link).exists(), link
+    for path in re.findall(r"`((?:benchmarks|docs|tests|src)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_names_every_room() -> None:
+    text = (ROOT / "README.md").read_text()
+    rooms = [path.name for path in (ROOT / "src" / "lineartime").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert len(rooms) >= 6
+    for room in rooms:
+        assert f"{room}/" in text, room
+
+
+def test_make_has_the_targets_that_the_readme_names() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_examples_in_the_readme_are_short() -> None:
+    example = code_blocks((ROOT / "README.md").read_text())[0]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 14

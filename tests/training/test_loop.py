@@ -1,0 +1,215 @@
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.errors import LineartimeError
+from lineartime.models import MaskedLM
+from lineartime.training.checkpoint import find_checkpoint, list_checkpoints, read_training_state
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import Trainer, train
+from lineartime.training.reporting import Reporter
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[float, float]]:
+    return [(line["step"], line["loss"]) for line in metrics(run) if "loss" in line]
+
+
+def validations(run: Path) -> list[tuple[float, float]]:
+    return [(line["step"], line["validation_loss"]) for line in metrics(run) if "validation_loss" in line]
+
+
+def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C while the given step is being reported."""
+    report = Reporter.step
+
+    def report_and_interrupt(self: Reporter, now: int, *arguments: Any) -> None:
+        report(self, now, *arguments)
+        if now == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Reporter, "step", report_and_interrupt)
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_every_system_learns(preset: str, config: MakeConfig) -> None:
+    overrides = {
+        "flash-tiny": ("d_qk=16", "chunk_size=16"),
+        "flash-quad-tiny": ("d_qk=16",),
+        "transformer++-tiny": ("n_heads=2",),
+    }[preset]
+    options = {"override": ("d_model=32", "n_blocks=2", *overrides), "steps": 120, "batch_size": 8, "eval_every": 60}
+    run = train(config(preset=preset, learning_rate=1e-2, **options))
+    curve = losses(run)
+    assert curve[0][1] == pytest.approx(5.55, abs=0.1)  # log 258: it knows nothing yet
+    assert curve[-1][1] < 2.9  # less than the letters' frequencies tell
+    assert validations(run)[-1][1] < 2.9
+
+
+def test_a_masked_model_learns(config: MakeConfig) -> None:
+    run = train(
+        config(task="mlm", steps=60, batch_size=8, learning_rate=1e-2, eval_every=30, override=("d_model=32", "n_blocks=2"))
+    )
+    assert isinstance(lineartime.load(run), MaskedLM)
+    assert losses(run)[-1][1] < 4.0
+    assert "validation_bits_per_byte" not in metrics(run)[-1]
+
+
+def test_the_best_and_the_last_checkpoint_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([9.0, 3.0, 5.0, 4.0])
+    monkeypatch.setattr(Trainer, "_validation_loss", lambda self: next(values))
+    run = train(config(steps=6))
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000006"]
+    assert find_checkpoint(run, "best").name == "step-00000002"
+    assert find_checkpoint(run, "last").name == "step-00000006"
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "task": "mlm"}], ids=["clm", "mlm"])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = (*config().override, "dropout=0.1")  # so that random numbers count, too
+    whole = train(config(out=tmp_path / "whole", override=override, **options))
+    with monkeypatch.context() as patch:
+        interrupt_after(stop, patch)
+        train(config(override=override, **options))
+    run = tmp_path / "run"
+    assert losses(run)[-1][0] == stop
+    train(config(resume=True))
+    assert losses(run) == losses(whole)
+    assert [point for point in validations(run) if point in validations(whole)] == validations(whole)
+    expected, found = (read_training_state(find_checkpoint(path, "last")).tensors for path in (whole, run))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for name, weight in lineartime.load(find_checkpoint(whole, "last")).state_dict().items():
+        assert torch.equal(weight, lineartime.load(find_checkpoint(run, "last")).state_dict()[name])
+
+
+def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        run = train(config())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
+    train(config(resume=True))
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+    assert 99.0 not in [loss for _, loss in losses(run)]
+
+
+def test_resuming_a_finished_run_does_nothing(config: MakeConfig) -> None:
+    run = train(config(steps=2))
+    before = (run / "metrics.jsonl").read_text()
+    train(config(steps=2, resume=True))
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_second_run_never_overwrites_the_first(config: MakeConfig) -> None:
+    run = train(config(steps=1))
+    with pytest.raises(LineartimeError, match=f"{run} already holds a run: go on with it by --resume"):
+        train(config(steps=1))
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(config: MakeConfig) -> None:
+    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
+        train(config(resume=True))
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_a_good_checkpoint(config: MakeConfig) -> None:
+    broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
+    with pytest.raises(
+        LineartimeError,
+        match=r"and training stopped; .*step-0000.* is the last good checkpoint: .*--learning-rate below 1e\+30",
+    ):
+        train(broken)
+    model = lineartime.load(broken.run_directory)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_accumulated_batches_are_one_large_batch(config: MakeConfig) -> None:
+    parts = Trainer(config(batch_size=2, accumulate=3, clip_norm=0.0))
+    whole = Trainer(config(batch_size=6, clip_norm=0.0))
+    batches = [parts._batch((0, 0, micro)) for micro in range(3)]
+    joined = type(batches[0])(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
+    whole._batch = lambda key: joined  # type: ignore[method-assign]
+    assert parts._take_step()[0] == pytest.approx(whole._take_step()[0], rel=1e-6)
+    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_gradients_are_clipped(config: MakeConfig) -> None:
+    trainer = Trainer(config(clip_norm=1e-3))
+    norms = []
+    trainer.optimizer.step = lambda *_: norms.append(  # type: ignore[method-assign]
+        torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
+    )
+    _, reported, _ = trainer._take_step()
+    assert reported > 1e-2  # the norm before clipping
+    assert norms[0] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_bf16_trains_and_keeps_weights_in_fp32(config: MakeConfig) -> None:
+    run = train(config(precision="bf16"))
+    assert {parameter.dtype for parameter in lineartime.load(run).parameters()} == {torch.float32}
+    assert losses(run)[-1][1] < losses(run)[0][1]
+
+
+def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> None:
+    run = train(config(precision="auto", steps=1))
+    saved = TrainConfig.from_dict(read_training_state(find_checkpoint(run, "last")).config)
+    assert saved.precision in ("fp32", "bf16")
+    assert saved.compile == "off"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "--steps is 0, but must be at least 1"),
+        ({"batch_size": -1}, "--batch-size is -1"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0, but must be above 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
+        ({"beta2": 1.0}, "--beta2 is 1.0"),
+        ({"clip_norm": -1.0}, "--clip-norm is -1.0, but must not be negative"),
+        ({"preset": "flash-giant"}, "--preset: preset is 'flash-giant', but must be one of 'flash-tiny'"),
+        ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
+        ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of this model"),
+        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size"),
+        ({"override": ("n_blocks=0",)}, "--override: n_blocks is 0"),
+        ({"override": ("d_qk=7",)}, "--override: d_qk is 7, but must be even"),
+        ({"context_length": 50_000}, r"The train split of .*text.txt has \d+ tokens, fewer than one context"),
+        ({"data": Path("/does/not/exist")}, "Cannot read /does/not/exist: No such file"),
+        ({"tokenizer": Path("/does/not/exist")}, "Cannot read /does/not/exist"),
+    ],
+)
+def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LineartimeError, match=message):
+        train(config(**options))
+
+
+def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
+    if torch.cuda.is_available():
+        train(config(device="cuda", steps=1))
+    else:
+        with pytest.raises(LineartimeError, match="--device is cuda, but PyTorch sees no GPU here: use --device cpu"):
+            train(config(device="cuda"))
+
+
+def test_a_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(train, replace(config(), steps=1)).result()
+    assert len(losses(run)) == 1
