@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,6 +26,7 @@ from lineartime.training.config import Device, Precision, TrainConfig, check_unc
 from lineartime.training.curve import draw_curve
 from lineartime.training.loop import train
 from lineartime.training.machine import choose_device, choose_precision
+from lineartime.training.reporting import METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ def parse(arguments: Sequence[str]) -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for an error that is shown, 130 for an interrupt."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        print(f"lineartime {version('lineartime')}, torch {torch.__version__}")
+        return 0
     command = parse(arguments)
     try:
         match command:
@@ -143,11 +148,17 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
         )
         check_unchanged(asked, started)
         config = dataclasses.replace(asked, out=config.run_directory)
-    run = train(config)
-    best = checkpoints.find_checkpoint(run, "best")
-    print(f"best checkpoint: {best}")
     try:
-        print(f"loss curve: {draw_curve(run, f'{config.preset} on {load_corpus(config.data).name}')}")
+        train(config)
+        print(f"best checkpoint: {checkpoints.find_checkpoint(config.run_directory, 'best')}")
+    finally:  # a run that ended early has a curve to look at, too
+        if (config.run_directory / METRICS_FILE).is_file():
+            _draw_curve(config)
+
+
+def _draw_curve(config: TrainConfig) -> None:
+    try:
+        print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {load_corpus(config.data).name}')}")
     except LineartimeError as error:
         print(f"no loss curve: {error}")
 
@@ -223,6 +234,8 @@ def _generate(config: GenerateConfig) -> None:
     tokenizer = load_tokenizer(checkpoint)
     prompt = [tokenizer.end_of_document, *tokenizer.encode(config.prompt).tolist()]
     decoder = tokenizer.stream_decoder()
+    for token in prompt:  # what is said of a token can depend on the one before
+        decoder.push(token)
     sys.stdout.write(config.prompt)
     try:
         for token in generate(model, prompt, config.max_tokens, sampling, tokenizer.end_of_document):

@@ -86,7 +86,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     whole = train(config(out=tmp_path / "whole", override=override, **options))
     with monkeypatch.context() as patch:
         interrupt_after(stop, patch)
-        train(config(override=override, **options))
+        with pytest.raises(KeyboardInterrupt):
+            train(config(override=override, **options))
     run = tmp_path / "run"
     assert losses(run)[-1][0] == stop
     train(config(resume=True))
@@ -102,7 +103,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupt_after(3, patch)
-        run = train(config())
+        with pytest.raises(KeyboardInterrupt):
+            train(config())
+    run = config().run_directory
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
     train(config(resume=True))
@@ -172,6 +175,33 @@ def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> No
     saved = TrainConfig.from_dict(read_training_state(find_checkpoint(run, "last")).config)
     assert saved.precision in ("fp32", "bf16")
     assert saved.compile == "off"
+
+
+def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
+    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(data=Path("text.txt")))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = train(config(resume=True, cache=tmp_path / "another cache"))
+    assert len(losses(run)) == 6
+
+
+def test_a_small_text_needs_no_whole_context_to_validate_on(config: MakeConfig) -> None:
+    run = train(config(context_length=700, steps=1))  # 5% of the text are 690 bytes
+    assert validations(run)[0][1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # PyTorch's own, within torch.compile
+def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_path: Path) -> None:
+    plain = train(config(steps=3, compile="off", out=tmp_path / "plain"))
+    compiled = train(config(steps=3, compile="on", out=tmp_path / "compiled"))
+    assert losses(compiled) == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in losses(plain)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,10 @@ Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
 
 
+MAY_CHANGE = ("device", "cache", "out", "resume")
+"""Options that may be others when a run is resumed: it may have moved to another machine."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a model on text; leaves checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve in --out."""
@@ -33,11 +37,11 @@ class TrainConfig:
     """Sequences in each batch."""
     accumulate: int = 1
     """Batches whose gradients are averaged for one step."""
-    steps: int = 700
+    steps: int = 600
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up; then it falls linearly to zero."""
-    warmup_steps: int = 70
+    warmup_steps: int = 60
     """Steps over which the learning rate rises from zero."""
     beta1: float = 0.9
     """AdamW: decay of the running mean of gradients."""
@@ -69,6 +73,13 @@ class TrainConfig:
     """Folder of the run; the default is runs/PRESET."""
     resume: bool = False
     """Continue the run in --out where its last checkpoint left it, with the options it was started with."""
+
+    def __post_init__(self) -> None:
+        # A checkpoint has to find its text from any working directory.
+        for name in ("data", "tokenizer"):
+            path = getattr(self, name)
+            if isinstance(path, Path):
+                object.__setattr__(self, name, path.absolute())
 
     @property
     def run_directory(self) -> Path:
@@ -131,10 +142,8 @@ class TrainConfig:
 def check_unchanged(asked: TrainConfig, started: TrainConfig) -> None:
     """Raise LineartimeError, naming the option, if a run that is to be resumed is asked for other options than it has."""
     for field in dataclasses.fields(TrainConfig):
-        if field.name in ("out", "resume"):
-            continue
         new, old = getattr(asked, field.name), getattr(started, field.name)
-        if new != old:
+        if new != old and field.name not in MAY_CHANGE:
             raise LineartimeError(
                 f"{_flag(field.name)} is {new}, but the run in {started.run_directory} was started with {old}: "
                 "leave the option out to resume it, or start another run in another --out."

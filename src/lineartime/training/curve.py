@@ -36,9 +36,9 @@ def draw_curve(run: Path, title: str) -> Path:
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
         last_step, last_loss = validation[-1]
-        axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), textcoords="offset points", xytext=(0, 8), ha="right")
+        axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), textcoords="offset points", xytext=(0, -14), ha="right")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.3)
     axes.legend()
     try:

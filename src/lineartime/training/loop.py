@@ -20,7 +20,7 @@ from lineartime.errors import LineartimeError
 from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss, token_losses
 from lineartime.models.heads import LanguageModel, build_model
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import TrainConfig
+from lineartime.training.config import MAY_CHANGE, TrainConfig
 from lineartime.training.machine import choose_compile, choose_device, choose_precision
 from lineartime.training.optim import build_optimizer, learning_rate
 from lineartime.training.reporting import Reporter
@@ -29,18 +29,19 @@ from lineartime.training.reporting import Reporter
 def train(config: TrainConfig) -> Path:
     """Train a model as the options say, or go on with the run in their folder, and return that folder.
 
-    An interrupt (Ctrl-C) ends it after the current step, with a checkpoint. Resumed, a run gives the losses of an uninterrupted
-    one: to the bit on a CPU with the same number of threads.
+    Resumed, a run gives the losses of an uninterrupted one: to the bit on a CPU with the same number of threads.
 
     Raises:
         LineartimeError: for whatever the user can mend; checkpoints written before stay.
+        KeyboardInterrupt: after an interrupt (Ctrl-C), once the current step is taken and saved.
     """
     config.check()
     run = config.run_directory
     if config.resume:
         last = checkpoints.find_checkpoint(run, "last")
         saved = checkpoints.read_training_state(last)
-        trainer = Trainer(replace(TrainConfig.from_dict(saved.config), out=config.out, resume=False))
+        started = TrainConfig.from_dict(saved.config)
+        trainer = Trainer(replace(started, **{name: getattr(config, name) for name in MAY_CHANGE}))
         trainer.restore(last, saved)
     else:
         if checkpoints.list_checkpoints(run):
@@ -70,7 +71,7 @@ class Trainer:
         self.train_stream: TokenStream = token_stream(corpus, "train", self.tokenizer, cache)
         self.validation_stream: TokenStream = token_stream(corpus, "validation", self.tokenizer, cache)
         check_long_enough(self.train_stream, config.context_length)
-        check_long_enough(self.validation_stream, config.context_length)
+        check_long_enough(self.validation_stream, 1)  # a shorter window than in training does to measure on
 
         torch.manual_seed(config.seed)
         try:
@@ -125,7 +126,8 @@ class Trainer:
                     report.validation(self.step, validation_loss, self._bits_per_byte(validation_loss))
                     self._save(validation_loss)
             if stop.requested and self.step < config.steps:
-                report.say(f"Interrupted after step {self.step}, which is saved: go on with --resume --out {run}.")
+                report.say(f"Interrupted after step {self.step}, which is saved: go on by --resume --out {run}.")
+                raise KeyboardInterrupt
 
     def _take_step(self) -> tuple[float, float, float]:
         """One optimiser step: its loss, the norm of its gradient and its learning rate."""
