@@ -165,6 +165,19 @@ def test_half_precision_autocast_stays_finite_on_large_inputs(name: str, causal:
 
 
 @every_mixer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_layer_cast_to_another_dtype_keeps_it(name: str, dtype: torch.dtype) -> None:
+    mixer = build(name, causal=True).to(dtype)
+    x = torch.randn(2, LENGTH, D_MODEL).to(dtype)
+    first, state = mixer.extend(x[:, :10], mixer.init_state(2))
+    rest, _ = mixer.extend(x[:, 10:], state)
+    whole = mixer(x)
+    assert first.dtype == whole.dtype == dtype
+    size = whole.float().abs().max()
+    assert (torch.cat([first, rest], 1) - whole).abs().max() <= 8 * torch.finfo(dtype).eps * size
+
+
+@every_mixer
 def test_streaming_under_autocast_keeps_its_state_in_float32(name: str) -> None:
     mixer = build(name, causal=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -69,6 +69,22 @@ def test_left_and_right_padding_do_not_change_real_outputs(causal: bool) -> None
     assert not padded[:, [0, 1, 7, 8]].any()
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_blocks_of_queries_do_not_show(padded: bool) -> None:
+    length = 600  # three causal blocks, the last one short
+    q, k, v = make_inputs(1, length, grad=True)
+    bias = torch.randn(length, length, dtype=torch.float64)
+    mask = torch.rand(1, length) > 0.2
+    causal = quadratic_attention(q, k, v, causal=True, bias=bias, mask=mask if padded else None)
+    visible = torch.ones(length, length, dtype=torch.bool).tril() & (mask[0] | (not padded))
+    weights = ((q[0] @ k[0].T / 6**0.5 + bias).relu() ** 2).masked_fill(~visible, 0) / visible.sum(1, keepdim=True).clamp(min=1)
+    expected = (weights @ v[0]).masked_fill(~(mask[0] | (not padded))[:, None], 0)
+    torch.testing.assert_close(causal[0], expected, atol=1e-10, rtol=0)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (causal, expected)]
+    for fast, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 7), min_size=1, max_size=6), options=OPTIONS)
 def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], options: tuple[Any, Any]) -> None:

@@ -93,16 +93,35 @@ def quadratic_attention(
     """
     _check(q, k, v, bias, mask, activation, normalization)
     length, d_qk = q.shape[1:]
-    visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if causal else None
     if mask is not None:
-        visible = mask[:, None, :] if visible is None else visible & mask[:, None, :]
         k, v = (x.masked_fill(~mask[..., None], 0.0) for x in (k, v))
     published_length: float | Tensor | None = None
     if normalization == "paper":
         published_length = float(max(length, 1)) if mask is None else mask.sum(1).clamp(min=1)[:, None, None]
     elif normalization != "count":
         published_length = float(normalization)
-    out = _attend(q, k, v, visible=visible, bias=bias, activation=activation, published_length=published_length, d_qk=d_qk)
+
+    # A causal block of queries need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
+    block = max(256, -(-length // 8)) if causal else max(length, 1)
+    outputs = []
+    for start in range(0, max(length, 1), block):
+        stop = min(start + block, length)
+        keys = stop if causal else length
+        visible = torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).tril(start) if causal else None
+        if mask is not None:
+            visible = mask[:, None, :keys] if visible is None else visible & mask[:, None, :keys]
+        out = _attend(
+            q[:, start:stop],
+            k[:, :keys],
+            v[:, :keys],
+            d_qk=d_qk,
+            visible=visible,
+            bias=None if bias is None else bias[start:stop, :keys],
+            activation=activation,
+            published_length=published_length,
+        )
+        outputs.append(out)
+    out = torch.cat(outputs, 1)
     return out if mask is None else out.masked_fill(~mask[..., None], 0.0)
 
 
@@ -178,7 +197,7 @@ def quadratic_attention_extend(
         activation=activation,
         published_length=None if normalization == "count" else float(normalization),
     )
-    return out, state
+    return out.to(output_dtype(v, out.dtype)), state
 
 
 def _check(

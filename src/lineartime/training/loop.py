@@ -88,7 +88,7 @@ class Trainer:
         self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
         self.step = 0
         self.summary = (
-            f"{config.preset}: {parameters / 1e6:.1f} million parameters, {self.device.type}, {precision}"
+            f"{config.preset}: {parameters:,} parameters, {self.device.type}, {precision}"
             f"{', compiled' if compiled else ''}; {len(self.train_stream):,} tokens of {corpus.name}"
         )
 
