@@ -14,7 +14,7 @@ import pytest
 
 import lineartime
 from lineartime.cli import EvalConfig, GenerateConfig, main
-from lineartime.training.checkpoint import find_checkpoint, list_checkpoints
+from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
 
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
@@ -141,6 +141,8 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["eval", "{run}", "--context", "carried", "--stride", "3"], "--stride is for --context windowed", 1),
         (["generate", "{run}", "--temperature", "-1"], "--temperature is -1.0, but must not be negative", 1),
         (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0", 1),
+        (["generate", "{run}", "--prompt", "\udcff"], "--prompt is not UTF-8 text", 1),
+        (["generate", "{run}", "--seed", "-5"], "--seed is -5, but must be from 0", 1),
         (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0", 1),
         (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: go on with it by --resume", 1),
         (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run .* was started with 4", 1),
@@ -178,7 +180,7 @@ def test_a_masked_model_cannot_generate_or_carry(folder: Path, tmp_path: Path, c
 def test_a_damaged_checkpoint_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main(["train", *options(folder), "--out", str(run), "--steps", "1"]) == 0
-    file = find_checkpoint(run, "best") / "model.safetensors"
+    file = best_checkpoint(run) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     for arguments in (["eval", str(run)], ["generate", str(run)], ["train", "--out", str(run), "--resume"]):
         fails(arguments, r"The checkpoint .* is damaged \(model.safetensors is not what was written\)", capsys)
@@ -198,7 +200,7 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_
         process.kill()
         process.communicate()
         assert lineartime.load(run).config.d_model == 16
-        assert lineartime.load(find_checkpoint(run, "last"))
+        assert lineartime.load(last_checkpoint(run))
     process = lineartime_process("train", "--out", str(run), "--resume")
     time.sleep(8)
     process.send_signal(signal.SIGINT)

@@ -76,6 +76,7 @@ def frequencies(sampling: Sampling, n: int = 4000) -> list[float]:
         (Sampling(1.0, 0, 0.7), [0.0, 2 / 3, 1 / 3]),
         (Sampling(1.0, 0, 0.5), [0.0, 1.0, 0.0]),
         (Sampling(0.0, 0, 1.0), [0.0, 1.0, 0.0]),
+        (Sampling(1e-45, 0, 1.0), [0.0, 1.0, 0.0]),
     ],
 )
 def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expected: list[float]) -> None:
@@ -87,6 +88,8 @@ def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expe
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**70}, "seed is 1180591620717411303424, but must be from 0"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),

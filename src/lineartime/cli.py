@@ -1,6 +1,8 @@
 """The command line: options in, calls of the library, results out. Each command's options are the fields of a dataclass."""
 
 import dataclasses
+import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.corpora import Split
@@ -22,9 +25,9 @@ from lineartime.models import CausalLM, build, presets
 from lineartime.models.heads import LanguageModel
 from lineartime.models.presets import PRESETS
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import Device, Precision, TrainConfig, check_unchanged
+from lineartime.training.config import Device, Precision, TrainConfig, resumed_config, saved_config
 from lineartime.training.curve import draw_curve
-from lineartime.training.loop import train
+from lineartime.training.loop import prepare
 from lineartime.training.machine import choose_device, choose_precision
 from lineartime.training.reporting import METRICS_FILE
 
@@ -116,9 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _presets()
     except LineartimeError as error:
         return _fail(str(error))
+    except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         return _fail(str(cannot("use", error.filename or "a file", error)))
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
+            raise
         return _fail("The memory of this machine does not suffice: use a smaller --batch-size or --context-length.")
     except KeyboardInterrupt:
         return 130
@@ -126,31 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(message)}")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
     return 1
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
-
-
 def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
-    if config.resume:
-        # Options that are not given are those of the run; those that are given must not differ.
-        last = checkpoints.find_checkpoint(config.run_directory, "last")
-        try:
-            started = TrainConfig.from_dict(checkpoints.read_facts(last)["config"])
-        except ValueError as error:
-            raise LineartimeError(f"The options in {last} cannot be read ({error}): train again.") from None
-        started = dataclasses.replace(started, out=config.run_directory)
-        asked = tyro.cli(
-            TrainConfig, prog="lineartime train", args=arguments, default=dataclasses.replace(started, resume=True)
-        )
-        check_unchanged(asked, started)
-        config = dataclasses.replace(asked, out=config.run_directory)
+    if config.resume and not checkpoints.is_checkpoint(config.run_directory):
+        # Read once more, with the run's own options for defaults: what then differs was asked for.
+        started = dataclasses.replace(saved_config(checkpoints.last_checkpoint(config.run_directory)), out=config.out)
+        left_out = dataclasses.replace(started, resume=True)
+        asked = tyro.cli(TrainConfig, prog="lineartime train", args=arguments, default=left_out)
+        config = dataclasses.replace(resumed_config(asked, started, left_out), out=config.run_directory)
+    trainer = prepare(config)
     try:
-        train(config)
-        print(f"best checkpoint: {checkpoints.find_checkpoint(config.run_directory, 'best')}")
+        trainer.run()
+        print(f"best checkpoint: {checkpoints.best_checkpoint(config.run_directory)}")
     finally:  # a run that ended early has a curve to look at, too
         if (config.run_directory / METRICS_FILE).is_file():
             _draw_curve(config)
@@ -164,7 +161,7 @@ def _draw_curve(config: TrainConfig) -> None:
 
 
 def _load(path: Path, device: torch.device) -> tuple[Path, LanguageModel]:
-    checkpoint = checkpoints.find_checkpoint(path, "best")
+    checkpoint = checkpoints.find_checkpoint(path)
     return checkpoint, checkpoints.load(checkpoint, device)
 
 
@@ -175,11 +172,9 @@ def _eval(config: EvalConfig) -> None:
             raise LineartimeError(f"--{option.replace('_', '-')} is {value}, but must be at least 1.")
     device = choose_device(config.device)
     checkpoint, model = _load(config.checkpoint, device)
-    trained = TrainConfig.from_dict(checkpoints.read_facts(checkpoint)["config"])
+    trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    stream = token_stream(
-        load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or trained.cache or default_cache()
-    )
+    stream = token_stream(load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or default_cache())
     bf16 = choose_precision(config.precision, device) == "bf16"
     length = config.context_length or trained.context_length
     if config.context == "carried":
@@ -205,14 +200,14 @@ def _eval(config: EvalConfig) -> None:
 
 
 def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
-    console = Console(highlight=False)
-    console.print(_escaped(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens"), soft_wrap=True)
+    console = Console(highlight=False, markup=False)
+    console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     bits = "not defined for masked tokens" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
     console.print(f"bits per byte   {bits}")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per token")
-    table = Table("tokens of context", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
+    table = Table("tokens read", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
     for column in table.columns:
         column.justify = "right"
     for position in evaluation.by_position:
@@ -232,10 +227,16 @@ def _generate(config: GenerateConfig) -> None:
     if not isinstance(model, CausalLM):
         raise LineartimeError(f"{checkpoint} is a masked language model, which cannot generate: train with --task clm.")
     tokenizer = load_tokenizer(checkpoint)
+    try:
+        config.prompt.encode()
+    except UnicodeEncodeError:
+        raise LineartimeError("--prompt is not UTF-8 text: convert it to UTF-8.") from None
     prompt = [tokenizer.end_of_document, *tokenizer.encode(config.prompt).tolist()]
     decoder = tokenizer.stream_decoder()
     for token in prompt:  # what is said of a token can depend on the one before
         decoder.push(token)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     sys.stdout.write(config.prompt)
     try:
         for token in generate(model, prompt, config.max_tokens, sampling, tokenizer.end_of_document):

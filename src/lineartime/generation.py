@@ -37,6 +37,8 @@ class Sampling:
             raise ValueError(f"temperature is {self.temperature}, but must not be negative.")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}, but must not be negative; 0 allows all tokens.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}, but must be from 0 to 2^63 - 1.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1.")
 
@@ -99,7 +101,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     logits = logits.float().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
-    ranked, tokens = (logits / sampling.temperature).sort(descending=True)
+    # From the largest down, in float64: however small the temperature, nothing overflows.
+    ranked, tokens = ((logits - logits.max()).double() / sampling.temperature).sort(descending=True)
     if sampling.top_k:
         ranked, tokens = ranked[: sampling.top_k], tokens[: sampling.top_k]
     probabilities = ranked.softmax(0)

@@ -1,9 +1,10 @@
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from lineartime.data import local_text, standard_library
+from lineartime.data import ByteTokenizer, local_text, standard_library, token_stream
 from lineartime.data.corpora import SPLITS
 from lineartime.errors import LineartimeError
 
@@ -49,6 +50,22 @@ def test_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
     for split in SPLITS:
         document = local_text(file).splits[split][0]
         file.read_bytes()[document.start : document.stop].decode()
+
+
+def test_one_long_line_is_cut_between_characters_too(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("x" * 10_000 + "\n")
+    sizes = [d.stop - d.start for split in SPLITS for d in local_text(file).splits[split]]
+    assert min(sizes) > 400
+
+
+def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("line\n" * 1000)
+    corpus = local_text(tmp_path)
+    assert all(corpus.splits[split][0].stop for split in SPLITS)
+    token_stream(corpus, "train", ByteTokenizer(), tmp_path / "cache")
 
 
 def test_a_giant_among_few_files_is_for_training(tmp_path: Path) -> None:

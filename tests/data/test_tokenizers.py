@@ -56,6 +56,16 @@ def test_a_stream_decoder_never_shows_half_a_character(tokenizer: Tokenizer) -> 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_streamed_text_is_the_decoded_text_even_where_it_breaks(tokenizer: Tokenizer) -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        ids = generator.integers(0, tokenizer.vocab_size - 2, 60).tolist()
+        decoder = tokenizer.stream_decoder()
+        streamed = "".join(decoder.push(token) for token in ids) + decoder.flush()
+        whole = tokenizer.decode(ids)
+        assert abs(len(streamed) - len(whole)) <= 0.05 * len(whole)  # a broken character may come out as two
+
+
 def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     again = load_tokenizer(tmp_path)
@@ -69,6 +79,22 @@ def test_blocks_are_cut_at_line_ends_alone(tokenizer: Tokenizer) -> None:
     ids = np.concatenate(list(encode_blocks(tokenizer, iter(blocks))))
     assert tokenizer.decode(ids.tolist()) == lines
     assert ids.tolist() == [i for line in lines.splitlines(keepends=True) for i in tokenizer.encode(line).tolist()]
+
+
+def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:
+    from tokenizers import Tokenizer, models
+
+    definition = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="b")).to_str()
+    tokenizer = JsonTokenizer(definition, "gaps.json")
+    assert (tokenizer.end_of_document, tokenizer.mask, tokenizer.vocab_size) == (8, 9, 10)
+
+
+def test_text_that_a_tokenizer_has_no_token_for_is_named() -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = JsonTokenizer(Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).to_str(), "words.json")
+    with pytest.raises(LineartimeError, match=r"The tokenizer words.json cannot encode the text: .*Missing"):
+        tokenizer.encode("b")
 
 
 def test_a_json_tokenizer_keeps_its_own_end_of_document(json_file: Path) -> None:

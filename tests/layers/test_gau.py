@@ -41,6 +41,12 @@ def test_input_beyond_the_table_is_an_error_that_says_what_to_do() -> None:
         layer.extend(torch.zeros(1, 1, 8), state)
 
 
+def test_padding_does_not_count_towards_the_table() -> None:
+    layer = GAU(8, d_qk=4, max_length=5)
+    x, mask = torch.randn(2, 9, 8), torch.arange(9) >= torch.tensor([[4], [6]])
+    torch.testing.assert_close(layer(x, mask=mask)[0, 4:], layer(x[:1, 4:])[0], atol=1e-6, rtol=0)
+
+
 def test_a_function_without_a_table_does_not_change_past_512_tokens() -> None:
     layer = GAU(8, d_qk=4, causal=True)
     x = torch.randn(1, 514, 8)

@@ -137,6 +137,7 @@ def test_no_tokens_and_no_real_tokens_give_finite_zeros(name: str, causal: bool)
     mixer = build(name, causal)
     assert mixer(torch.zeros(2, 0, D_MODEL)).shape == (2, 0, D_MODEL)
     assert mixer(torch.zeros(2, 0, D_MODEL), mask=torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0, D_MODEL)
+    assert mixer(torch.zeros(0, 3, D_MODEL), mask=torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3, D_MODEL)
     assert mixer(torch.zeros(1, 0, D_MODEL), cu_seqlens=torch.tensor([0])).shape == (1, 0, D_MODEL)
     x = torch.randn(2, 9, D_MODEL, requires_grad=True)
     mask = torch.ones(2, 9, dtype=torch.bool)
@@ -175,6 +176,12 @@ def test_a_layer_cast_to_another_dtype_keeps_it(name: str, dtype: torch.dtype) -
     assert first.dtype == whole.dtype == dtype
     size = whole.float().abs().max()
     assert (torch.cat([first, rest], 1) - whole).abs().max() <= 8 * torch.finfo(dtype).eps * size
+
+
+@every_mixer
+def test_shapes_can_be_foretold_on_the_meta_device(name: str) -> None:
+    mixer = build(name, causal=True).to("meta")
+    assert mixer(torch.zeros(2, LENGTH, D_MODEL, device="meta")).shape == (2, LENGTH, D_MODEL)
 
 
 @every_mixer

@@ -58,6 +58,15 @@ def test_gradients_through_an_all_padding_row_are_zero() -> None:
             assert not gradient.any()
 
 
+def test_padding_may_hold_anything_forward_and_backward() -> None:
+    inputs = make_inputs(1, 5, grad=True)
+    mask = torch.tensor([[False, True, True, False, True]])
+    dirty = [x.masked_fill(~mask[..., None], torch.inf) for x in inputs]
+    out = quadratic_attention(dirty[0], dirty[1], dirty[2], mask=mask)
+    assert torch.equal(out, quadratic_attention(*inputs, mask=mask))
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), inputs))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_left_and_right_padding_do_not_change_real_outputs(causal: bool) -> None:
     q, k, v = make_inputs(1, 9)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
-from lineartime.training.checkpoint import find_checkpoint, list_checkpoints, read_training_state
+from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import Trainer, train
+from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.reporting import Reporter
 
 MakeConfig = Callable[..., TrainConfig]
@@ -73,8 +74,8 @@ def test_the_best_and_the_last_checkpoint_stay(config: MakeConfig, monkeypatch: 
     monkeypatch.setattr(Trainer, "_validation_loss", lambda self: next(values))
     run = train(config(steps=6))
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000006"]
-    assert find_checkpoint(run, "best").name == "step-00000002"
-    assert find_checkpoint(run, "last").name == "step-00000006"
+    assert best_checkpoint(run).name == "step-00000002"
+    assert last_checkpoint(run).name == "step-00000006"
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -90,14 +91,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
             train(config(override=override, **options))
     run = tmp_path / "run"
     assert losses(run)[-1][0] == stop
-    train(config(resume=True))
+    train(config(override=override, **options, resume=True))
     assert losses(run) == losses(whole)
     assert [point for point in validations(run) if point in validations(whole)] == validations(whole)
-    expected, found = (read_training_state(find_checkpoint(path, "last")).tensors for path in (whole, run))
+    expected, found = (read_training_state(last_checkpoint(path)).tensors for path in (whole, run))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    for name, weight in lineartime.load(find_checkpoint(whole, "last")).state_dict().items():
-        assert torch.equal(weight, lineartime.load(find_checkpoint(run, "last")).state_dict()[name])
+    for name, weight in lineartime.load(last_checkpoint(whole)).state_dict().items():
+        assert torch.equal(weight, lineartime.load(last_checkpoint(run)).state_dict()[name])
 
 
 def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +144,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_a_good_checkpoint(c
 
 
 def test_accumulated_batches_are_one_large_batch(config: MakeConfig) -> None:
-    parts = Trainer(config(batch_size=2, accumulate=3, clip_norm=0.0))
-    whole = Trainer(config(batch_size=6, clip_norm=0.0))
+    parts = Trainer(config(batch_size=2, accumulate=3, clip_norm=0.0), ByteTokenizer())
+    whole = Trainer(config(batch_size=6, clip_norm=0.0), ByteTokenizer())
     batches = [parts._batch((0, 0, micro)) for micro in range(3)]
     joined = type(batches[0])(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
     whole._batch = lambda key: joined  # type: ignore[method-assign]
@@ -154,7 +155,7 @@ def test_accumulated_batches_are_one_large_batch(config: MakeConfig) -> None:
 
 
 def test_gradients_are_clipped(config: MakeConfig) -> None:
-    trainer = Trainer(config(clip_norm=1e-3))
+    trainer = Trainer(config(clip_norm=1e-3), ByteTokenizer())
     norms = []
     trainer.optimizer.step = lambda *_: norms.append(  # type: ignore[method-assign]
         torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
@@ -172,7 +173,7 @@ def test_bf16_trains_and_keeps_weights_in_fp32(config: MakeConfig) -> None:
 
 def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> None:
     run = train(config(precision="auto", steps=1))
-    saved = TrainConfig.from_dict(read_training_state(find_checkpoint(run, "last")).config)
+    saved = TrainConfig.from_dict(read_training_state(last_checkpoint(run)).config)
     assert saved.precision in ("fp32", "bf16")
     assert saved.compile == "off"
 
@@ -189,6 +190,41 @@ def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = train(config(resume=True, cache=tmp_path / "another cache"))
     assert len(losses(run)) == 6
+
+
+def test_a_resumed_run_keeps_its_tokenizer_whatever_became_of_the_file(
+    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(ByteTokenizer().to_json())
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(tokenizer=tokenizer))
+    tokenizer.unlink()
+    assert len(losses(train(config(resume=True)))) == 6
+
+
+def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(config: MakeConfig) -> None:
+    run = train(config(steps=1))
+    with pytest.raises(LineartimeError, match=r"--seed is 5, but the run in .* was started with 0"):
+        train(config(steps=1, seed=5, resume=True))
+    assert Trainer(config(steps=1), ByteTokenizer()).config.precision == "fp32"
+    assert prepare(config(steps=1, precision="bf16", resume=True)).config.precision == "bf16"
+    assert prepare(config(steps=1, precision="auto", resume=True)).config.precision == "fp32"
+    with pytest.raises(LineartimeError, match="is a checkpoint: give the folder of the run, or a new one"):
+        train(config(out=last_checkpoint(run)))
+
+
+def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> None:
+    run = config().run_directory
+    (run / "step-notes").mkdir(parents=True)
+    (run / "step-00000001-backup").mkdir()
+    (run / "manifest.json").write_text("{}")
+    train(config())
+    assert last_checkpoint(run).name == "step-00000006"
+    assert lineartime.load(run)
+    assert (run / "step-00000001-backup").is_dir()
 
 
 def test_a_small_text_needs_no_whole_context_to_validate_on(config: MakeConfig) -> None:
@@ -216,8 +252,18 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"preset": "flash-giant"}, "--preset: preset is 'flash-giant', but must be one of 'flash-tiny'"),
         ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of this model"),
-        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size"),
+        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: it follows from --tokenizer"),
+        ({"override": ("task=mlm",)}, "--override cannot set task: use --task"),
+        ({"override": ("self=1",)}, "--override: 'self' is not a field of this model"),
+        ({"override": ("d_model=15",)}, "--override: d_model is 15, but must be even"),
+        ({"weight_decay": float("nan")}, "--weight-decay is nan, but must be a finite number"),
+        ({"learning_rate": float("inf")}, "--learning-rate is inf"),
         ({"override": ("n_blocks=0",)}, "--override: n_blocks is 0"),
+        ({"seed": 2**64}, r"--seed is 18446744073709551616, but must be below 2\^63"),
+        (
+            {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
+            "--context-length is 24. The sequence has 24 tokens, but this GAU's relative bias is a table for max_length = 8",
+        ),
         ({"override": ("d_qk=7",)}, "--override: d_qk is 7, but must be even"),
         ({"context_length": 50_000}, r"The train split of .*text.txt has \d+ tokens, fewer than one context"),
         ({"data": Path("/does/not/exist")}, "Cannot read /does/not/exist: No such file"),

@@ -31,6 +31,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     rates = [learning_rate(step, config) for step in range(10)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert [learning_rate(step, TrainConfig(steps=50, learning_rate=1.0)) for step in (0, 4)] == [0.2, 1.0]  # a tenth
     assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0)) == 2.0
 
 

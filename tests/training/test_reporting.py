@@ -6,7 +6,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
 from lineartime.training.curve import draw_curve
-from lineartime.training.reporting import Reporter
+from lineartime.training.reporting import Reporter, read_metrics
 
 
 def scalars(run: Path) -> dict[tuple[str, int], float]:
@@ -65,6 +65,18 @@ def test_the_curve_is_a_picture_of_the_losses(tmp_path: Path) -> None:
             report.step(step, 5 / step, 0.1, 1.0, 100)
         report.validation(30, 0.3, None)
     assert draw_curve(tmp_path, "title").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+    assert draw_curve(tmp_path, "title").exists()
+
+
+def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Reporter(tmp_path, 0, 2, tensorboard=False) as report:
+        report.say("data/x[/y]z [b]a.txt")
+    assert "data/x[/y]z [b]a.txt" in capsys.readouterr().err
 
 
 def test_a_curve_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Which text to learn from: local files, or the source of the running Python's standard library; and how it is split."""
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -59,14 +61,13 @@ def local_text(path: Path) -> Corpus:
             files = [
                 file
                 for file in path.rglob("*")
-                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+                if file.is_file() and file.stat().st_size and not any(p.startswith(".") for p in file.relative_to(path).parts)
             ]
-            total = sum(file.stat().st_size for file in files)
         else:
-            files, total = [path], path.stat().st_size
+            files = [path] if path.stat().st_size else []
     except OSError as error:
         raise cannot("read", path, error) from None
-    if total == 0:
+    if not files:
         raise LineartimeError(f"--data {path} holds no text: give a text file or a folder of text files.")
     if path.is_dir() and len(files) >= len(SPLITS):
         return Corpus(str(path), _split_by_file(path, files))
@@ -88,8 +89,8 @@ def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Document]]
     total = sum(document.stop for document in documents)
 
     def order(document: Document) -> tuple[bool, bytes]:
-        name = document.path.relative_to(root).as_posix()
-        return document.stop <= total / 2, hashlib.sha256(name.encode()).digest()  # a giant stands first, for training
+        name = os.fsencode(document.path.relative_to(root).as_posix())
+        return document.stop <= total / 2, hashlib.sha256(name).digest()  # a giant stands first, for training
 
     documents.sort(key=order)
     splits: dict[Split, list[Document]] = {split: [] for split in SPLITS}
@@ -107,8 +108,8 @@ def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Document]]
 def _split_by_position(file: Path) -> dict[Split, Document]:
     """Cut a file at the ends of lines: the beginning for training, then validation, then test."""
     size = file.stat().st_size
-    first = _line_end(file, int(size * _SHARES["train"]))
-    second = max(first, _line_end(file, int(size * (_SHARES["train"] + _SHARES["validation"]))))
+    cuts = [int(size * share) for share in (_SHARES["train"], _SHARES["train"] + _SHARES["validation"], 1)]
+    first, second = (_line_end(file, start, stop) for start, stop in pairwise(cuts))
     return {
         "train": Document(file, 0, first),
         "validation": Document(file, first, second),
@@ -116,12 +117,12 @@ def _split_by_position(file: Path) -> dict[Split, Document]:
     }
 
 
-def _line_end(file: Path, offset: int) -> int:
-    """The offset just after the next line end, or, in text without lines, at the next character."""
+def _line_end(file: Path, offset: int, stop: int) -> int:
+    """The offset just after the next line end, or, if there is none halfway to `stop`, that of the next character."""
     try:
         with file.open("rb") as stream:
             stream.seek(offset)
-            following = stream.read(1 << 16)
+            following = stream.read(min(1 << 16, (stop - offset) // 2))
     except OSError as error:
         raise cannot("read", file, error) from None
     newline = following.find(b"\n")

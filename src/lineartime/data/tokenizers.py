@@ -3,7 +3,7 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,13 +97,11 @@ class JsonTokenizer:
             raise LineartimeError(
                 f"{source} is not a tokenizer file ({error}): --tokenizer takes a tokenizer.json of the tokenizers library."
             ) from None
-        self._streams: Any = tokenizers.decoders.DecodeStream
         self._definition = definition
-        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.end_of_document, size = self._special(self._END_NAMES, size)
-        self.mask, size = self._special(self._MASK_NAMES, size)
-        self.vocab_size = size
-        self._known = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._source = source
+        self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.end_of_document, size = self._special(self._END_NAMES, self._known)
+        self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)
 
     def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
         """The id of the first of these names that the tokenizer has, or else a new one, and the vocabulary size then."""
@@ -115,7 +113,11 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens: int64 [n]."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exception, for instance for a word it has no token for
+            raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
+        return np.array(ids, dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; special tokens are left out."""
@@ -124,7 +126,7 @@ class JsonTokenizer:
 
     def stream_decoder(self) -> "_JsonStreamDecoder":
         """A decoder for tokens that arrive one by one."""
-        return _JsonStreamDecoder(self._tokenizer, self._streams(skip_special_tokens=True), self._known)
+        return _JsonStreamDecoder(self.decode)
 
     def to_json(self) -> str:
         """The tokenizer's own JSON."""
@@ -132,14 +134,30 @@ class JsonTokenizer:
 
 
 class _JsonStreamDecoder:
-    def __init__(self, tokenizer: Any, stream: Any, known: int) -> None:
-        self._tokenizer, self._stream, self._known = tokenizer, stream, known
+    """Decodes the latest tokens together with those before them, since what a token says can depend on its neighbours."""
+
+    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens: what is still broken then stays broken
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._shown: list[int] = []  # the latest tokens whose text is out
+        self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
-        return (self._stream.step(self._tokenizer, token) or "") if token < self._known else ""
+        self._waiting.append(token)
+        text = self._decode(self._shown + self._waiting)
+        if text.endswith("\ufffd") and len(self._waiting) < self._LONGEST_CHARACTER:
+            return ""
+        return self._emit(text)
 
     def flush(self) -> str:
-        return ""
+        return self._emit(self._decode(self._shown + self._waiting))
+
+    def _emit(self, text: str) -> str:
+        before = self._decode(self._shown)
+        if self._waiting:
+            self._shown, self._waiting = self._waiting, []
+        return text[len(before) :]
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:

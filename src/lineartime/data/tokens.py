@@ -4,6 +4,7 @@ import codecs
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def _key(documents: list[Document], tokenizer: Tokenizer) -> str:
     parts = [str(_FORMAT), fingerprint(tokenizer)]
     for document in documents:
         parts.append(f"{document.path.resolve()}:{document.start}:{document.stop}:{document.path.stat().st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
 def _write(folder: Path, documents: list[Document], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> None:
@@ -81,6 +82,9 @@ def _write(folder: Path, documents: list[Document], tokenizer: Tokenizer, dtype:
     n_tokens = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("*.partial"):
+            if time.time() - left.stat().st_mtime > 3600:  # of a killed process: one that lives writes all the time
+                left.unlink(missing_ok=True)
         try:
             with partial.open("wb") as stream:
                 for document in documents:

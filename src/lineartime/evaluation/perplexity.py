@@ -21,7 +21,7 @@ from lineartime.models.heads import CausalLM, LanguageModel
 
 @dataclass(frozen=True)
 class Position:
-    """The mean loss, in nats, of the `count` tokens that had between `first` and `last` tokens of context."""
+    """The mean loss, in nats, of the `count` tokens that stand behind `first` to `last` tokens of a sequence."""
 
     first: int
     last: int
@@ -38,7 +38,8 @@ class Evaluation:
         loss: mean, in nats per token.
         tokens: how many tokens the mean is over.
         bits_per_byte: the whole loss in bits, over the bytes of the text; None for masked tokens.
-        by_position: the loss by the number of tokens of context, in powers of two.
+        by_position: the loss by the number of tokens that stood before, in powers of two. The first of them is the token
+            before the window, or an end of document. (A masked model reads both ways: there it is a place in the window.)
     """
 
     context: str
@@ -90,8 +91,7 @@ def mean_loss(
     for index in range(0, len(starts), batch_size):
         rows = [read_window(stream, start, context_length + 1) for start in starts[index : index + batch_size]]
         batch = _batch(torch.stack(rows), tokenizer, task, index)
-        with autocast(device, bf16):
-            logits = model(batch.inputs.to(device))
+        logits = _forward(model, batch.inputs.to(device), bf16)
         total += float(token_losses(logits, batch.targets.to(device)).sum())
         count += int((batch.targets != IGNORED).sum())
     model.train(was_training)
@@ -112,7 +112,8 @@ def windowed(
 ) -> Evaluation:
     """Evaluate on windows of `context_length` tokens, each of which starts anew, `stride` tokens after the one before.
 
-    Every token is foretold once: of each window but the first, only the last `stride` tokens are counted.
+    Every token is foretold once (by masked models, every one that is selected): of each window but the first, only the last
+    `stride` tokens are counted.
 
     Raises:
         LineartimeError: for a stride outside 1 to context_length, or an empty stream.
@@ -124,8 +125,7 @@ def windowed(
     device = next(model.parameters()).device
     for index, (windows, skip) in enumerate(_windows(stream, tokenizer, tokens, context_length, stride, batch_size)):
         batch = _batch(windows, tokenizer, model.config.task, index)
-        with autocast(device, bf16):
-            logits = model(batch.inputs.to(device))
+        logits = _forward(model, batch.inputs.to(device), bf16)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
     overlap = "not overlapping" if stride == context_length else f"overlapping, a stride of {stride} tokens counted in each"
@@ -159,6 +159,15 @@ def carried(
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
     return positions.evaluation("carried from the first token of the split to the last", stream, tokens, masked=False)
+
+
+def _forward(model: nn.Module, inputs: Tensor, bf16: bool) -> Tensor:
+    try:
+        with autocast(inputs.device, bf16):
+            logits: Tensor = model(inputs)
+    except ValueError as error:  # more tokens than the model has positions for
+        raise LineartimeError(f"--context-length is {inputs.shape[1]}. {error}") from None
+    return logits
 
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
@@ -205,16 +214,16 @@ def _windows(
 
 
 class _Positions:
-    """Sums of losses by the number of tokens of context: 0, 1, 2-3, 4-7, ..."""
+    """Sums of losses by the number of tokens before: 1, 2-3, 4-7, ..."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(64, dtype=torch.float64)
         self._counts = torch.zeros(64, dtype=torch.float64)
 
     def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
-        """Add losses [B, T] of tokens with first, first + 1, ... tokens of context; `counted` says which have a target."""
-        context = torch.arange(first, first + losses.shape[1])
-        bucket = torch.where(context == 0, 0, context.double().clamp(min=1).log2().floor().long() + 1)
+        """Add losses [B, T] of tokens behind first + 1, first + 2, ... others; `counted` says which have a target."""
+        before = torch.arange(first + 1, first + 1 + losses.shape[1])
+        bucket = before.double().log2().floor().long()
         self._sums.index_add_(0, bucket, losses.double().sum(0))
         self._counts.index_add_(0, bucket, counted.double().sum(0))
 
@@ -222,9 +231,7 @@ class _Positions:
         count = int(self._counts.sum())
         loss = float(self._sums.sum()) / max(1, count)
         by_position = [
-            Position(0 if i == 0 else 1 << (i - 1), 0 if i == 0 else (1 << i) - 1, float(self._sums[i] / n), int(n))
-            for i, n in enumerate(self._counts.tolist())
-            if n
+            Position(1 << i, (2 << i) - 1, float(self._sums[i] / n), int(n)) for i, n in enumerate(self._counts.tolist()) if n
         ]
         # Of a part of the stream, the bytes are taken to be the same part of its bytes.
         n_bytes = round(stream.n_bytes * tokens / len(stream))

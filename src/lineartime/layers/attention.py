@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, check_even, check_positive, init_dense, new_positions, zero_padding
+from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
 from lineartime.ops.layout import document_rows, token_positions
 from lineartime.ops.positions import rope
 
@@ -79,11 +80,11 @@ class Attention(Mixer):
         q, k, v = (self._split_heads(layout.arrange(self._merge_heads(heads)).flatten(0, 1)) for heads in (q, k, v))
         visible: Tensor | None = None  # causal needs no mask: padding stands behind the real tokens
         if not self.causal:
-            real = layout.real_slots().flatten(0, 1)
+            real = layout.real.flatten(0, 1)
             # A softmax over nothing would be NaN: a row without a real token reads its zeros.
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
-        attended = layout.restore(self._merge_heads(attended).unflatten(0, (batch, -1)))
+        attended = layout.restore(self._merge_heads(attended).view(*layout.real.shape, self.d_model))
         return zero_padding(self._combine(x, attended), mask)
 
     def init_state(self, batch_size: int) -> AttentionState:
@@ -93,7 +94,7 @@ class Attention(Mixer):
         return AttentionState(empty, empty)
 
     def extend(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d]; the state, which grows, is handed in and out unchanged."""
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, larger; `state` stays as it is."""
         self.check_stream(x, state.k.shape[0])
         new = x.shape[1]
         q, k, v = self._project(x, new_positions(state.position, new, x.device))

@@ -3,8 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import ResidualLayer, check_positive, init_dense
+from lineartime.layers.residual import ResidualLayer, init_dense
 
 
 class MLP(ResidualLayer):

@@ -5,10 +5,11 @@ Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, d model width
 
 from torch import Tensor
 
+from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.norms import Norm
 from lineartime.layers.positions import build_relative_bias
-from lineartime.layers.residual import check_positive, new_positions, zero_padding
+from lineartime.layers.residual import new_positions, zero_padding
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.layout import token_positions
 from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
@@ -116,7 +117,7 @@ class FLASH(GatedUnit):
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)
 
     def extend(self, x: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d]; the state, of constant size, is handed in and out unchanged."""
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, as large; `state` stays as it is."""
         self.check_stream(x, state.v.shape[0])
         gate, v, (q_quad, k_quad, q_lin, k_lin) = self.project(x, new_positions(state.position, x.shape[1], x.device))
         attended, state = mixed_chunk_attention_extend(

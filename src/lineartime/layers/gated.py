@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, check_even, check_positive, init_dense
+from lineartime.layers.residual import Mixer, init_dense
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.positions import rope
 

@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.norms import Norm
 from lineartime.layers.positions import TableBias, build_relative_bias
-from lineartime.layers.residual import check_positive, new_positions, zero_padding
+from lineartime.layers.residual import new_positions, zero_padding
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.layout import document_rows, token_positions
 from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
@@ -101,8 +102,8 @@ class GAU(GatedUnit):
         else:
             layout = document_rows(batch, length, mask, cu_seqlens, x.device)
             q, k, v = (layout.arrange(heads).flatten(0, 1) for heads in (q, k, v))  # [B * D, L, f]
-            attended = self._attend(q, k, v, layout.real_slots().flatten(0, 1))
-            attended = layout.restore(attended.unflatten(0, (batch, -1)))
+            attended = self._attend(q, k, v, layout.real.flatten(0, 1))
+            attended = layout.restore(attended.view(*layout.real.shape, self.d_value))
         return zero_padding(self.combine(x, gate, attended), mask)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,7 +140,7 @@ class GAU(GatedUnit):
         return QuadraticState(empty, empty.new_zeros(batch_size, 0, self.d_value))
 
     def extend(self, x: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d]; the state, which grows, is handed in and out unchanged."""
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, larger; `state` stays as it is."""
         self.check_stream(x, state.k.shape[0])
         positions = new_positions(state.position, x.shape[1], x.device)
         gate, v, (q, k) = self.project(x, positions)

@@ -6,6 +6,7 @@ Shapes: Q queries, K keys, s query/key width, d model width.
 import torch
 from torch import Tensor, nn
 
+from lineartime.layers.checks import check_even
 from lineartime.ops.positions import rotary_bias, sinusoid, table_bias
 
 LARGEST_TABLE = 512
@@ -53,6 +54,7 @@ class ScaledSin(nn.Module):
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
+        check_even("a sinusoid is made of pairs of features", d_model=d_model)
         self.d_model = d_model
         self.scale = nn.Parameter(torch.tensor(d_model**-0.5))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.ops.layout import check_tokens
 
@@ -72,20 +73,6 @@ class Mixer(ResidualLayer):
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """[B, T, d] with zeros wherever the mask says padding, whatever stood there."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise ValueError, naming the argument, unless every size is at least 1."""
-    for argument, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{argument} is {value}, but must be at least 1.")
-
-
-def check_even(reason: str, **sizes: int) -> None:
-    """Raise ValueError, naming the argument, unless every size is even."""
-    for argument, value in sizes.items():
-        if value % 2:
-            raise ValueError(f"{argument} is {value}, but must be even: {reason}.")
 
 
 def init_dense(linear: nn.Linear) -> nn.Linear:

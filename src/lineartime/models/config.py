@@ -6,8 +6,9 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lineartime.layers import FLASH, GAU, GLU, MLP, Attention
+from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, ResidualLayer, check_positive
+from lineartime.layers.residual import Mixer, ResidualLayer
 from lineartime.ops.activations import Activation, Normalization
 
 Task = Literal["clm", "mlm"]
@@ -140,7 +141,7 @@ class ModelConfig:
                 data[part] = _part_from_dict(part, data[part])
         return from_fields(cls, data, "model")
 
-    def override(self, **values: Any) -> "ModelConfig":
+    def override(self, /, **values: Any) -> "ModelConfig":
         """A copy with other values: a field of the model, or one of its mixer or feed-forward under its own name.
 
         `config.override(vocab_size=32000, chunk_size=512)`; ValueError for a name that no part of this config has.

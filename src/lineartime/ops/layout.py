@@ -1,10 +1,10 @@
 """Where real tokens stand: padded batches and packs of documents, laid out densely.
 
-Shapes: B batch, T tokens, D documents (rows of a pack), S slots, f features.
+Shapes: B batch, T tokens, D documents, S slots, f features.
 A document is a row of the batch, or, with `cu_seqlens`, one of the sequences packed into a single row.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -49,47 +49,39 @@ def token_positions(length: int, mask: Tensor | None, cu_seqlens: Tensor | None,
     if mask is None:
         return torch.arange(length, device=device) - start
     real_before = F.pad(mask.cumsum(1), (1, 0))
-    return (real_before[:, :-1] - real_before[:, start]).clamp(min=0)
+    return real_before[:, :-1] - real_before[:, start]
 
 
 class TokenLayout(NamedTuple):
     """A map from the tokens of a batch to slots, with the real tokens of each document side by side in order.
 
     Attributes:
-        slots: int64 [B, T], the slot of each token; padding stands behind its document's real tokens.
-        real: bool [B, S], which slots hold a real token.
-        rows: how the S slots of a batch row are cut: (number of rows, slots in each).
-        mask: the padding mask [B, T] of the tokens, or None.
+        slots: int64 [B, T], the slot of each token; padding has S, one behind the last slot.
+        real: bool [B, rows, slots of a row], which slots hold a real token; a batch row has S = rows * slots of a row.
     """
 
     slots: Tensor
     real: Tensor
-    rows: tuple[int, int]
-    mask: Tensor | None
 
     def arrange(self, x: Tensor) -> Tensor:
-        """[B, T, f] -> [B, rows, slots, f], with zeros in the slots that hold no real token."""
-        if self.mask is not None:
-            x = x.masked_fill(~self.mask[..., None], 0.0)
+        """[B, T, f] -> [B, rows, slots of a row, f], with zeros in the slots that hold no real token."""
+        batch, rows, size = self.real.shape
         index = self.slots[..., None].expand(-1, -1, x.shape[-1])
-        arranged = x.new_zeros(x.shape[0], self.real.shape[1], x.shape[-1]).scatter(1, index, x)
-        return arranged.view(x.shape[0], *self.rows, x.shape[-1])
+        arranged = x.new_zeros(batch, rows * size + 1, x.shape[-1]).scatter(1, index, x)
+        return arranged[:, :-1].view(batch, rows, size, x.shape[-1])
 
     def restore(self, y: Tensor) -> Tensor:
-        """[B, rows, slots, f] -> [B, T, f], with zeros at padding: the way back from `arrange`."""
-        y = y.flatten(1, 2)
-        restored = y.gather(1, self.slots[..., None].expand(-1, -1, y.shape[-1]))
-        return restored if self.mask is None else restored.masked_fill(~self.mask[..., None], 0.0)
-
-    def real_slots(self) -> Tensor:
-        """`real`, cut into rows: bool [B, rows, slots]."""
-        return self.real.view(self.real.shape[0], *self.rows)
+        """[B, rows, slots of a row, f] -> [B, T, f], with zeros at padding: the way back from `arrange`."""
+        y = F.pad(y.flatten(1, 2), (0, 0, 0, 1))
+        return y.gather(1, self.slots[..., None].expand(-1, -1, y.shape[-1]))
 
 
 def document_rows(batch: int, length: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> TokenLayout:
-    """One row per document, as long as the longest: for attention that looks at whole documents."""
+    """One row per document, as long as the longest without its padding: for attention that looks at whole documents."""
     lengths = document_lengths(length, cu_seqlens)
     longest = max(lengths, default=0)
+    if mask is not None:
+        longest = max((int(document.sum(1).max()) for document in mask.split(lengths, 1) if document.numel()), default=0)
     starts = [document * longest for document in range(len(lengths))]
     return _layout(batch, mask, lengths, starts, (len(lengths), longest), device)
 
@@ -100,28 +92,24 @@ def document_chunks(
     """Each document cut into chunks from its own start, and the number of chunks of each document."""
     lengths = document_lengths(length, cu_seqlens)
     chunks = [-(-tokens // chunk_size) for tokens in lengths]
-    starts = [sum(chunks[:document]) * chunk_size for document in range(len(chunks))]
+    starts = [chunk_size * before for before in accumulate(chunks, initial=0)][: len(chunks)]
     return _layout(batch, mask, lengths, starts, (sum(chunks), chunk_size), device), chunks
 
 
 def _layout(
     batch: int, mask: Tensor | None, lengths: list[int], starts: list[int], rows: tuple[int, int], device: torch.device
 ) -> TokenLayout:
-    per_document = torch.tensor(lengths, dtype=torch.long, device=device)
+    """The layout in which document i, of so many tokens with padding, begins at slot starts[i]."""
     length = sum(lengths)
+    per_document = torch.tensor(lengths, dtype=torch.long, device=device)
     document = torch.arange(len(lengths), device=device).repeat_interleave(per_document, output_size=length)
-    ends = per_document.cumsum(0)
-    first = (ends - per_document)[document]
-    offset = torch.arange(length, device=device) - first
-    slot_start = torch.tensor(starts, dtype=torch.long, device=device)[document]
+    first = (per_document.cumsum(0) - per_document)[document]
+    start = torch.tensor(starts, dtype=torch.long, device=device)[document]
+    n_slots = rows[0] * rows[1]
     if mask is None:
-        slots = (slot_start + offset).expand(batch, length)
-        is_real = torch.ones(batch, length, dtype=torch.bool, device=device)
+        slots = (start + torch.arange(length, device=device) - first).expand(batch, length)
     else:
         real_before = F.pad(mask.cumsum(1), (1, 0))
-        real_offset = real_before[:, :-1] - real_before[:, first]
-        real_total = real_before[:, ends[document]] - real_before[:, first]
-        slots = slot_start + torch.where(mask, real_offset, real_total + offset - real_offset)
-        is_real = mask
-    real = torch.zeros(batch, rows[0] * rows[1], dtype=torch.bool, device=device).scatter(1, slots, is_real)
-    return TokenLayout(slots, real, rows, mask)
+        slots = torch.where(mask, start + real_before[:, :-1] - real_before[:, first], n_slots)
+    real = torch.zeros(batch, n_slots + 1, dtype=torch.bool, device=device).scatter(1, slots, True)
+    return TokenLayout(slots, real[:, :-1].view(batch, *rows))

@@ -166,7 +166,7 @@ def mixed_chunk_attention(
         else:
             layout, chunks_per_document = document_chunks(batch, length, chunk_size, mask, cu_seqlens, v.device)
             chunked = [layout.arrange(x.to(compute)) for x in inputs]
-            real = layout.real_slots()
+            real = layout.real
         q_quad, k_quad, q_lin, k_lin, v_chunks = chunked
 
         out = _quadratic_part(q_quad, k_quad, v_chunks, real, causal, bias, activation, normalization)

@@ -1,6 +1,6 @@
 """Which precision an op computes in."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
@@ -12,18 +12,24 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
 
     Never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32.
     """
-    device = tensors[0].device.type
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if _autocast_is_on(tensors[0]) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
     """The dtype an op returns: that of its values, except under autocast, where the computed one is kept."""
-    return compute if torch.is_autocast_enabled(values.device.type) else values.dtype
+    return compute if _autocast_is_on(values) else values.dtype
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
     """A context in which the op alone decides about dtypes."""
+    if not torch.amp.is_autocast_available(tensor.device.type):  # the meta device, for instance, knows no autocast
+        return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _autocast_is_on(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

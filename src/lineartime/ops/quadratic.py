@@ -94,7 +94,7 @@ def quadratic_attention(
     _check(q, k, v, bias, mask, activation, normalization)
     length, d_qk = q.shape[1:]
     if mask is not None:
-        k, v = (x.masked_fill(~mask[..., None], 0.0) for x in (k, v))
+        q, k, v = (x.masked_fill(~mask[..., None], 0.0) for x in (q, k, v))
     published_length: float | Tensor | None = None
     if normalization == "paper":
         published_length = float(max(length, 1)) if mask is None else mask.sum(1).clamp(min=1)[:, None, None]

@@ -12,10 +12,11 @@ stored, but read off the directories.
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def save_checkpoint(run: Path, model: LanguageModel, tokenizer: Tokenizer, state
         LineartimeError: if it cannot be written; the run's other checkpoints stay as they are.
     """
     target = run / f"step-{state.step:08d}"
-    partial = run / f".{target.name}.partial"
+    partial = _hidden(target)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -63,40 +64,52 @@ def save_checkpoint(run: Path, model: LanguageModel, tokenizer: Tokenizer, state
         facts = {"step": state.step, "validation_loss": state.validation_loss, "config": state.config}
         _write_json(partial / "training.json", facts)
         _write_json(partial / _MANIFEST, {file.name: _digest(file) for file in sorted(partial.iterdir())})
-        if target.exists():
-            shutil.rmtree(target)
+        _sync(partial)
         partial.rename(target)
         _sync(run)
+        keep = {last_checkpoint(run), best_checkpoint(run)}
+        for checkpoint in list_checkpoints(run):
+            if checkpoint not in keep:
+                checkpoint.rename(_hidden(checkpoint))  # so that being killed while deleting leaves nothing half visible
+                shutil.rmtree(_hidden(checkpoint))
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise cannot("write", f"the checkpoint {target}", error) from None
-    keep = {find_checkpoint(run, "last"), find_checkpoint(run, "best")}
-    for checkpoint in list_checkpoints(run):
-        if checkpoint not in keep:
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        then = f"go on by --resume --out {run}" if list_checkpoints(run) else "run the command again"
+        raise cannot("write", f"the checkpoint {target}", error, then) from None
     return target
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
-    return sorted(path for path in run.glob("step-*") if path.is_dir()) if run.is_dir() else []
+    if not run.is_dir():
+        return []
+    found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def find_checkpoint(path: Path, which: Literal["best", "last"]) -> Path:
-    """The checkpoint directory `path`, or the best (lowest validation loss) or last one of the run's folder `path`.
-
-    Raises:
-        LineartimeError: if there is none.
-    """
-    if (path / _MANIFEST).is_file():
-        return path
-    checkpoints = list_checkpoints(path)
+def last_checkpoint(run: Path) -> Path:
+    """The latest checkpoint in a run's folder; LineartimeError if there is none."""
+    checkpoints = list_checkpoints(run)
     if not checkpoints:
-        what = "has no checkpoint" if path.is_dir() else "does not exist" if not path.exists() else "is no folder"
-        raise LineartimeError(f"{path} {what}: give the folder of a run, or of one of its checkpoints.")
-    if which == "last":
-        return checkpoints[-1]
-    return min(reversed(checkpoints), key=lambda checkpoint: float(_read_json(checkpoint / "training.json")["validation_loss"]))
+        what = "has no checkpoint" if run.is_dir() else "does not exist" if not run.exists() else "is no folder"
+        raise LineartimeError(f"{run} {what}: give the folder of a run, or of one of its checkpoints.")
+    return checkpoints[-1]
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint with the lowest validation loss in a run's folder; LineartimeError if there is none."""
+    last_checkpoint(run)
+    return min(reversed(list_checkpoints(run)), key=lambda checkpoint: float(read_facts(checkpoint)["validation_loss"]))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is itself a checkpoint, perhaps a damaged one."""
+    return any((path / name).is_file() for name in ("model.safetensors", "model.json"))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint directory `path`, or the best one of the run's folder `path`; LineartimeError if there is none."""
+    return path if is_checkpoint(path) else best_checkpoint(path)
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | MaskedLM:
@@ -105,16 +118,14 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
     Raises:
         LineartimeError: if there is no checkpoint, or it is damaged.
     """
-    checkpoint = find_checkpoint(Path(path), "best")
+    checkpoint = find_checkpoint(Path(path))
     _verify(checkpoint)
     try:
-        config = ModelConfig.from_dict(_read_json(checkpoint / "model.json"))
-        with torch.device(device):
-            model = build_model(config)
+        model = build_model(ModelConfig.from_dict(_read_json(checkpoint / "model.json")))
         model.load_state_dict(_read_tensors(checkpoint / "model.safetensors"))
     except (ValueError, RuntimeError) as error:
         raise _damaged(checkpoint, str(error).splitlines()[0]) from None
-    return model.eval()
+    return model.to(device).eval()
 
 
 def read_training_state(checkpoint: Path) -> TrainingState:
@@ -134,9 +145,14 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def remove_partial(run: Path) -> None:
-    """Delete what a killed process left half written."""
+    """Delete what a killed process left half written or half deleted."""
     for partial in run.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _hidden(checkpoint: Path) -> Path:
+    """Where a checkpoint stands before it is whole, and while it is deleted."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
 def _verify(checkpoint: Path) -> None:
@@ -177,7 +193,8 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
     except SafetensorError as error:
-        raise OSError(None, str(error)) from None
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
     _sync(file)
 
 

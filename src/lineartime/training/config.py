@@ -1,6 +1,7 @@
 """Everything one training run is told, which is also what `lineartime train --help` shows."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,12 +9,13 @@ from typing import Any, Literal
 from lineartime.errors import LineartimeError
 from lineartime.models.config import ModelConfig, Task, check_fields, from_fields
 from lineartime.models.presets import resolve
+from lineartime.training.checkpoint import read_facts
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
 
 
-MAY_CHANGE = ("device", "cache", "out", "resume")
+_MAY_CHANGE = ("device", "precision", "compile", "cache", "out", "resume")
 """Options that may be others when a run is resumed: it may have moved to another machine."""
 
 
@@ -41,8 +43,8 @@ class TrainConfig:
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up; then it falls linearly to zero."""
-    warmup_steps: int = 60
-    """Steps over which the learning rate rises from zero."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
     beta1: float = 0.9
     """AdamW: decay of the running mean of gradients."""
     beta2: float = 0.99
@@ -76,7 +78,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         # A checkpoint has to find its text from any working directory.
-        for name in ("data", "tokenizer"):
+        for name in ("data", "tokenizer", "cache"):
             path = getattr(self, name)
             if isinstance(path, Path):
                 object.__setattr__(self, name, path.absolute())
@@ -95,9 +97,14 @@ class TrainConfig:
         for option in ("context_length", "batch_size", "accumulate", "steps", "eval_every", "eval_windows"):
             if getattr(self, option) < 1:
                 raise LineartimeError(f"{_flag(option)} is {getattr(self, option)}, but must be at least 1.")
+        for option in ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "clip_norm"):
+            if not math.isfinite(getattr(self, option)):
+                raise LineartimeError(f"{_flag(option)} is {getattr(self, option)}, but must be a finite number.")
         for option in ("warmup_steps", "weight_decay", "clip_norm", "seed"):
-            if getattr(self, option) < 0:
+            if (getattr(self, option) or 0) < 0:
                 raise LineartimeError(f"{_flag(option)} is {getattr(self, option)}, but must not be negative.")
+        if self.seed >= 2**63:
+            raise LineartimeError(f"--seed is {self.seed}, but must be below 2^63.")
         for option in ("beta1", "beta2"):
             if not 0 <= getattr(self, option) < 1:
                 raise LineartimeError(f"{_flag(option)} is {getattr(self, option)}, but must be at least 0 and below 1.")
@@ -113,14 +120,15 @@ class TrainConfig:
             if not equals:
                 raise LineartimeError(f"--override {item!r} is not of the form NAME=VALUE, for instance chunk_size=64.")
             values[name] = _parse(text)
-        if "vocab_size" in values:
-            raise LineartimeError("--override cannot set vocab_size: it follows from the tokenizer.")
+        for name, instead in (("vocab_size", "it follows from --tokenizer"), ("task", "use --task")):
+            if name in values:
+                raise LineartimeError(f"--override cannot set {name}: {instead}.")
         try:
-            resolve(self.preset, self.task)
+            config = resolve(self.preset, self.task)
         except ValueError as error:
             raise LineartimeError(f"--preset: {error}") from None
         try:
-            return resolve(self.preset, self.task, vocab_size=vocab_size, **values)
+            return config.override(vocab_size=vocab_size, **values)
         except ValueError as error:
             raise LineartimeError(f"--override: {error}") from None
 
@@ -139,15 +147,36 @@ class TrainConfig:
         return from_fields(cls, data, "training")
 
 
-def check_unchanged(asked: TrainConfig, started: TrainConfig) -> None:
-    """Raise LineartimeError, naming the option, if a run that is to be resumed is asked for other options than it has."""
+def saved_config(checkpoint: Path) -> TrainConfig:
+    """The options that the run of a checkpoint was started with; LineartimeError if they cannot be read."""
+    try:
+        return TrainConfig.from_dict(read_facts(checkpoint)["config"])
+    except ValueError as error:
+        raise LineartimeError(f"The options in {checkpoint} are not of this version of lineartime: {error}") from None
+
+
+def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
+    """The options of a run that goes on: its own, and those asked for where they may be others.
+
+    Args:
+        asked: the options now.
+        started: the options of the run.
+        left_out: what an option is now if nobody asked for it.
+
+    Raises:
+        LineartimeError: naming the option, if it is asked to differ from the run's and must not.
+    """
+    values = {}
     for field in dataclasses.fields(TrainConfig):
         new, old = getattr(asked, field.name), getattr(started, field.name)
-        if new != old and field.name not in MAY_CHANGE:
+        if field.name in ("out", "resume") or (new != getattr(left_out, field.name) and field.name in _MAY_CHANGE):
+            values[field.name] = new
+        elif new not in (old, getattr(left_out, field.name)):
             raise LineartimeError(
-                f"{_flag(field.name)} is {new}, but the run in {started.run_directory} was started with {old}: "
+                f"{_flag(field.name)} is {new}, but the run in {asked.run_directory} was started with {old}: "
                 "leave the option out to resume it, or start another run in another --out."
             )
+    return dataclasses.replace(started, **values)
 
 
 def _flag(option: str) -> str:

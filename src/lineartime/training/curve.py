@@ -1,10 +1,9 @@
 """The picture of a run: its losses by step."""
 
-import json
 from pathlib import Path
 
 from lineartime.errors import cannot, missing_extra
-from lineartime.training.reporting import METRICS_FILE
+from lineartime.training.reporting import METRICS_FILE, read_metrics
 
 CURVE_FILE = "loss.png"
 
@@ -21,7 +20,7 @@ def draw_curve(run: Path, title: str) -> Path:
     except ImportError:
         raise missing_extra("matplotlib", "plot", "The loss curve") from None
     try:
-        lines = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+        lines = read_metrics(run)
     except OSError as error:
         raise cannot("read", run / METRICS_FILE, error) from None
     training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
@@ -40,7 +39,8 @@ def draw_curve(run: Path, title: str) -> Path:
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if training or validation:
+        axes.legend()
     try:
         figure.savefig(run / CURVE_FILE, dpi=150)
     except OSError as error:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.data import Tokenizer, TokenStream, default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.batches import Batch, causal_batch, check_long_enough, masked_batch, random_windows
+from lineartime.data.batches import IGNORED, Batch, causal_batch, check_long_enough, masked_batch, random_windows
 from lineartime.errors import LineartimeError
 from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss, token_losses
 from lineartime.models.heads import LanguageModel, build_model
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import MAY_CHANGE, TrainConfig
+from lineartime.training.config import TrainConfig, resumed_config, saved_config
 from lineartime.training.machine import choose_compile, choose_device, choose_precision
 from lineartime.training.optim import build_optimizer, learning_rate
 from lineartime.training.reporting import Reporter
@@ -35,21 +35,27 @@ def train(config: TrainConfig) -> Path:
         LineartimeError: for whatever the user can mend; checkpoints written before stay.
         KeyboardInterrupt: after an interrupt (Ctrl-C), once the current step is taken and saved.
     """
+    prepare(config).run()
+    return config.run_directory
+
+
+def prepare(config: TrainConfig) -> "Trainer":
+    """The trainer of a new run, or that of the run in the folder, back at its last checkpoint; raises as `train`."""
     config.check()
     run = config.run_directory
-    if config.resume:
-        last = checkpoints.find_checkpoint(run, "last")
-        saved = checkpoints.read_training_state(last)
-        started = TrainConfig.from_dict(saved.config)
-        trainer = Trainer(replace(started, **{name: getattr(config, name) for name in MAY_CHANGE}))
-        trainer.restore(last, saved)
-    else:
+    if checkpoints.is_checkpoint(run):
+        raise LineartimeError(f"--out {run} is a checkpoint: give the folder of the run, or a new one.")
+    if not config.resume:
         if checkpoints.list_checkpoints(run):
-            raise LineartimeError(f"{run} already holds a run: go on with it by --resume, or choose another folder by --out.")
-        trainer = Trainer(config)
+            raise LineartimeError(f"{run} already holds a run: go on with it by --resume, or choose another folder with --out.")
+        trainer = Trainer(config, load_tokenizer(config.tokenizer))
+    else:
+        last = checkpoints.last_checkpoint(run)
+        saved = checkpoints.read_training_state(last)
+        trainer = Trainer(resumed_config(config, saved_config(last), left_out=TrainConfig()), load_tokenizer(last))
+        trainer.restore(last, saved)
     checkpoints.remove_partial(run)
-    trainer.run()
-    return run
+    return trainer
 
 
 @dataclass
@@ -62,9 +68,9 @@ class _Stop:
 class Trainer:
     """A model, its optimiser and its data, and the steps they have taken together."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         self.device = choose_device(config.device)
-        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = tokenizer
         model_config = config.model_config(self.tokenizer.vocab_size)
         corpus = load_corpus(config.data)
         cache = config.cache or default_cache()
@@ -97,13 +103,10 @@ class Trainer:
         self.model.load_state_dict(checkpoints.load(path).state_dict())
         self.step = saved.step
         for name, parameter in self.model.named_parameters():
-            moments = {key: saved.tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            if saved.step > 0:
-                self.optimizer.state[parameter] = {
-                    key: value if key == "step" and self.device.type == "cpu" else value.to(self.device)
-                    for key, value in moments.items()
-                    if value is not None
-                }
+            kept = {key: saved.tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            moments = {key: value.to(self.device) for key, value in kept.items() if value is not None}
+            if moments:  # none before the first step
+                self.optimizer.state[parameter] = moments
         torch.set_rng_state(saved.tensors["random.cpu"])
         if self.device.type == "cuda" and "random.cuda" in saved.tensors:
             torch.cuda.set_rng_state(saved.tensors["random.cuda"])
@@ -112,22 +115,23 @@ class Trainer:
         """Take all steps that are left, evaluating and writing checkpoints on the way."""
         config = self.config
         run = config.run_directory
-        if self.step == 0:  # so that there is a checkpoint from the first moment
+        if not checkpoints.list_checkpoints(run):  # so that there is one from the first moment
             self._save(self._validation_loss())
         with Reporter(run, self.step, config.steps, config.tensorboard) as report, _interrupts() as stop:
             report.say(self.summary)
             if self.step >= config.steps:
                 report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
-            while self.step < config.steps and not stop.requested:
+            while self.step < config.steps:
                 loss, gradient_norm, rate = self._take_step()
                 report.step(self.step, loss, rate, gradient_norm, self.tokens_per_step)
-                if self.step % config.eval_every == 0 or self.step == config.steps or stop.requested:
+                interrupted = stop.requested and self.step < config.steps
+                if self.step % config.eval_every == 0 or self.step == config.steps or interrupted:
                     validation_loss = self._validation_loss()
                     report.validation(self.step, validation_loss, self._bits_per_byte(validation_loss))
                     self._save(validation_loss)
-            if stop.requested and self.step < config.steps:
-                report.say(f"Interrupted after step {self.step}, which is saved: go on by --resume --out {run}.")
-                raise KeyboardInterrupt
+                if interrupted:
+                    report.say(f"Interrupted after step {self.step}, which is saved: go on by --resume --out {run}.")
+                    raise KeyboardInterrupt
 
     def _take_step(self) -> tuple[float, float, float]:
         """One optimiser step: its loss, the norm of its gradient and its learning rate."""
@@ -139,7 +143,7 @@ class Trainer:
             with autocast(self.device, config.precision == "bf16"):
                 logits: Tensor = self.forward(batch.inputs.to(self.device))
             targets = batch.targets.to(self.device)
-            loss = token_losses(logits, targets).sum() / (targets >= 0).sum().clamp(min=1) / config.accumulate
+            loss = token_losses(logits, targets).sum() / (targets != IGNORED).sum().clamp(min=1) / config.accumulate
             loss.backward()
             total += loss.item()
         limit = config.clip_norm or math.inf
@@ -159,7 +163,7 @@ class Trainer:
         return causal_batch(windows) if self.config.task == "clm" else masked_batch(windows, self.tokenizer, (*key, 1))
 
     def _diverged(self, loss: float) -> LineartimeError:
-        last = checkpoints.find_checkpoint(self.config.run_directory, "last")
+        last = checkpoints.last_checkpoint(self.config.run_directory)
         what = f"The loss became {loss}" if not math.isfinite(loss) else "The gradient became infinite"
         return LineartimeError(
             f"{what} at step {self.step + 1}, and training stopped; {last} is the last good checkpoint: start another run in "

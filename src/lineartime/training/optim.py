@@ -24,6 +24,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Linear warm-up to the peak, then a linear fall that reaches zero just after the last step (step counts from 0)."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    return config.learning_rate * (config.steps - step) / max(1, config.steps - config.warmup_steps)
+    warmup = config.steps // 10 if config.warmup_steps is None else config.warmup_steps
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    return config.learning_rate * (config.steps - step) / max(1, config.steps - warmup)

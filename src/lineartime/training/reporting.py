@@ -29,7 +29,7 @@ class Reporter:
     def __init__(self, run: Path, first_step: int, steps: int, tensorboard: bool) -> None:
         self._file = run / METRICS_FILE
         self._steps = steps
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -41,7 +41,8 @@ class Reporter:
         )
         self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-")
         try:
-            _drop_after(self._file, first_step)
+            run.mkdir(parents=True, exist_ok=True)
+            _drop_after(run, first_step)
             self._metrics = self._file.open("a", encoding="utf-8")
         except OSError as error:
             raise cannot("write", self._file, error) from None
@@ -104,21 +105,27 @@ class Reporter:
             raise cannot("write", self._file, error) from None
 
 
-def _drop_after(file: Path, step: int) -> None:
-    """Keep only the lines of a metrics file up to `step`, whole ones."""
-    if not file.exists():
-        return
-    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    partial.replace(file)
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics file, but for one that a killed process, or a full disk, did not finish."""
+    lines = []
+    for text in (run / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
+    return lines
 
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a killed process did not finish
+def _drop_after(run: Path, step: int) -> None:
+    """Keep only the lines of a run's metrics up to `step`."""
+    file = run / METRICS_FILE
+    if file.exists():
+        kept = [json.dumps(line) + "\n" for line in read_metrics(run) if line["step"] <= step]
+        partial = file.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(file)
 
 
 class _TensorBoard:

@@ -1,0 +1,15 @@
+"""Checks of constructor arguments, which name the argument, its value and what is allowed."""
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError, naming the argument, unless every size is at least 1."""
+    for argument, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{argument} is {value}, but must be at least 1.")
+
+
+def check_even(reason: str, **sizes: int) -> None:
+    """Raise ValueError, naming the argument, unless every size is even."""
+    for argument, value in sizes.items():
+        if value % 2:
+            raise ValueError(f"{argument} is {value}, but must be even: {reason}.")
