@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, d model width.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class ResidualLayer(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
 
 
-class Mixer(ResidualLayer):
+class Mixer(ResidualLayer, ABC):
     """Base of the layers that move information between tokens: the contract they share.
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
@@ -42,13 +43,17 @@ class Mixer(ResidualLayer):
         super().__init__(d_model, norm, dropout)
         self.causal = causal
 
+    @abstractmethod
+    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Read whole sequences at once: [B, T, d] -> [B, T, d]."""
+
+    @abstractmethod
     def init_state(self, batch_size: int) -> Any:
         """The state, with a `position`, before the first token of `batch_size` streams."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d], and return the state after them."""
-        raise NotImplementedError
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
 
     def check_batch(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         """Raise ValueError unless x is [B, T, d] and the mask and the document boundaries fit it."""

@@ -47,6 +47,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.position = ScaledSin(config.d_model) if config.absolute_position == "scaled_sin" else None
+        # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
         self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
         self.norm = build_norm(config.norm, config.d_model)
 
