@@ -100,7 +100,9 @@ def draw(rows: list[dict[str, object]]) -> None:
             points = [(row["length"], row["us_per_token"]) for row in rows if (row["what"], row["preset"]) == (what, name)]
             axes.plot(*zip(*points, strict=True), "o-", label=name)
         lengths = LENGTHS if what == "training" else POSITIONS
-        axes.set(xscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths], ylim=(0, None), title=what)
+        axes.set(xscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths], title=what)
+        axes.set(yscale="log", ylim=(50, 5000) if what == "training" else (1000, 1_000_000))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.minorticks_off()
         axes.set(xlabel="tokens in a sequence" if what == "training" else "tokens already read", ylabel="µs per token")
         axes.grid(alpha=0.3)

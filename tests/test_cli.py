@@ -1,6 +1,8 @@
 """The command line as its users meet it: what it prints, its exit status, and never a traceback."""
 
 import dataclasses
+import json
+import math
 import os
 import re
 import resource
@@ -83,6 +85,13 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
         ):
             assert word in shown
     assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +16 │", shown)
+
+
+def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert sum(position["count"] for position in result["by_position"]) == result["tokens"]
 
 
 def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

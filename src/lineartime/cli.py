@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class EvalConfig:
     """Precision of matrix products; auto takes bf16 where this machine is faster with it."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
+    json: bool = False
+    """Print the result as one line of JSON."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,11 @@ def _eval(config: EvalConfig) -> None:
             bf16=bf16,
             max_tokens=config.max_tokens,
         )
-    _print_evaluation(evaluation, str(checkpoint), stream.name)
+    if config.json:
+        facts = {"checkpoint": str(checkpoint), "text": stream.name, "perplexity": evaluation.perplexity}
+        print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
+    else:
+        _print_evaluation(evaluation, str(checkpoint), stream.name)
 
 
 def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
