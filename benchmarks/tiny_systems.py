@@ -13,7 +13,7 @@ from measure import markdown, save
 
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.evaluation import windowed
-from lineartime.training.checkpoint import find_checkpoint, load
+from lineartime.training.checkpoint import best_checkpoint, list_checkpoints, load
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -26,9 +26,9 @@ def main() -> None:
     out = parser.parse_args().out
     rows = []
     for preset in PRESETS:
-        config = TrainConfig(preset=preset, out=out / preset)
+        config = TrainConfig(preset=preset, out=out / preset, resume=bool(list_checkpoints(out / preset)))
         run = train(config)
-        checkpoint = find_checkpoint(run, "best")
+        checkpoint = best_checkpoint(run)
         model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
         stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
         length = config.context_length
