@@ -22,6 +22,7 @@ lint: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks
 
 # pip takes the pinned versions; without them it would look for the newest PyTorch.
 $(VENV)/installed: pyproject.toml constraints.txt

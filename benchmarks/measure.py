@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The median seconds of each case, all of them being run in turn, so that noise of the machine meets all alike."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():  # warm-up
