@@ -22,7 +22,7 @@ def tiny() -> CausalLM:
 
 
 def save(run: Path, step: int, loss: float = 1.0, model: CausalLM | None = None) -> Path:
-    state = TrainingState(step, loss, {"preset": "flash-tiny"}, {"random.cpu": torch.get_rng_state()})
+    state = TrainingState(step, loss, 99, {"preset": "flash-tiny"}, {"random.cpu": torch.get_rng_state()})
     return save_checkpoint(run, model or tiny(), ByteTokenizer(), state)
 
 

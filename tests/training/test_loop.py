@@ -216,6 +216,13 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
         train(config(out=last_checkpoint(run)))
 
 
+def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:
+    train(config())
+    text.write_text(text.read_text() + "more text\n" * 50)
+    with pytest.raises(LineartimeError, match=r"has changed: there were 13,908 tokens .* now there are 14,3\d\d; bring back"):
+        train(config(resume=True))
+
+
 def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> None:
     run = config().run_directory
     (run / "step-notes").mkdir(parents=True)

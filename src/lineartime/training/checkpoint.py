@@ -27,6 +27,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
 
 _MANIFEST = "manifest.json"
+_FACTS = ("step", "validation_loss", "training_tokens", "config")  # the fields of a TrainingState that are kept in JSON
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class TrainingState:
     Attributes:
         step: steps taken.
         validation_loss: in nats per token, at this step.
+        training_tokens: in the text it learns from.
         config: the run's options, as a dictionary.
         tensors: the optimiser's and the random generators' state.
     """
 
     step: int
     validation_loss: float
+    training_tokens: int
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
@@ -61,7 +64,7 @@ def save_checkpoint(run: Path, model: LanguageModel, tokenizer: Tokenizer, state
         _write_json(partial / "model.json", model.config.to_dict())
         _write_text(partial / TOKENIZER_FILE, tokenizer.to_json())
         _write_tensors(partial / "training.safetensors", state.tensors)
-        facts = {"step": state.step, "validation_loss": state.validation_loss, "config": state.config}
+        facts = {name: getattr(state, name) for name in _FACTS}
         _write_json(partial / "training.json", facts)
         _write_json(partial / _MANIFEST, {file.name: _digest(file) for file in sorted(partial.iterdir())})
         _sync(partial)
@@ -133,13 +136,13 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     _verify(checkpoint)
     facts = read_facts(checkpoint)
     tensors = _read_tensors(checkpoint / "training.safetensors")
-    return TrainingState(facts["step"], facts["validation_loss"], facts["config"], tensors)
+    return TrainingState(**{name: facts[name] for name in _FACTS}, tensors=tensors)
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """The step, validation loss and options in a checkpoint; LineartimeError if they cannot be read."""
+    """What a `TrainingState` holds besides tensors; LineartimeError if it cannot be read."""
     facts = _read_json(checkpoint / "training.json")
-    if not facts.keys() >= {"step", "validation_loss", "config"}:
+    if not facts.keys() >= set(_FACTS):
         raise _damaged(checkpoint, "training.json lacks fields")
     return facts
 

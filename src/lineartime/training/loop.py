@@ -53,6 +53,12 @@ def prepare(config: TrainConfig) -> "Trainer":
         last = checkpoints.last_checkpoint(run)
         saved = checkpoints.read_training_state(last)
         trainer = Trainer(resumed_config(config, saved_config(last), left_out=TrainConfig()), load_tokenizer(last))
+        tokens = len(trainer.train_stream)
+        if tokens != saved.training_tokens:
+            raise LineartimeError(
+                f"The text of the run in {run} has changed: there were {saved.training_tokens:,} tokens to learn from, and now "
+                f"there are {tokens:,}; bring back the old text, or start another run in another --out."
+            )
         trainer.restore(last, saved)
     checkpoints.remove_partial(run)
     return trainer
@@ -197,7 +203,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
-        state = checkpoints.TrainingState(self.step, validation_loss, self.config.to_dict(), tensors)
+        tokens = len(self.train_stream)
+        state = checkpoints.TrainingState(self.step, validation_loss, tokens, self.config.to_dict(), tensors)
         checkpoints.save_checkpoint(self.config.run_directory, self.model, self.tokenizer, state)
 
 
