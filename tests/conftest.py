@@ -32,7 +32,6 @@ def config(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
             "context_length": 24,
             "batch_size": 2,
             "steps": 6,
-            "warmup_steps": 2,
             "eval_every": 2,
             "eval_windows": 4,
             "precision": "fp32",

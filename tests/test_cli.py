@@ -47,7 +47,7 @@ def options(folder: Path) -> list[str]:
 
 def lineartime_process(*arguments: str, **keywords: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "lineartime", *arguments]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(command, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords)  # type: ignore[call-overload,no-any-return]
 
 
 def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> None:
@@ -84,7 +84,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
             context.rstrip("ed"),
         ):
             assert word in shown
-    assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +16 │", shown)
+    assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +\d+ │", shown)
 
 
 def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "the train split of" in shown
     assert "100 tokens" in shown
-    assert "windows of 10 tokens, overlapping" in shown
+    assert "windows of 10 tokens, one every 5, the last 5 tokens of each counted" in shown
 
 
 def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +139,10 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--steps", "many"], "--steps", 2),
         (["train", "--stepz", "3"], "--stepz", 2),
         (["train", "--task", "qa"], "--task", 2),
+        (["train", "--override", "a=1", "--override", "b=2"], "--override is given twice", 1),
+        (["train", "--out", ""], "--out is empty: give a path", 1),
+        (["train", "--data", ""], "--data is empty: give a path", 1),
+        (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps = 600", 1),
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
         (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be one of", 1),
         (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
@@ -156,7 +160,7 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: go on with it by --resume", 1),
         (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run .* was started with 4", 1),
         (["train", "--out", "{run}/nothing", "--resume"], "does not exist: give the folder of a run", 1),
-        (["train", "--out", "{text}"], "text.txt", 1),
+        (["train", "--out", "{text}"], "--out .*text.txt is a file: give a folder", 1),
     ],
 )
 def test_wrong_input_is_answered_with_the_option_and_what_it_allows(

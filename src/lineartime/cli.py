@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,7 +43,7 @@ class EvalConfig:
     split: Split = "test"
     """Part of the text to measure on."""
     data: Path | None = None
-    """Text file or folder; the default is what the model was trained on."""
+    """Text file or folder, which is split as for training; the default is what the model was trained on."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: windows that start anew; carried: the split as one sequence, all that came before being context."""
     context_length: int | None = None
@@ -74,7 +75,7 @@ class GenerateConfig:
     max_tokens: int = 500
     """Tokens to produce at the most; a model may end its document earlier."""
     temperature: float = 0.8
-    """Below 1 the likely becomes likelier; 0 always takes the likeliest token."""
+    """Below 1 likely tokens become likelier; 0 always takes the likeliest token."""
     top_k: int = 0
     """Draw only from so many of the likeliest tokens; 0 for all."""
     top_p: float = 0.95
@@ -109,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"lineartime {version('lineartime')}, torch {torch.__version__}")
         return 0
-    command = parse(arguments)
     try:
+        _check_arguments(arguments)
+        command = parse(arguments)
         match command:
             case TrainConfig():
                 _train(command, arguments[1:])
@@ -133,6 +135,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise LineartimeError for what would be read as something else than was meant."""
+    if arguments.count("--override") > 1:
+        raise LineartimeError("--override is given twice: give all values after one, --override NAME=VALUE NAME=VALUE.")
+    for option, value in pairwise(arguments):
+        if value == "" and option in ("--out", "--data", "--tokenizer", "--cache"):
+            raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
 
 
 def _fail(message: str) -> int:
@@ -158,7 +169,8 @@ def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
 
 def _draw_curve(config: TrainConfig) -> None:
     try:
-        print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {load_corpus(config.data).name}')}")
+        text = config.data.name if config.data else load_corpus(None).name
+        print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {text}')}")
     except LineartimeError as error:
         print(f"no loss curve: {error}")
 
@@ -238,7 +250,7 @@ def _generate(config: GenerateConfig) -> None:
         config.prompt.encode()
     except UnicodeEncodeError:
         raise LineartimeError("--prompt is not UTF-8 text: convert it to UTF-8.") from None
-    prompt = [tokenizer.end_of_document, *tokenizer.encode(config.prompt).tolist()]
+    prompt = tokenizer.encode(config.prompt).tolist() or [tokenizer.end_of_document]
     decoder = tokenizer.stream_decoder()
     for token in prompt:  # what is said of a token can depend on the one before
         decoder.push(token)

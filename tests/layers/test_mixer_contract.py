@@ -24,7 +24,7 @@ MIXERS: dict[str, Callable[[bool], Mixer]] = {
     "flash, softmax": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal, activation="softmax"),
     "flash, rotary bias": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=513, causal=causal),
     "gau": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal),
-    "gau, table": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, max_length=64),
+    "gau, table": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, max_length=128),
     "gau, published normalisation": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, normalization="paper"),
     "gau, softmax plus": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="softmax_plus"),
     "gau, laplace": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="laplace"),

@@ -99,3 +99,6 @@ def test_dropout_and_position_switches_reach_the_model() -> None:
 def test_ids_that_are_no_ids_are_named() -> None:
     with pytest.raises(ValueError, match=r"ids has shape \[2, 3\] and dtype torch.float32"):
         causal("flash-tiny")(torch.zeros(2, 3))
+    for token in (-1, 50):
+        with pytest.raises(ValueError, match=f"ids holds {token}, but must be from 0 to vocab_size - 1 = 49"):
+            causal("flash-tiny")(torch.tensor([[3, token]]))

@@ -224,6 +224,7 @@ def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
         ({"bias": torch.zeros(3, 3)}, r"bias has shape \[3, 3\], but must be \[C, C\] = \[4, 4\]"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),
         ({"mask": torch.ones(1, 4)}, "mask has dtype torch.float32, but must be torch.bool"),
+        ({"cu_seqlens": [0, 4]}, "cu_seqlens is a list, but must be a tensor"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must rise from 0 to the 4 tokens"),
         ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "must rise from 0"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "one-dimensional integer tensor"),

@@ -128,7 +128,7 @@ def windowed(
         logits = _forward(model, batch.inputs.to(device), bf16)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
-    overlap = "not overlapping" if stride == context_length else f"overlapping, a stride of {stride} tokens counted in each"
+    overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     return positions.evaluation(
         f"windows of {context_length} tokens, {overlap}", stream, tokens, masked=model.config.task == "mlm"
     )
@@ -219,20 +219,24 @@ class _Positions:
     def __init__(self) -> None:
         self._sums = torch.zeros(64, dtype=torch.float64)
         self._counts = torch.zeros(64, dtype=torch.float64)
+        self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
         """Add losses [B, T] of tokens behind first + 1, first + 2, ... others; `counted` says which have a target."""
         before = torch.arange(first + 1, first + 1 + losses.shape[1])
         bucket = before.double().log2().floor().long()
+        self._longest = max(self._longest, first + losses.shape[1])
         self._sums.index_add_(0, bucket, losses.double().sum(0))
         self._counts.index_add_(0, bucket, counted.double().sum(0))
 
     def evaluation(self, context: str, stream: TokenStream, tokens: int, masked: bool) -> Evaluation:
         count = int(self._counts.sum())
         loss = float(self._sums.sum()) / max(1, count)
-        by_position = [
-            Position(1 << i, (2 << i) - 1, float(self._sums[i] / n), int(n)) for i, n in enumerate(self._counts.tolist()) if n
-        ]
+        by_position = []
+        for power, n in enumerate(self._counts.tolist()):
+            if n:
+                last = min((2 << power) - 1, self._longest)
+                by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
         # Of a part of the stream, the bytes are taken to be the same part of its bytes.
         n_bytes = round(stream.n_bytes * tokens / len(stream))
         return Evaluation(context, loss, count, None if masked else bits_per_byte(loss, tokens, n_bytes), by_position)

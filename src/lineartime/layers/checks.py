@@ -4,6 +4,8 @@
 def check_positive(**sizes: int) -> None:
     """Raise ValueError, naming the argument, unless every size is at least 1."""
     for argument, value in sizes.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{argument} is {value!r}, but must be a whole number.")
         if value < 1:
             raise ValueError(f"{argument} is {value}, but must be at least 1.")
 

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lineartime.layers.norms import build_norm
@@ -82,3 +83,11 @@ class Backbone(nn.Module):
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
+        # On other devices, and in compiled code, looking at the values would make everybody wait.
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            low, high = (int(value) for value in ids.aminmax())
+            if low < 0 or high >= self.embedding.num_embeddings:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"ids holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
+                )

@@ -15,6 +15,9 @@ from torch import Tensor
 def check_tokens(shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Raise ValueError unless `mask` and `cu_seqlens` fit tokens of shape [B, T, ...]."""
     batch, length = shape[:2]
+    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}, but must be a tensor.")
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"mask has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
 
 _MANIFEST = "manifest.json"
+_MODEL_FILES = ("model.safetensors", "model.json", TOKENIZER_FILE)
 _FACTS = ("step", "validation_loss", "training_tokens", "config")  # the fields of a TrainingState that are kept in JSON
 
 
@@ -122,7 +124,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
         LineartimeError: if there is no checkpoint, or it is damaged.
     """
     checkpoint = find_checkpoint(Path(path))
-    _verify(checkpoint)
+    _verify(checkpoint, _MODEL_FILES)
     try:
         model = build_model(ModelConfig.from_dict(_read_json(checkpoint / "model.json")))
         model.load_state_dict(_read_tensors(checkpoint / "model.safetensors"))
@@ -133,7 +135,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
 
 def read_training_state(checkpoint: Path) -> TrainingState:
     """What `save_checkpoint` was given; LineartimeError if the checkpoint is damaged."""
-    _verify(checkpoint)
+    _verify(checkpoint, ("training.safetensors", "training.json"))
     facts = read_facts(checkpoint)
     tensors = _read_tensors(checkpoint / "training.safetensors")
     return TrainingState(**{name: facts[name] for name in _FACTS}, tensors=tensors)
@@ -158,14 +160,14 @@ def _hidden(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
-def _verify(checkpoint: Path) -> None:
-    """Raise LineartimeError unless every file is there, byte for byte as it was written."""
-    if not (checkpoint / _MANIFEST).is_file():
-        raise _damaged(checkpoint, f"{_MANIFEST} is missing")
-    for name, digest in _read_json(checkpoint / _MANIFEST).items():
-        file = checkpoint / name
-        if not file.is_file():
+def _verify(checkpoint: Path, names: Sequence[str]) -> None:
+    """Raise LineartimeError unless these files are there, byte for byte as they were written."""
+    for name in (*names, _MANIFEST):
+        if not (checkpoint / name).is_file():
             raise _damaged(checkpoint, f"{name} is missing")
+    manifest = _read_json(checkpoint / _MANIFEST)
+    for name in names:
+        file, digest = checkpoint / name, manifest.get(name)
         try:
             found = _digest(file)
         except OSError as error:
@@ -175,8 +177,9 @@ def _verify(checkpoint: Path) -> None:
 
 
 def _damaged(checkpoint: Path, reason: str) -> LineartimeError:
-    others = [other.name for other in list_checkpoints(checkpoint.parent) if other != checkpoint]
-    advice = f"delete it to go on from {others[-1]}" if others else "it cannot be used, and the run has no other: train again"
+    siblings = list_checkpoints(checkpoint.parent)
+    others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
+    advice = f"delete it to go on from {others[-1]}" if others else "restore it from a copy, or train again"
     return LineartimeError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
 
 

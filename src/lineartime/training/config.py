@@ -50,11 +50,11 @@ class TrainConfig:
     beta2: float = 0.99
     """AdamW: decay of the running mean of squared gradients."""
     epsilon: float = 1e-6
-    """AdamW: what keeps its quotient finite."""
+    """AdamW: the small number in its denominator."""
     weight_decay: float = 0.01
     """AdamW: decay of matrices; vectors and scalars are never decayed."""
     clip_norm: float = 1.0
-    """Longest gradient allowed, or 0 to clip nothing."""
+    """Largest norm of the gradient; a longer one is shortened to it. 0 clips nothing."""
     seed: int = 0
     """Seed of the initial weights, the batches and dropout."""
     eval_every: int = 100
@@ -103,6 +103,8 @@ class TrainConfig:
         for option in ("warmup_steps", "weight_decay", "clip_norm", "seed"):
             if (getattr(self, option) or 0) < 0:
                 raise LineartimeError(f"{_flag(option)} is {getattr(self, option)}, but must not be negative.")
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            raise LineartimeError(f"--warmup-steps is {self.warmup_steps}, but must be below --steps = {self.steps}.")
         if self.seed >= 2**63:
             raise LineartimeError(f"--seed is {self.seed}, but must be below 2^63.")
         for option in ("beta1", "beta2"):
@@ -173,7 +175,7 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
             values[field.name] = new
         elif new not in (old, getattr(left_out, field.name)):
             raise LineartimeError(
-                f"{_flag(field.name)} is {new}, but the run in {asked.run_directory} was started with {old}: "
+                f"{_flag(field.name)} is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: "
                 "leave the option out to resume it, or start another run in another --out."
             )
     return dataclasses.replace(started, **values)
@@ -181,6 +183,11 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
+
+
+def _shown(value: object) -> str:
+    """A value as it stands on the command line."""
+    return "nothing" if value in (None, ()) else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _parse(text: str) -> Any:

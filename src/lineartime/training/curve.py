@@ -1,9 +1,10 @@
 """The picture of a run: its losses by step."""
 
+import statistics
 from pathlib import Path
 
 from lineartime.errors import cannot, missing_extra
-from lineartime.training.reporting import METRICS_FILE, read_metrics
+from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_metrics
 
 CURVE_FILE = "loss.png"
 
@@ -31,11 +32,10 @@ def draw_curve(run: Path, title: str) -> Path:
     if training:
         steps, losses = zip(*training, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
-        axes.plot(steps, _smooth(losses), color="tab:blue", label="training, running mean")
+        axes.plot(steps, _smooth(losses), color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
-        last_step, last_loss = validation[-1]
-        axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), textcoords="offset points", xytext=(0, -14), ha="right")
+        label = f"validation, {validation[-1][1]:.3f} in the end"
+        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label=label)
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.3)
@@ -49,5 +49,5 @@ def draw_curve(run: Path, title: str) -> Path:
 
 
 def _smooth(losses: tuple[float, ...]) -> list[float]:
-    """A running mean over the latest losses, as many as 20."""
-    return [sum(losses[max(0, end - 20) : end]) / min(20, end) for end in range(1, len(losses) + 1)]
+    """For each step, the mean of the losses up to it, as many as `AVERAGED`."""
+    return [statistics.fmean(losses[max(0, end - AVERAGED) : end]) for end in range(1, len(losses) + 1)]

@@ -45,6 +45,8 @@ def prepare(config: TrainConfig) -> "Trainer":
     run = config.run_directory
     if checkpoints.is_checkpoint(run):
         raise LineartimeError(f"--out {run} is a checkpoint: give the folder of the run, or a new one.")
+    if run.exists() and not run.is_dir():
+        raise LineartimeError(f"--out {run} is a file: give a folder.")
     if not config.resume:
         if checkpoints.list_checkpoints(run):
             raise LineartimeError(f"{run} already holds a run: go on with it by --resume, or choose another folder with --out.")
@@ -101,7 +103,8 @@ class Trainer:
         self.step = 0
         self.summary = (
             f"{config.preset}: {parameters:,} parameters, {self.device.type}, {precision}"
-            f"{', compiled' if compiled else ''}; {len(self.train_stream):,} tokens of {corpus.name}"
+            f"{', compiled' if compiled else ''}; {config.steps:,} steps of {self.tokens_per_step:,} tokens, "
+            f"from {len(self.train_stream):,} tokens of {corpus.name}, to {config.run_directory}"
         )
 
     def restore(self, path: Path, saved: checkpoints.TrainingState) -> None:

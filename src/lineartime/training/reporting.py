@@ -2,7 +2,9 @@
 
 import json
 import os
+import statistics
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from lineartime.errors import LineartimeError, cannot
 
 METRICS_FILE = "metrics.jsonl"
+AVERAGED = 20
+"""Steps over which losses and speeds are averaged where they are shown; metrics.jsonl has those of each step."""
 
 
 class Reporter:
@@ -49,7 +53,7 @@ class Reporter:
         self._scalars = _TensorBoard(run / "tensorboard", first_step) if tensorboard else None
         self._clock = time.perf_counter()
         self._tokens = 0  # in the latest step
-        self._smooth: dict[str, float] = {}
+        self._latest: dict[str, deque[float]] = {name: deque(maxlen=AVERAGED) for name in ("loss", "speed")}
 
     def __enter__(self) -> "Reporter":
         self._progress.start()
@@ -74,14 +78,16 @@ class Reporter:
         now = time.perf_counter()
         speed = tokens / (now - self._clock)
         self._clock, self._tokens = now, tokens
-        shown = {name: self._average(name, value) for name, value in (("loss", loss), ("speed", speed))}
-        self._progress.update(self._task, completed=step, loss=f"{shown['loss']:.3f}", speed=f"{shown['speed']:,.0f}")
+        self._latest["loss"].append(loss)
+        self._latest["speed"].append(speed)
+        shown_loss, shown_speed = f"{self._average('loss'):.3f}", f"{self._average('speed'):,.0f}"
+        self._progress.update(self._task, completed=step, loss=shown_loss, speed=shown_speed)
         self._record(step, loss=loss, learning_rate=learning_rate, gradient_norm=gradient_norm, tokens_per_second=speed)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record an evaluation on held-out text, after some step, and print it; the time it took counts towards no step."""
         bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
-        training, speed = self._smooth["loss"], self._smooth["speed"]
+        training, speed = self._average("loss"), self._average("speed")
         remaining = timedelta(seconds=round((self._steps - step) * self._tokens / speed))
         steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         losses = f"training loss {training:.3f}  validation loss {loss:.3f}{bits}"
@@ -90,10 +96,9 @@ class Reporter:
         self._record(step, validation_loss=loss, **extra)
         self._clock = time.perf_counter()
 
-    def _average(self, name: str, value: float) -> float:
-        """A running mean over about the last 20 steps."""
-        self._smooth[name] = value if name not in self._smooth else 0.95 * self._smooth[name] + 0.05 * value
-        return self._smooth[name]
+    def _average(self, name: str) -> float:
+        """The mean over the latest steps."""
+        return statistics.fmean(self._latest[name])
 
     def _record(self, step: int, **numbers: float) -> None:
         try:
