@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import lineartime
+from lineartime.__main__ import main as run_command
 from lineartime.cli import EvalConfig, GenerateConfig, main
 from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
@@ -241,6 +242,18 @@ def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpo
     assert re.search(r"error: Cannot write the checkpoint .*step-00000000", shown), shown
     assert "Traceback" not in shown
     assert lineartime.load(good)
+
+
+def test_an_interrupt_while_everything_is_still_being_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys, lineartime.__main__; print('torch' in sys.modules)"  # the handler is there before what takes long
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lineartime.cli.main", interrupted)
+    assert run_command() == 130
 
 
 @pytest.mark.slow

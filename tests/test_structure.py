@@ -70,6 +70,24 @@ def test_the_public_names_are_all_there() -> None:
     assert all(hasattr(lineartime, name) for name in lineartime.__all__)
 
 
+def test_rooms_can_be_entered_by_their_names() -> None:
+    script = """
+import lineartime
+print(lineartime.ops.mixed_chunk_attention.__name__, lineartime.layers.GAU is lineartime.GAU)
+print(lineartime.data.ByteTokenizer.vocab_size)
+print(*dir(lineartime))
+try:
+    lineartime.nothing
+except AttributeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["mixed_chunk_attention True", "258"]
+    assert {"FLASH", "load", "ops"} <= set(lines[2].split())
+    assert lines[3] == "module 'lineartime' has no attribute 'nothing'"
+
+
 def test_every_package_lists_only_names_it_has() -> None:
     for name in ("ops", "layers", "models", "data", "evaluation"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])

@@ -1,7 +1,17 @@
-"""`python -m lineartime` is the command `lineartime`."""
+"""The command `lineartime`, also as `python -m lineartime`."""
 
 import sys
 
-from lineartime.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line and return its exit status; an interrupt while PyTorch is being imported ends quietly, too."""
+    try:
+        from lineartime.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
