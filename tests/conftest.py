@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from lineartime.training.config import TrainConfig
+
+settings.register_profile("deterministic", derandomize=True)
+settings.load_profile("deterministic")
 
 
 @pytest.fixture(autouse=True)

@@ -204,19 +204,24 @@ def test_a_damaged_checkpoint_is_named(folder: Path, tmp_path: Path, capsys: pyt
 def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["train", *options(folder), "--out", str(run), "--steps", "100000", "--eval-every", "1"]
-    for kill in range(3):
-        process = lineartime_process(*arguments, *(["--resume"] if kill else []))
-        before = len(list_checkpoints(run)) and list_checkpoints(run)[-1].name
-        while not list_checkpoints(run) or list_checkpoints(run)[-1].name == before:
+
+    def wait_for_a_checkpoint(process: "subprocess.Popen[str]", before: list[Path]) -> None:
+        while list_checkpoints(run)[-1:] == before[-1:]:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
+
+    for kill in range(3):
+        before = list_checkpoints(run)
+        process = lineartime_process(*arguments, *(["--resume"] if kill else []))
+        wait_for_a_checkpoint(process, before)
         time.sleep(0.13 * kill)  # another moment each time
         process.kill()
         process.communicate()
         assert lineartime.load(run).config.d_model == 16
         assert lineartime.load(last_checkpoint(run))
+    before = list_checkpoints(run)
     process = lineartime_process("train", "--out", str(run), "--resume")
-    time.sleep(8)
+    wait_for_a_checkpoint(process, before)
     process.send_signal(signal.SIGINT)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130, shown
