@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 train: $(VENV)/installed
 	$(BIN)/lineartime train --preset flash-tiny --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume)
 	$(BIN)/lineartime eval $(RUN)
-	$(BIN)/lineartime generate $(RUN) --prompt "def " --max-tokens 400 --seed 2
+	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\ndef ')" --temperature 0.7 --max-tokens 300 --seed 3
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
