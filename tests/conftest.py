@@ -45,6 +45,3 @@ def config(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(**{**defaults, **options})
 
     return make
-
-
-MakeConfig = Callable[..., TrainConfig]

@@ -189,6 +189,7 @@ Config = TypeVar("Config")
 
 def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config:
     """Make a dataclass of its fields; ValueError naming the field for one that is unknown, missing or of the wrong type."""
+    # That a type is a dataclass cannot be said in its bound.
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:

@@ -6,7 +6,7 @@ stored, but read off the directories.
 
     model.safetensors  model.json  tokenizer.json       all that `load`, `eval` and `generate` need
     training.safetensors  training.json                 all that `train --resume` needs besides
-    manifest.json                                       the SHA-256 of each of these files
+    manifest.json                                       the SHA-256 of each of these files, which all readers check
 """
 
 import hashlib
