@@ -1,19 +1,18 @@
 """Softmax multi-head attention, the layer that GAU and FLASH are measured against.
 
-Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width.
+Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
+R rows (one for each document), L tokens of the longest.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
-from lineartime.ops.layout import document_rows, token_positions
-from lineartime.ops.positions import rope
+from lineartime.ops.precision import autocast_dtype
 
 
 class AttentionState(NamedTuple):
@@ -28,7 +27,7 @@ class AttentionState(NamedTuple):
         return self.k.shape[2]
 
 
-class Attention(Mixer):
+class Attention(MultiHeadMixer):
     """Softmax multi-head self-attention with pre-norm and residual inside: [B, T, d] -> [B, T, d].
 
     Args:
@@ -55,71 +54,27 @@ class Attention(Mixer):
         rope: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(d_model, causal, norm, dropout)
-        check_positive(n_heads=n_heads)
-        if d_model % n_heads:
-            raise ValueError(f"n_heads is {n_heads}, but must divide d_model = {d_model}.")
-        if rope:
-            check_even("rotary positions turn pairs of features", head_dim=d_model // n_heads)
-        self.n_heads = n_heads
-        self.rope = rope
-        self.to_qkv = init_dense(nn.Linear(d_model, 3 * d_model))
-        self.to_output = init_dense(nn.Linear(d_model, d_model))
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once: the same contract, shapes and errors as `GAU.forward`."""
-        self.check_batch(x, mask, cu_seqlens)
-        batch, length, _ = x.shape
-        x = zero_padding(x, mask)
-        q, k, v = self._project(x, token_positions(length, mask, cu_seqlens, x.device))
-        if mask is None and cu_seqlens is None:
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-            return self._combine(x, self._merge_heads(attended))
-
-        layout = document_rows(batch, length, mask, cu_seqlens, x.device)
-        q, k, v = (self._split_heads(layout.arrange(self._merge_heads(heads)).flatten(0, 1)) for heads in (q, k, v))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""
         visible: Tensor | None = None  # causal needs no mask: padding stands behind the real tokens
-        if not self.causal:
-            real = layout.real.flatten(0, 1)
+        if real is not None and not self.causal:
             # A softmax over nothing would be NaN: a row without a real token reads its zeros.
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
-        attended = layout.restore(self._merge_heads(attended).view(*layout.real.shape, self.d_model))
-        return zero_padding(self._combine(x, attended), mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        state = AttentionState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
+        visible = torch.ones(q.shape[2], state.position, dtype=torch.bool, device=q.device).tril(state.position - q.shape[2])
+        return F.scaled_dot_product_attention(q.to(state.k.dtype), state.k, state.v, attn_mask=visible), state
 
     def init_state(self, batch_size: int) -> AttentionState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        self.check_causal()
-        empty = self.to_output.weight.new_zeros(batch_size, self.n_heads, 0, self.d_model // self.n_heads)
+        empty = self.empty_cache(batch_size)
         return AttentionState(empty, empty)
 
-    def extend(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, larger; `state` stays as it is."""
-        self.check_stream(x, state.k.shape[0])
-        new = x.shape[1]
-        q, k, v = self._project(x, new_positions(state.position, new, x.device))
-        state = AttentionState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
-        visible = torch.ones(new, state.position, dtype=torch.bool, device=x.device).tril(state.position - new)
-        attended = F.scaled_dot_product_attention(q.to(state.k.dtype), state.k, state.v, attn_mask=visible)
-        return self._combine(x, self._merge_heads(attended)), state
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, H, T, h]."""
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        return heads
-
-    def _merge_heads(self, x: Tensor) -> Tensor:
-        """[B, H, T, h] -> [B, T, d]."""
-        merged: Tensor = x.transpose(1, 2).flatten(2)
-        return merged
-
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self._split_heads(part) for part in self.to_qkv(self.norm(x)).chunk(3, dim=-1))
-        if self.rope:
-            positions = positions if positions.dim() == 1 else positions[:, None]
-            q, k = rope(q, positions), rope(k, positions)
-        return q, k, v
-
-    def _combine(self, x: Tensor, attended: Tensor) -> Tensor:
-        out: Tensor = x + self.dropout(self.to_output(attended))
-        return out
+    def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+        """That of the values, float16 too: this softmax keeps its scores in float32 by itself."""
+        return autocast_dtype(v) or v.dtype

@@ -1,7 +1,9 @@
 """FLASH: the gated unit with mixed chunk attention, linear in the length of the sequence.
 
-Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, d model width.
+Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, s query/key width, e value width.
 """
+
+from typing import Any
 
 from torch import Tensor
 
@@ -9,10 +11,9 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.norms import Norm
 from lineartime.layers.positions import build_relative_bias
-from lineartime.layers.residual import new_positions, zero_padding
+from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
-from lineartime.ops.layout import token_positions
-from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops.mixed_chunk import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 
 
 class FLASH(GatedUnit):
@@ -40,6 +41,8 @@ class FLASH(GatedUnit):
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
     """
 
+    n_maps = 4
+
     def __init__(
         self,
         d_model: int,
@@ -57,7 +60,6 @@ class FLASH(GatedUnit):
     ) -> None:
         super().__init__(
             d_model,
-            n_heads=4,
             d_qk=d_qk,
             expansion=expansion,
             causal=causal,
@@ -71,24 +73,10 @@ class FLASH(GatedUnit):
         self.chunk_size = chunk_size
         self.bias = build_relative_bias(chunk_size, d_qk) if relative_bias else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once.
-
-        Args:
-            x: [B, T, d].
-            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
-            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-
-        Returns:
-            [B, T, d].
-
-        Raises:
-            ValueError: if shapes do not fit.
-        """
-        self.check_batch(x, mask, cu_seqlens)
-        x = zero_padding(x, mask)
-        gate, v, (q_quad, k_quad, q_lin, k_lin) = self.project(x, token_positions(x.shape[1], mask, cu_seqlens, x.device))
-        attended = mixed_chunk_attention(
+    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Mixed chunk attention: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
+        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
+        return mixed_chunk_attention(
             q_quad,
             k_quad,
             q_lin,
@@ -96,39 +84,37 @@ class FLASH(GatedUnit):
             v,
             chunk_size=self.chunk_size,
             causal=self.causal,
-            bias=self._bias(),
+            bias=self.chunk_bias(),
             mask=mask,
             cu_seqlens=cu_seqlens,
             activation=self.activation,
             normalization=self.normalization,
         )
-        return zero_padding(self.combine(x, gate, attended), mask)
 
-    def _bias(self) -> Tensor | None:
+    def chunk_bias(self) -> Tensor | None:
+        """The relative bias of the quadratic part, [C, C], if there is one."""
         if self.bias is None:
             return None
         positions = new_positions(0, self.chunk_size, self.gamma.device)
         bias: Tensor = self.bias(positions, positions)
         return bias
 
-    def init_state(self, batch_size: int) -> MixedChunkState:
+    def init_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         self.check_causal()
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)
 
-    def extend(self, x: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, as large; `state` stays as it is."""
-        self.check_stream(x, state.v.shape[0])
-        gate, v, (q_quad, k_quad, q_lin, k_lin) = self.project(x, new_positions(state.position, x.shape[1], x.device))
-        attended, state = mixed_chunk_attention_extend(
+    def attend_next(self, maps: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Attend with a state of constant size, and the state N tokens later."""
+        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
+        return mixed_chunk_attention_extend(
             q_quad,
             k_quad,
             q_lin,
             k_lin,
             v,
             state,
-            bias=self._bias(),
+            bias=self.chunk_bias(),
             activation=self.activation,
             normalization=self.normalization,
         )
-        return self.combine(x, gate, attended), state

@@ -7,7 +7,8 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
     out = input + (U * attention(..., V)) Wo + bo
 """
 
-from typing import Literal
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +16,22 @@ from torch import Tensor, nn
 
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, init_dense
+from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.layout import token_positions
 from lineartime.ops.positions import rope
 
 
 class GatedUnit(Mixer):
-    """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2)."""
+    """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends."""
+
+    n_maps: ClassVar[int] = 2
+    """How many queries and keys are made of Z, each by its own gamma and beta."""
 
     def __init__(
         self,
         d_model: int,
         *,
-        n_heads: Literal[2, 4],
         d_qk: int,
         expansion: int,
         causal: bool,
@@ -48,19 +52,57 @@ class GatedUnit(Mixer):
         self.normalization: Normalization = normalization
         self.rope = rope
         self.to_gate_value_base = init_dense(nn.Linear(d_model, 2 * self.d_value + d_qk))
-        self.gamma = nn.Parameter(torch.empty(n_heads, d_qk))
-        self.beta = nn.Parameter(torch.zeros(n_heads, d_qk))
+        self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk))
+        self.beta = nn.Parameter(torch.zeros(self.n_maps, d_qk))
         nn.init.normal_(self.gamma, std=0.02)
         self.to_output = init_dense(nn.Linear(self.d_value, d_model))
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """[B, T, d] -> the gate U and the values V, [B, T, e], and the queries and keys, each [B, T, s]."""
+    @abstractmethod
+    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Queries and keys [B, maps, T, s] and values [B, T, e] -> [B, T, e], for whole sequences."""
+
+    @abstractmethod
+    def attend_next(self, maps: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The same for N more tokens of streams, and the state after them."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Read whole sequences at once.
+
+        Args:
+            x: [B, T, d].
+            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+
+        Returns:
+            [B, T, d].
+
+        Raises:
+            ValueError: if shapes do not fit, or a sequence is longer than a table of relative biases.
+        """
+        self.check_batch(x, mask, cu_seqlens)
+        x = zero_padding(x, mask)
+        gate, v, maps = self.project(x, token_positions(x.shape[1], mask, cu_seqlens, x.device))
+        return zero_padding(self.combine(x, gate, self.attend(maps, v, mask, cu_seqlens)), mask)
+
+    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
+        self.check_stream(x, state)
+        gate, v, maps = self.project(x, new_positions(state.position, x.shape[1], x.device))
+        attended, state = self.attend_next(maps, v, state)
+        return self.combine(x, gate, attended), state
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, d] -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
         projected = F.silu(self.to_gate_value_base(self.norm(x)))
         gate, value, base = projected.split([self.d_value, self.d_value, self.d_qk], dim=-1)
-        heads = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]  # [B, heads, T, s]
+        return gate, value, self.queries_and_keys(base, positions)
+
+    def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
+        """Z [B, T, s] -> rope(Z * gamma + beta), [B, maps, T, s]."""
+        maps = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]
         if self.rope:
-            heads = rope(heads, positions if positions.dim() == 1 else positions[:, None])
-        return gate, value, heads.unbind(-3)
+            maps = rope(maps, positions if positions.dim() == 1 else positions[:, None])
+        return maps
 
     def combine(self, x: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
         """The gate, the output map and the residual: x [B, T, d], U and attention's output [B, T, e] -> [B, T, d]."""

@@ -1,6 +1,6 @@
 """GAU, the gated attention unit; a model of GAUs is FLASH-Quad.
 
-Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, d model width.
+Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, s query/key width, e value width.
 """
 
 from typing import Literal
@@ -12,9 +12,9 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.norms import Norm
 from lineartime.layers.positions import TableBias, build_relative_bias
-from lineartime.layers.residual import new_positions, zero_padding
+from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
-from lineartime.ops.layout import document_rows, token_positions
+from lineartime.ops.layout import document_rows
 from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
 
 PUBLISHED_LENGTH = 512
@@ -64,7 +64,6 @@ class GAU(GatedUnit):
     ) -> None:
         super().__init__(
             d_model,
-            n_heads=2,
             d_qk=d_qk,
             expansion=expansion,
             causal=causal,
@@ -79,34 +78,17 @@ class GAU(GatedUnit):
         self.max_length = max_length
         self.bias = build_relative_bias(max_length, d_qk) if relative_bias else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once.
-
-        Args:
-            x: [B, T, d].
-            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
-            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-
-        Returns:
-            [B, T, d].
-
-        Raises:
-            ValueError: if shapes do not fit, or a sequence is longer than the table of relative biases.
-        """
-        self.check_batch(x, mask, cu_seqlens)
-        batch, length, _ = x.shape
-        x = zero_padding(x, mask)
-        gate, v, (q, k) = self.project(x, token_positions(length, mask, cu_seqlens, x.device))
+    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Every document by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
+        q, k = maps.unbind(1)
         if mask is None and cu_seqlens is None:
-            attended = self._attend(q, k, v, None)
-        else:
-            layout = document_rows(batch, length, mask, cu_seqlens, x.device)
-            q, k, v = (layout.arrange(heads).flatten(0, 1) for heads in (q, k, v))  # [B * D, L, f]
-            attended = self._attend(q, k, v, layout.real.flatten(0, 1))
-            attended = layout.restore(attended.view(*layout.real.shape, self.d_value))
-        return zero_padding(self.combine(x, gate, attended), mask)
+            return self._attend(q, k, v, None)
+        layout = document_rows(v.shape[0], v.shape[1], mask, cu_seqlens, v.device)
+        q, k, v = (layout.arrange(x).flatten(0, 1) for x in (q, k, v))  # [B * D, L, f]
+        attended = self._attend(q, k, v, layout.real.flatten(0, 1))
+        return layout.restore(attended.view(*layout.real.shape, v.shape[-1]))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         positions = new_positions(0, q.shape[1], q.device)
         return quadratic_attention(
             q,
@@ -114,7 +96,7 @@ class GAU(GatedUnit):
             v,
             causal=self.causal,
             bias=self._bias(positions, positions),
-            mask=mask,
+            mask=real,
             activation=self.activation,
             normalization=self._constant_normalization() if self.causal else self.normalization,
         )
@@ -139,18 +121,16 @@ class GAU(GatedUnit):
         empty = torch.zeros(batch_size, 0, self.d_qk, dtype=dtype, device=weight.device)
         return QuadraticState(empty, empty.new_zeros(batch_size, 0, self.d_value))
 
-    def extend(self, x: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them, larger; `state` stays as it is."""
-        self.check_stream(x, state.k.shape[0])
-        positions = new_positions(state.position, x.shape[1], x.device)
-        gate, v, (q, k) = self.project(x, positions)
-        attended, state = quadratic_attention_extend(
+    def attend_next(self, maps: Tensor, v: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
+        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        q, k = maps.unbind(1)
+        total = state.position + v.shape[1]
+        return quadratic_attention_extend(
             q,
             k,
             v,
             state,
-            bias=self._bias(positions, new_positions(0, state.position + x.shape[1], x.device)),
+            bias=self._bias(new_positions(state.position, v.shape[1], v.device), new_positions(0, total, v.device)),
             activation=self.activation,
             normalization=self._constant_normalization(),
         )
-        return self.combine(x, gate, attended), state

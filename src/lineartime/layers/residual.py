@@ -49,7 +49,10 @@ class Mixer(ResidualLayer, ABC):
 
     @abstractmethod
     def init_state(self, batch_size: int) -> Any:
-        """The state, with a `position`, before the first token of `batch_size` streams."""
+        """The state before the first token of `batch_size` streams; ValueError unless the mixer is causal.
+
+        A NamedTuple with a `position`, whose first field is a tensor [B, ...].
+        """
 
     @abstractmethod
     def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -60,13 +63,14 @@ class Mixer(ResidualLayer, ABC):
         self.check_input(x)
         check_tokens(x.shape, mask, cu_seqlens)
 
-    def check_stream(self, x: Tensor, state_batch: int) -> None:
+    def check_stream(self, x: Tensor, state: Any) -> None:
         """Raise ValueError unless this mixer streams and x has the batch size that the state was made for."""
         self.check_causal()
         self.check_input(x)
-        if x.shape[0] != state_batch:
+        made_for = state[0].shape[0]
+        if x.shape[0] != made_for:
             raise ValueError(
-                f"x has batch size {x.shape[0]}, but its state was made for {state_batch}: call init_state({x.shape[0]})."
+                f"x has batch size {x.shape[0]}, but its state was made for {made_for}: call init_state({x.shape[0]})."
             )
 
     def check_causal(self) -> None:

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, D documents, S slots, f features.
 A document is a row of the batch, or, with `cu_seqlens`, one of the sequences packed into a single row.
 """
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -53,6 +54,27 @@ def token_positions(length: int, mask: Tensor | None, cu_seqlens: Tensor | None,
         return torch.arange(length, device=device) - start
     real_before = F.pad(mask.cumsum(1), (1, 0))
     return real_before[:, :-1] - real_before[:, start]
+
+
+def by_document(
+    attend: Callable[..., Tensor], *tensors: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Apply a definition to the real tokens of each document alone, for oracles, which need not care about padding then.
+
+    `attend` maps the tensors of one document, [n, f] each with n > 0, to [n, e]; the last of `tensors` is e wide. All of them
+    are [B, T, f]; the result is [B, T, e], with zeros at padding.
+    """
+    values = tensors[-1]
+    out = torch.zeros_like(values)
+    for b in range(values.shape[0]):
+        start = 0
+        for length in document_lengths(values.shape[1], cu_seqlens):
+            real = [t for t in range(start, start + length) if mask is None or mask[b, t]]
+            start += length
+            if real:
+                rows = torch.tensor([b] * len(real)), torch.tensor(real)
+                out = out.index_put(rows, attend(*(tensor[b, real] for tensor in tensors)))
+    return out
 
 
 class TokenLayout(NamedTuple):

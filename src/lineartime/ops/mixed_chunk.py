@@ -13,7 +13,6 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3, with
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.activations import (
@@ -25,7 +24,8 @@ from lineartime.ops.activations import (
     attention_weights_oracle,
     check_choice,
 )
-from lineartime.ops.layout import check_tokens, document_chunks, document_lengths
+from lineartime.ops.chunks import Chunks, Reach, cut_chunks, fill, open_chunk_pieces, sum_chunks
+from lineartime.ops.layout import by_document, check_tokens
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic import check_bias, check_queries_keys_values
 
@@ -51,35 +51,31 @@ def mixed_chunk_attention_oracle(
     normalization: Normalization = "count",
 ) -> Tensor:
     """The definition of `mixed_chunk_attention`, one query at a time: slow, and only there to be believed."""
-    out = []
-    for b in range(v.shape[0]):
-        rows = [v.new_zeros(v.shape[-1]) for _ in range(v.shape[1])]
-        start = 0
-        for length in document_lengths(v.shape[1], cu_seqlens):
-            # The real tokens of one document; a token's rank among them is its position.
-            document = [t for t in range(start, start + length) if mask is None or mask[b, t]]
-            start += length
-            for rank, t in enumerate(document):
-                chunk = rank // chunk_size
-                local = [i for i in range(len(document)) if i // chunk_size == chunk and (i <= rank or not causal)]
-                reach = [i for i in range(len(document)) if i // chunk_size < chunk or not causal]
-                near, far = [document[i] for i in local], [document[i] for i in reach]
+    d_qk = q_quad.shape[-1]
 
-                weights = attention_weights_oracle(
-                    k_quad[b, near] @ q_quad[b, t],
-                    None if bias is None else bias[rank % chunk_size, [i % chunk_size for i in local]],
-                    d_qk=q_quad.shape[-1],
-                    activation=activation,
-                    published_length=None if normalization == "count" else float(chunk_size),
-                )
-                o_quad = weights @ v[b, near]
+    def document(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for t in range(len(v)):
+            chunk = t // chunk_size
+            near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
+            far = [j for j in range(len(v)) if j // chunk_size < chunk or not causal]
 
-                summary = k_lin[b, far].mT @ v[b, far]
-                chunks = -(-len(reach) // chunk_size)
-                o_lin = q_lin[b, t] @ summary / max(1, len(reach) if normalization == "count" else chunks * chunk_size)
-                rows[t] = o_quad + o_lin
-        out.append(torch.stack(rows) if rows else v[b])
-    return torch.stack(out) if out else v
+            weights = attention_weights_oracle(
+                k_quad[near] @ q_quad[t],
+                None if bias is None else bias[t % chunk_size, [j % chunk_size for j in near]],
+                d_qk=d_qk,
+                activation=activation,
+                published_length=None if normalization == "count" else float(chunk_size),
+            )
+            o_quad = weights @ v[near]
+
+            chunks = -(-len(far) // chunk_size)
+            count = len(far) if normalization == "count" else chunks * chunk_size
+            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / max(1, count)
+            rows.append(o_quad + o_lin)
+        return torch.stack(rows)
+
+    return by_document(document, q_quad, k_quad, q_lin, k_lin, v, mask=mask, cu_seqlens=cu_seqlens)
 
 
 # 2. The chunked form --------------------------------------------------------------------------------------------------
@@ -149,92 +145,56 @@ def mixed_chunk_attention(
             normalization=normalization,
         )
 
-    batch, length = v.shape[:2]
     inputs = (q_quad, k_quad, q_lin, k_lin, v)
     compute = matmul_dtype(*inputs)
     result_dtype = output_dtype(v, compute)
     with without_autocast(v):
-        # Cut every document into chunks: five [B, G, C, f], and real, bool [B, G, C], where some slots hold no token.
-        real: Tensor | None = None
-        if mask is None and cu_seqlens is None:
-            chunks_per_document = [max(1, -(-length // chunk_size))]
-            spare = chunks_per_document[0] * chunk_size - length
-            chunked = [F.pad(x.to(compute), (0, 0, 0, spare)).unflatten(1, (-1, chunk_size)) for x in inputs]
-            if spare:
-                slots = torch.arange(length + spare, device=v.device)
-                real = (slots < length).expand(batch, -1).unflatten(1, (-1, chunk_size))
-        else:
-            layout, chunks_per_document = document_chunks(batch, length, chunk_size, mask, cu_seqlens, v.device)
-            chunked = [layout.arrange(x.to(compute)) for x in inputs]
-            real = layout.real
-        q_quad, k_quad, q_lin, k_lin, v_chunks = chunked
-
-        out = _quadratic_part(q_quad, k_quad, v_chunks, real, causal, bias, activation, normalization)
-        out = out + _linear_part(q_lin, k_lin, v_chunks, real, causal, chunks_per_document, normalization)
-
-        out = out.to(result_dtype)
-        return out.flatten(1, 2)[:, :length] if mask is None and cu_seqlens is None else layout.restore(out)
+        chunks = cut_chunks(v, chunk_size, mask, cu_seqlens)
+        q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x.to(compute)) for x in inputs)
+        out = chunk_attention(
+            q_quad, k_quad, v, chunks, causal=causal, bias=bias, activation=activation, normalization=normalization
+        )
+        reach: Reach = "before" if causal else "all"
+        out = out + summary_attention(q_lin, k_lin, v, chunks, reach=reach, normalization=normalization)
+        return chunks.join(out.to(result_dtype))
 
 
-def _quadratic_part(
+def chunk_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    real: Tensor | None,
+    chunks: Chunks,
+    *,
     causal: bool,
     bias: Tensor | None,
     activation: Activation,
     normalization: Normalization,
 ) -> Tensor:
-    chunk_size, d_qk = q.shape[-2:]
-    visible = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril() if causal else None
-    if real is not None and visible is None:
-        visible = real[..., None, :]  # causal needs no more than the triangle: empty slots stand behind real ones
+    """The quadratic part: every chunk for itself, [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril() if causal else None
+    if chunks.real is not None and visible is None:
+        visible = chunks.real[..., None, :]  # causal needs no more than the triangle: empty slots stand behind real ones
     weights = attention_weights(
         q @ k.mT,
-        d_qk=d_qk,
+        d_qk=q.shape[-1],
         visible=visible,
         bias=bias,
         activation=activation,
-        published_length=None if normalization == "count" else float(chunk_size),
+        published_length=None if normalization == "count" else float(chunks.chunk_size),
     )
     return weights.to(v.dtype) @ v
 
 
-def _linear_part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    real: Tensor | None,
-    causal: bool,
-    chunks_per_document: list[int],
-    normalization: Normalization,
+def summary_attention(
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, reach: Reach, normalization: Normalization = "count"
 ) -> Tensor:
-    accumulate = torch.promote_types(v.dtype, torch.float32)
-    summaries = (k.mT @ v).to(accumulate)  # [B, G, s, e]
-    if real is None:
-        size = summaries.new_full((1, summaries.shape[1], 1, 1), float(q.shape[-2]))
-    else:
-        size = real.sum(-1).to(accumulate)[..., None, None]
+    """The linear part: every chunk reads the mean of k v^T over the chunks in its reach; shapes as for `chunk_attention`."""
+    summaries = (k.mT @ v).to(torch.promote_types(v.dtype, torch.float32))  # [B, G, s, e]
+    size = chunks.sizes(summaries)[..., None, None]
     if normalization == "paper":
-        size = (size > 0) * float(q.shape[-2])  # a chunk counts in full, a chunk without a token not at all
-    total = _sum_visible_chunks(summaries, chunks_per_document, causal)
-    count = _sum_visible_chunks(size, chunks_per_document, causal)
+        size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
+    total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
     return q @ (total / count.clamp(min=1)).to(q.dtype)
-
-
-def _sum_visible_chunks(x: Tensor, chunks_per_document: list[int], causal: bool) -> Tensor:
-    """For each chunk, the sum over the chunks it reads: [B, G, ...] -> the same, or [B, 1, ...] where all are equal."""
-
-    def within(document: Tensor) -> Tensor:
-        if causal:  # exclusive prefix sum: the chunks strictly before
-            return torch.cat([torch.zeros_like(document[:, :1]), document[:, :-1].cumsum(1)], 1)
-        return document.sum(1, keepdim=True)
-
-    if len(chunks_per_document) == 1:
-        return within(x)
-    sums = [within(document).expand_as(document) for document in x.split(chunks_per_document, 1)]
-    return torch.cat(sums, 1) if sums else x
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
@@ -295,12 +255,14 @@ def mixed_chunk_attention_extend(
     visible = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
     outputs = [v.new_zeros(v.shape[0], 0, v.shape[-1], dtype=output_dtype(v, compute))]
     with without_autocast(v):
-        start = 0
-        while start < v.shape[1]:  # as many tokens at a time as fit into the open chunk
-            first = state.position % chunk_size
-            last = min(chunk_size, first + v.shape[1] - start)
-            new = slice(start, start + last - first)
-            state = _append(state, k_quad[:, new], k_lin[:, new], v[:, new])
+        for new, first, last in open_chunk_pieces(state.position, v.shape[1], chunk_size):
+            state = MixedChunkState(
+                state.summary,
+                fill(state.k_quad, first, k_quad[:, new]),
+                fill(state.k_lin, first, k_lin[:, new]),
+                fill(state.v, first, v[:, new]),
+                state.position + last - first,
+            )
             weights = attention_weights(
                 q_quad[:, new].to(compute) @ state.k_quad[:, :last].to(compute).mT,
                 d_qk=q_quad.shape[-1],
@@ -316,20 +278,7 @@ def mixed_chunk_attention_extend(
             outputs.append(out.to(outputs[0].dtype))
             if last == chunk_size:
                 state = _fold(state)
-            start = new.stop
     return torch.cat(outputs, 1), state
-
-
-def _append(state: MixedChunkState, k_quad: Tensor, k_lin: Tensor, v: Tensor) -> MixedChunkState:
-    new = v.shape[1]
-    first = state.position % state.v.shape[1]
-
-    def put(rows: Tensor, x: Tensor) -> Tensor:
-        return torch.cat([rows[:, :first], x.to(rows.dtype), rows[:, first + new :]], 1)
-
-    return MixedChunkState(
-        state.summary, put(state.k_quad, k_quad), put(state.k_lin, k_lin), put(state.v, v), state.position + new
-    )
 
 
 def _fold(state: MixedChunkState) -> MixedChunkState:

@@ -13,14 +13,14 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
     Never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32.
     """
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    if _autocast_is_on(tensors[0]) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    if dtype != torch.float64:
+        dtype = autocast_dtype(tensors[0]) or dtype
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
     """The dtype an op returns: that of its values, except under autocast, where the computed one is kept."""
-    return compute if _autocast_is_on(values) else values.dtype
+    return values.dtype if autocast_dtype(values) is None else compute
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
@@ -30,6 +30,9 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def _autocast_is_on(tensor: Tensor) -> bool:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on the device of a tensor, or None where autocast is off."""
     device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None

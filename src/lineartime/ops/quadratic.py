@@ -19,7 +19,7 @@ from lineartime.ops.activations import (
     attention_weights_oracle,
     check_choice,
 )
-from lineartime.ops.layout import check_tokens
+from lineartime.ops.layout import by_document, check_tokens
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -37,25 +37,25 @@ def quadratic_attention_oracle(
     normalization: Normalization | int = "count",
 ) -> Tensor:
     """The definition of `quadratic_attention`, one query at a time: slow, and only there to be believed."""
-    batch, length, d_qk = q.shape
-    rows = []
-    for b in range(batch):
-        real = [t for t in range(length) if mask is None or mask[b, t]]
-        outputs = [v.new_zeros(v.shape[-1]) for _ in range(length)]
-        for t in real:
-            visible = [j for j in real if not causal or j <= t]
+    places = torch.arange(v.shape[1], device=v.device)[None, :, None].expand(v.shape[0], -1, -1)
+
+    def document(places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for t in range(len(v)):
+            visible = [j for j in range(len(v)) if not causal or j <= t]
             weights = attention_weights_oracle(
-                k[b, visible] @ q[b, t],
-                None if bias is None else bias[t, visible],
-                d_qk=d_qk,
+                k[visible] @ q[t],
+                None if bias is None else bias[places[t, 0], places[visible, 0]],
+                d_qk=q.shape[-1],
                 activation=activation,
                 published_length=None
                 if normalization == "count"
-                else float(len(real) if normalization == "paper" else normalization),
+                else float(len(v) if normalization == "paper" else normalization),
             )
-            outputs[t] = weights @ v[b, visible]
-        rows.append(torch.stack(outputs) if outputs else v[b])
-    return torch.stack(rows) if rows else v
+            rows.append(weights @ v[visible])
+        return torch.stack(rows)
+
+    return by_document(document, places, q, k, v, mask=mask)
 
 
 # 2. The parallel form -------------------------------------------------------------------------------------------------
