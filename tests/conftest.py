@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
 from lineartime.training.config import TrainConfig
 
@@ -45,3 +46,19 @@ def config(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(**{**defaults, **options})
 
     return make
+
+
+@pytest.fixture
+def assert_same_function() -> Callable[..., None]:
+    """`assert_same_function(fast, oracle, *inputs)`: in float64, values and all gradients agree to 1e-10."""
+
+    def check(fast: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: Tensor) -> None:
+        inputs = tuple(x.double().detach().requires_grad_() for x in inputs)
+        outputs = fast(*inputs), oracle(*inputs)
+        torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
+        direction = torch.randn_like(outputs[0])
+        gradients = [torch.autograd.grad((out * direction).sum(), inputs, materialize_grads=True) for out in outputs]
+        for fast_gradient, exact in zip(*gradients, strict=True):
+            torch.testing.assert_close(fast_gradient, exact, atol=1e-10, rtol=0)
+
+    return check

@@ -14,6 +14,7 @@ FLOORS: list[set[str]] = [
     {"errors"},
     {"ops"},
     {"layers"},
+    {"baselines"},
     {"models"},
     {"data"},
     {"evaluation", "generation"},

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
 from lineartime.ops.precision import autocast_dtype
 
 
@@ -43,18 +42,6 @@ class Attention(MultiHeadMixer):
 
     Source: "Attention Is All You Need" (arXiv 1706.03762), with rotary positions (arXiv 2104.09864).
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""

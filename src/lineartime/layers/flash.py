@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, s query/key width, e value width.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -42,6 +42,8 @@ class FLASH(GatedUnit):
     """
 
     n_maps = 4
+    bias_chunks: ClassVar[int] = 1
+    """How many chunks in a row the relative bias spans."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class FLASH(GatedUnit):
         )
         check_positive(chunk_size=chunk_size)
         self.chunk_size = chunk_size
-        self.bias = build_relative_bias(chunk_size, d_qk) if relative_bias else None
+        self.bias = build_relative_bias(self.bias_chunks * chunk_size, d_qk) if relative_bias else None
 
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Mixed chunk attention: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""

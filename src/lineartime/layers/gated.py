@@ -47,15 +47,19 @@ class GatedUnit(Mixer):
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("rotary positions turn pairs of features", d_qk=d_qk)
         self.d_qk = d_qk
-        self.d_value = expansion * d_model
+        self.d_gate, self.d_value = self.gate_and_value_widths(expansion * d_model)
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
-        self.to_gate_value_base = init_dense(nn.Linear(d_model, 2 * self.d_value + d_qk))
+        self.to_gate_value_base = init_dense(nn.Linear(d_model, self.d_gate + self.d_value + d_qk))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk))
         self.beta = nn.Parameter(torch.zeros(self.n_maps, d_qk))
         nn.init.normal_(self.gamma, std=0.02)
         self.to_output = init_dense(nn.Linear(self.d_value, d_model))
+
+    def gate_and_value_widths(self, width: int) -> tuple[int, int]:
+        """How wide U and V are, given e = expansion * d."""
+        return width, width
 
     @abstractmethod
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -94,7 +98,7 @@ class GatedUnit(Mixer):
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, d] -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
         projected = F.silu(self.to_gate_value_base(self.norm(x)))
-        gate, value, base = projected.split([self.d_value, self.d_value, self.d_qk], dim=-1)
+        gate, value, base = projected.split([self.d_gate, self.d_value, self.d_qk], dim=-1)
         return gate, value, self.queries_and_keys(base, positions)
 
     def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:

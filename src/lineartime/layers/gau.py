@@ -1,6 +1,7 @@
 """GAU, the gated attention unit; a model of GAUs is FLASH-Quad.
 
-Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, s query/key width, e value width.
+Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, s query/key width,
+e value width, R rows (one for each document).
 """
 
 from typing import Literal
@@ -82,13 +83,14 @@ class GAU(GatedUnit):
         """Every document by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
         q, k = maps.unbind(1)
         if mask is None and cu_seqlens is None:
-            return self._attend(q, k, v, None)
+            return self.attend_rows(q, k, v, None)
         layout = document_rows(v.shape[0], v.shape[1], mask, cu_seqlens, v.device)
         q, k, v = (layout.arrange(x).flatten(0, 1) for x in (q, k, v))  # [B * D, L, f]
-        attended = self._attend(q, k, v, layout.real.flatten(0, 1))
+        attended = self.attend_rows(q, k, v, layout.real.flatten(0, 1))
         return layout.restore(attended.view(*layout.real.shape, v.shape[-1]))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
         positions = new_positions(0, q.shape[1], q.device)
         return quadratic_attention(
             q,

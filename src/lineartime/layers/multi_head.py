@@ -5,7 +5,8 @@ R rows (one for each document), L tokens of the longest.
 """
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,39 @@ from lineartime.ops.layout import document_rows, token_positions
 from lineartime.ops.positions import rope
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
+State = TypeVar("State", bound=tuple[Any, ...])
+
 
 class MultiHeadMixer(Mixer):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     `attend` sees every document as a row of its own, with its real tokens first, and need not know of padding otherwise.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        n_heads: H, which must divide d.
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
     """
 
-    def __init__(self, d_model: int, *, n_heads: int, causal: bool, norm: Norm, rope: bool, dropout: float) -> None:
+    n_maps: ClassVar[int] = 3
+    """How many maps of its input a layer attends with: queries, keys and values; 2 where queries and keys are one."""
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__(d_model, causal, norm, dropout)
         check_positive(n_heads=n_heads)
         if d_model % n_heads:
@@ -34,7 +60,7 @@ class MultiHeadMixer(Mixer):
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
-        self.to_qkv = init_dense(nn.Linear(d_model, 3 * d_model))
+        self.to_qkv = init_dense(nn.Linear(d_model, self.n_maps * d_model))
         self.to_output = init_dense(nn.Linear(d_model, d_model))
 
     @abstractmethod
@@ -105,11 +131,21 @@ class MultiHeadMixer(Mixer):
         return heads
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self._split_heads(part) for part in self.to_qkv(self.norm(x)).chunk(3, dim=-1))
-        q, k = self.rotate(q, k, positions)
-        return q, k, v
+        maps = [self._split_heads(part) for part in self.to_qkv(self.norm(x)).chunk(self.n_maps, dim=-1)]
+        q, k = self.rotate(maps[0], maps[-2], positions)
+        return q, k, maps[-1]
 
 
 def merge_heads(x: Tensor) -> Tensor:
     """[B, H, T, h] -> [B, T, d]."""
     return x.transpose(1, 2).flatten(2)
+
+
+def fold_heads(x: Tensor) -> Tensor:
+    """[B, H, T, h] -> [B * H, T, h]: heads as rows, for operations that know of no heads."""
+    return x.flatten(0, 1)
+
+
+def map_state(change: Callable[[Tensor], Tensor], state: State) -> State:
+    """The state, a NamedTuple, with every tensor in it changed."""
+    return type(state)(*(change(part) if isinstance(part, Tensor) else part for part in state))

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, d model width.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,13 @@ class Mixer(ResidualLayer, ABC):
     then y, state = mixer.extend(x, state) for any number of new tokens.
     """
 
+    why_not_causal: ClassVar[str | None] = None
+    """Why a mixer that only looks both ways cannot be causal: the end of a sentence."""
+
     def __init__(self, d_model: int, causal: bool, norm: Norm, dropout: float) -> None:
         super().__init__(d_model, norm, dropout)
+        if causal and self.why_not_causal is not None:
+            raise ValueError(f"causal is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
 
     @abstractmethod

@@ -49,6 +49,12 @@ class Chunks(NamedTuple):
         """G * C."""
         return sum(self.per_document) * self.chunk_size
 
+    def documents(self, device: torch.device) -> Tensor:
+        """The document that every chunk belongs to, by its number: int [G]."""
+        numbers = torch.arange(len(self.per_document), device=device)
+        per_document = torch.tensor(self.per_document, dtype=torch.long, device=device)
+        return numbers.repeat_interleave(per_document, output_size=sum(self.per_document))
+
     def sizes(self, like: Tensor) -> Tensor:
         """The number of tokens in every chunk, as numbers of the dtype and on the device of `like`: [B or 1, G]."""
         if self.real is None:

@@ -154,7 +154,7 @@ def _attend(
 
 
 class QuadraticState(NamedTuple):
-    """Keys [B, T, s] and values [B, T, e] of all T tokens so far: a cache that grows."""
+    """Keys [B, T, s] and values [B, T, e] of all T tokens so far, or such for several heads: a cache that grows."""
 
     k: Tensor
     v: Tensor
@@ -162,7 +162,7 @@ class QuadraticState(NamedTuple):
     @property
     def position(self) -> int:
         """The number of tokens read so far."""
-        return self.k.shape[1]
+        return self.k.shape[-2]
 
 
 def quadratic_attention_extend(

@@ -1,0 +1,92 @@
+"""FLASH global-only: the linear part alone. Causal, a token then reads nothing of its own chunk, which is why it is small.
+
+Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4, "global only" with chunks of 64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.layers.norms import Norm
+from lineartime.ops.activations import Normalization
+from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+
+class GlobalState(NamedTuple):
+    """What a causal stream has to remember.
+
+    Attributes:
+        summary: [B, s, e], the sum of k v^T over all complete chunks.
+        k, v: [B, C, s] and [B, C, e] of the open chunk, zero beyond its tokens.
+        position: the number of tokens read so far.
+    """
+
+    summary: Tensor
+    k: Tensor
+    v: Tensor
+    position: int
+
+
+class GlobalFLASH(FLASHInParts):
+    """`FLASH` without its quadratic part, and so without the arguments for that; the others as there."""
+
+    n_maps = 2
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_qk: int = 128,
+        expansion: int = 2,
+        chunk_size: int = 64,
+        causal: bool = False,
+        normalization: Normalization = "count",
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(
+            d_model,
+            d_qk=d_qk,
+            expansion=expansion,
+            chunk_size=chunk_size,
+            causal=causal,
+            normalization=normalization,
+            norm=norm,
+            rope=rope,
+            relative_bias=False,
+            dropout=dropout,
+        )
+
+    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
+        """The linear part alone."""
+        q, k = maps
+        return self.linear_part(q, k, v, chunks)
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: GlobalState) -> tuple[Tensor, GlobalState]:
+        """Attend to the summary of all complete chunks, and the state N tokens later."""
+        compute = matmul_dtype(maps, v)
+        q, k = maps.unbind(1)
+        outputs = [v[:, :0].to(output_dtype(v, compute))]
+        with without_autocast(v):
+            for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
+                # Complete chunks are full, so both normalisations divide by the number of their tokens.
+                mean = state.summary / max(1, state.position - first)
+                outputs.append((q[:, new].to(compute) @ mean.to(compute)).to(outputs[0].dtype))
+                k_open, v_open = fill(state.k, first, k[:, new]), fill(state.v, first, v[:, new])
+                position = state.position + last - first
+                if last == self.chunk_size:
+                    summary = state.summary + k_open.mT @ v_open
+                    state = GlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
+                else:
+                    state = GlobalState(state.summary, k_open, v_open, position)
+        return torch.cat(outputs, 1), state
+
+    def init_state(self, batch_size: int) -> GlobalState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        mixed = self.init_mixed_state(batch_size)
+        return GlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)

@@ -1,0 +1,31 @@
+"""FLASH local-only: the quadratic part alone, so that no token reads beyond its own chunk.
+
+Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4, "local only".
+"""
+
+from torch import Tensor
+
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.ops.chunks import Chunks
+from lineartime.ops.mixed_chunk import MixedChunkState
+
+
+class LocalFLASH(FLASHInParts):
+    """`FLASH` without its linear part; arguments as there."""
+
+    n_maps = 2
+
+    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
+        """The quadratic part alone."""
+        q, k = maps
+        return self.quadratic_part(q, k, v, chunks)
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        """Attend to the open chunk, and the state N tokens later."""
+        q, k = maps.unbind(1)
+        return self.quadratic_next(q, k, v, state)
+
+    def init_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        return self.quadratic_state(batch_size)

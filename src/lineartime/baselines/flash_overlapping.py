@@ -1,0 +1,163 @@
+"""FLASH with overlapping local attention: a chunk also reads its neighbours, causal: the one before it. Better, slower.
+
+Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
+M = 2 (causal) or 3 chunks in reach.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, which mentions it and leaves it out for speed.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.layers.residual import new_positions
+from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
+from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def overlapping_attention_oracle(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool = False, activation: Activation = "relu2"
+) -> Tensor:
+    """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
+
+    bias: [C, M C], row t and column j + C of it being added where the key stands at j, counted from the start of t's chunk.
+    """
+    rows = []
+    for t in range(len(v)):
+        chunk = t // chunk_size
+        near = [j for j in range(len(v)) if abs(j // chunk_size - chunk) <= 1 and (j <= t or not causal)]
+        weights = attention_weights_oracle(
+            k[near] @ q[t],
+            bias[t % chunk_size, [j - (chunk - 1) * chunk_size for j in near]],
+            d_qk=q.shape[-1],
+            activation=activation,
+            published_length=None,
+        )
+        rows.append(weights @ v[near])
+    return torch.stack(rows)
+
+
+# 2. The chunked form --------------------------------------------------------------------------------------------------
+
+
+def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
+    """Beside every chunk those next to it, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
+    before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
+    return torch.cat([before, x] if causal else [before, x, after], 2)
+
+
+def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
+    """Which keys in reach a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
+    n_chunks, chunk_size = sum(chunks.per_document), chunks.chunk_size
+    real = chunks.real
+    if real is None:
+        real = torch.ones(1, n_chunks, chunk_size, dtype=torch.bool, device=like.device)
+    visible = with_neighbours(real[..., None], chunks, causal).mT
+    if not causal:
+        return visible
+    earlier = torch.ones(chunk_size, 2 * chunk_size, dtype=torch.bool, device=like.device).tril(chunk_size)
+    return visible & earlier
+
+
+# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
+
+
+class OverlappingState(NamedTuple):
+    """What a causal stream has to remember: of constant size.
+
+    Attributes:
+        summary: [B, s, e], the sum of k_lin v^T over all complete chunks.
+        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the chunk before and the open one, zero where there is no token.
+        k_lin: [B, C, s] of the open chunk.
+        position: the number of tokens read so far.
+    """
+
+    summary: Tensor
+    k_quad: Tensor
+    v: Tensor
+    k_lin: Tensor
+    position: int
+
+
+class OverlappingFLASH(FLASHInParts):
+    """`FLASH` whose quadratic part also reads the chunk before, or, looking both ways, both neighbours; arguments as there."""
+
+    bias_chunks = 2
+
+    def chunk_bias(self) -> Tensor | None:
+        """[C, M C]."""
+        if self.bias is None:
+            return None
+        reach = new_positions(0, (2 if self.causal else 3) * self.chunk_size, self.gamma.device)
+        bias: Tensor = self.bias(reach[self.chunk_size : 2 * self.chunk_size], reach)
+        return bias
+
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+        """Inside chunks and with their neighbours."""
+        weights = self._weights(
+            q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), self.chunk_bias()
+        )
+        return weights.to(v.dtype) @ with_neighbours(v, chunks, self.causal)
+
+    def _weights(self, products: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+        return attention_weights(
+            products,
+            d_qk=self.d_qk,
+            visible=visible,
+            bias=bias,
+            activation=self.activation,
+            published_length=None if self.normalization == "count" else float(self.chunk_size),
+        )
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: OverlappingState) -> tuple[Tensor, OverlappingState]:
+        """Attend to the open chunk, the one before, and the summary, and the state N tokens later."""
+        size, compute = self.chunk_size, matmul_dtype(maps, v)
+        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
+        bias = self.chunk_bias()
+        places = torch.arange(2 * size, device=v.device)
+        outputs = [v[:, :0].to(output_dtype(v, compute))]
+        with without_autocast(v):
+            for new, first, last in open_chunk_pieces(state.position, v.shape[1], size):
+                complete = state.position - first
+                state = OverlappingState(
+                    state.summary,
+                    fill(state.k_quad, size + first, k_quad[:, new]),
+                    fill(state.v, size + first, v[:, new]),
+                    fill(state.k_lin, first, k_lin[:, new]),
+                    complete + last,
+                )
+                visible = places[: size + last] <= places[size + first : size + last, None]
+                if not complete:  # there is no chunk before the first
+                    visible = visible & (places[: size + last] >= size)
+                weights = self._weights(
+                    q_quad[:, new].to(compute) @ state.k_quad[:, : size + last].to(compute).mT,
+                    visible,
+                    None if bias is None else bias[first:last, : size + last],
+                )
+                mean = (state.summary / max(1, complete)).to(compute)
+                out = weights.to(compute) @ state.v[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
+                outputs.append(out.to(outputs[0].dtype))
+                if last == size:
+                    state = self._fold(state)
+        return torch.cat(outputs, 1), state
+
+    def _fold(self, state: OverlappingState) -> OverlappingState:
+        """Add the open chunk, now full, to the summary; it becomes the one before."""
+        size = self.chunk_size
+        return OverlappingState(
+            state.summary + state.k_lin.mT @ state.v[:, size:],
+            torch.cat([state.k_quad[:, size:], torch.zeros_like(state.k_quad[:, size:])], 1),
+            torch.cat([state.v[:, size:], torch.zeros_like(state.v[:, size:])], 1),
+            torch.zeros_like(state.k_lin),
+            state.position,
+        )
+
+    def init_state(self, batch_size: int) -> OverlappingState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        mixed = self.init_mixed_state(batch_size)
+        twice = (1, 2, 1)
+        return OverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)

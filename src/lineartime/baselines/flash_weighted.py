@@ -1,0 +1,158 @@
+"""FLASH with weighted chunk summaries: attention between chunks decides how much each counts in the linear part.
+
+Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
+
+    q_bar[g], k_bar[g] = mean over chunk g of q_lin, k_lin          S[g] = sum over j in g of k_lin[j] v[j]^T / |g|
+    o_lin[t] = q_lin[t] . sum over h in R(g) of A[g, h] S[h]        for t in chunk g
+
+    bidirectional: A[g] = softmax over all chunks h of q_bar[g].k_bar[h] / sqrt(s) + log |h|
+    causal:        the same over h < g, with q_bar[g - 1] for q_bar[g], which would show a token what follows it in its chunk
+
+Equal scores give the plain mean over tokens, which is FLASH. The summaries of all chunks have to be kept.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.ops.activations import Normalization, attention_weights
+from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.mixed_chunk import MixedChunkState
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def weighted_summaries_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+    """The definition of the linear part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e]."""
+    chunks = [slice(start, min(start + chunk_size, len(v))) for start in range(0, len(v), chunk_size)]
+    q_bar, k_bar = ([x[chunk].mean(0) for chunk in chunks] for x in (q, k))
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    summaries = [k[chunk].mT @ v[chunk] / size for chunk, size in zip(chunks, sizes, strict=True)]
+    rows = []
+    for t in range(len(v)):
+        own = t // chunk_size
+        reach = list(range(own if causal else len(chunks)))
+        if not reach:
+            rows.append(0 * v[t])
+            continue
+        query = q_bar[own - 1 if causal else own]
+        scores = torch.stack([query @ k_bar[h] / math.sqrt(q.shape[-1]) + math.log(sizes[h]) for h in reach])
+        weights = scores.softmax(0)
+        rows.append(q[t] @ sum(weights[h] * summaries[h] for h in reach))
+    return torch.stack(rows)
+
+
+# 2. The chunked form --------------------------------------------------------------------------------------------------
+
+
+def weighted_summaries(
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, normalization: Normalization = "count"
+) -> Tensor:
+    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    accumulate = torch.promote_types(v.dtype, torch.float32)
+    tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
+    sizes = tokens.clamp(min=1)
+    q_bar, k_bar = (x.to(accumulate).sum(2) / sizes[..., None] for x in (q, k))
+    if normalization == "paper":
+        sizes = torch.full_like(sizes, chunks.chunk_size)  # a chunk counts in full
+    summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
+
+    document = chunks.documents(v.device)
+    visible = (document[:, None] == document) & (tokens > 0)[:, None]
+    if causal:
+        visible = visible.tril(-1)
+        q_bar = shift_chunks(q_bar, chunks, 1)
+    weights = _chunk_weights(q_bar, k_bar, sizes, visible)
+    context = (weights @ summaries.flatten(2)).view_as(summaries)
+    return q @ context.to(q.dtype)
+
+
+def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor | None) -> Tensor:
+    """A: [B, Q, s], [B, G, s] and sizes [B or 1, G] -> [B, Q, G]."""
+    return attention_weights(
+        q_bar @ k_bar.mT,
+        d_qk=q_bar.shape[-1],
+        visible=visible,
+        bias=sizes.log()[:, None],
+        activation="softmax",
+        published_length=None,
+    )
+
+
+# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
+
+
+class WeightedState(NamedTuple):
+    """What a causal stream has to remember: it grows by one summary for every chunk.
+
+    Attributes:
+        context: [B, s, e], the weighted mean of summaries that the open chunk reads.
+        summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
+        q_sum: [B, s], the sum of q_lin over the open chunk.
+        k_lin: [B, C, s] of the open chunk.
+        quadratic: what the quadratic part has to remember, which holds the open chunk's values.
+        position: the number of tokens read so far.
+    """
+
+    context: Tensor
+    summaries: Tensor
+    k_bar: Tensor
+    q_sum: Tensor
+    k_lin: Tensor
+    quadratic: MixedChunkState
+    position: int
+
+
+class WeightedFLASH(FLASHInParts):
+    """`FLASH` with weighted chunk summaries; arguments as there. Its state grows by s x e numbers with every chunk."""
+
+    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+        """Weighted summaries in the place of plain ones."""
+        return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: WeightedState) -> tuple[Tensor, WeightedState]:
+        """Attend to the open chunk and the weighted summaries before it, and the state N tokens later."""
+        compute = matmul_dtype(maps, v)
+        outputs = [v[:, :0].to(output_dtype(v, compute))]
+        for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
+            q_quad, k_quad, q_lin, k_lin = maps[:, :, new].unbind(1)
+            v_open = fill(state.quadratic.v, first, v[:, new])
+            local, quadratic = self.quadratic_next(q_quad, k_quad, v[:, new], state.quadratic)
+            with without_autocast(v):
+                outputs.append(local + (q_lin.to(compute) @ state.context.to(compute)).to(local.dtype))
+                state = state._replace(
+                    q_sum=state.q_sum + q_lin.to(state.q_sum.dtype).sum(1),
+                    k_lin=fill(state.k_lin, first, k_lin),
+                    quadratic=quadratic,
+                    position=state.position + last - first,
+                )
+                if last == self.chunk_size:
+                    state = self._fold(state, v_open)
+        return torch.cat(outputs, 1), state
+
+    def _fold(self, state: WeightedState, v_open: Tensor) -> WeightedState:
+        """Summarise the open chunk, now full, and find what the next one reads."""
+        summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
+        summaries = torch.cat([state.summaries, summary[:, None]], 1)
+        k_bar = torch.cat([state.k_bar, state.k_lin.mean(1, keepdim=True)], 1)
+        weights = _chunk_weights(state.q_sum[:, None] / size, k_bar, torch.full_like(k_bar[:1, :, 0], size), None)
+        return state._replace(
+            context=(weights @ summaries.flatten(2)).view_as(summary),
+            summaries=summaries,
+            k_bar=k_bar,
+            q_sum=torch.zeros_like(state.q_sum),
+            k_lin=torch.zeros_like(state.k_lin),
+        )
+
+    def init_state(self, batch_size: int) -> WeightedState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        mixed = self.init_mixed_state(batch_size)
+        context, k_lin = mixed.summary, mixed.k_lin
+        return WeightedState(
+            context, context[:, None][:, :0], k_lin[:, :0], k_lin[:, 0], k_lin, self.quadratic_state(batch_size), 0
+        )

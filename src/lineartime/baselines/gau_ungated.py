@@ -1,0 +1,22 @@
+"""GAU without its gate, the values being twice as wide instead: an ablation of gating.
+
+Shapes: B batch, T tokens, d model width, e = expansion * d.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 3, "no gating": V is 2e wide and Wo maps 2e to d.
+"""
+
+from torch import Tensor
+
+from lineartime.layers.gau import GAU
+
+
+class UngatedGAU(GAU):
+    """`GAU` with U dropped and V widened to 2e; arguments as there."""
+
+    def gate_and_value_widths(self, width: int) -> tuple[int, int]:
+        """No gate, and values of 2e."""
+        return 0, 2 * width
+
+    def combine(self, x: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
+        """The output map and the residual: x [B, T, d] and attention's output [B, T, 2e] -> [B, T, d]."""
+        out: Tensor = x + self.dropout(self.to_output(attended))
+        return out

@@ -1,0 +1,50 @@
+"""Multi-head linear attention by a feature map, which is all that a subclass has to supply.
+
+Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
+"""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.ops.linear import CausalSums, LinearState, chunked_sums, linear_attention, linear_attention_extend
+
+
+class KernelAttention(MultiHeadMixer):
+    """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
+
+    Arguments are those of every `MultiHeadMixer`; rotary positions come before the feature map.
+
+    Source: "Transformers are RNNs" (arXiv 2006.16236).
+    """
+
+    causal_sums: ClassVar[tuple[CausalSums]] = (chunked_sums,)
+    """How causal sums are computed; in a tuple, since a function in a class would become a method."""
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., h] -> features [..., f], none of them negative."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Linear attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        return linear_attention(
+            self.features(q),
+            self.features(k),
+            v,
+            causal=self.causal,
+            real=None if real is None else real[:, None],
+            causal_sums=self.causal_sums[0],
+        )
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+        """Attend with a state of constant size, and the state N tokens later."""
+        return linear_attention_extend(self.features(q), self.features(k), v, state)
+
+    def init_state(self, batch_size: int) -> LinearState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        empty = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
+        n_features = self.features(empty).shape[-1]
+        return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

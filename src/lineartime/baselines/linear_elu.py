@@ -1,0 +1,14 @@
+"""Linear attention with features elu(x) + 1. Source: "Transformers are RNNs" (arXiv 2006.16236), eq. 7."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.kernel_attention import KernelAttention
+
+
+class LinearELU(KernelAttention):
+    """Linear attention with similarity (elu(q) + 1).(elu(k) + 1)."""
+
+    def features(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return F.elu(x) + 1

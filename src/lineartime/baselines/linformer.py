@@ -1,0 +1,98 @@
+"""Linformer: softmax attention to m learned summaries of the sequence, linear in its length.
+
+Shapes: T tokens, H heads, h head width, m landmarks, R rows (one for each document), L tokens of the longest,
+M the longest sequence allowed.
+Source: "Linformer: Self-Attention with Linear Complexity" (arXiv 2006.04768), with E and F shared by the heads.
+
+    k_l = sum over j of E[l, j] k[j]        v_l = sum over j of F[l, j] v[j]        for the m landmarks l
+    o[i] = sum over l of softmax over l (q[i].k_l / sqrt(h)) v_l
+
+A sequence of fewer than M tokens uses the first T columns of E and F.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.baselines.scores import scaled_products
+from lineartime.layers.bidirectional import BidirectionalMixer
+from lineartime.layers.checks import check_positive
+from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.norms import Norm
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
+    """The definition for one head of one document, [T, h] three times and [m, M] twice -> [T, h]: slow."""
+    keys, values = [], []
+    for landmark in range(len(e)):
+        keys.append(torch.stack([e[landmark, j] * k[j] for j in range(len(k))]).sum(0))
+        values.append(torch.stack([f[landmark, j] * v[j] for j in range(len(v))]).sum(0))
+    rows = [(torch.stack(keys) @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ torch.stack(values) for i in range(len(q))]
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
+    """Attend to landmarks: [R, H, L, h] three times, the maps [m, M] twice -> [R, H, L, h].
+
+    Slots without a token have to hold zeros in k and v, and then add nothing to any landmark.
+    """
+    length = k.shape[-2]
+    if length > e.shape[1]:
+        raise ValueError(f"a sequence has {length} tokens, but max_length = {e.shape[1]} is the most that Linformer reads.")
+    keys = e[:, :length].to(k.dtype) @ k  # [R, H, m, h]
+    values = f[:, :length].to(v.dtype) @ v
+    out: Tensor = scaled_products(q, keys).softmax(-1).to(v.dtype) @ values
+    return out
+
+
+# 3. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class Linformer(BidirectionalMixer, MultiHeadMixer):
+    """Multi-head attention to learned landmarks, with pre-norm and residual inside: [B, T, d] -> [B, T, d].
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        n_heads: H, which must divide d.
+        n_landmarks: m, the number of keys and values that the tokens of a sequence are mixed into.
+        max_length: M, the largest number of tokens in a sequence; a longer one is an error.
+        causal: only False is allowed.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows, and for causal=True.
+
+    Source: "Linformer: Self-Attention with Linear Complexity" (arXiv 2006.04768).
+    """
+
+    why_not_causal = "every landmark mixes all positions, so that each compressed key would already contain the future"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        n_landmarks: int = 128,
+        max_length: int = 512,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        check_positive(n_landmarks=n_landmarks, max_length=max_length)
+        # E and F. A landmark adds up as many as M tokens: with this deviation it is about as large as one of them.
+        self.mix_keys = nn.Parameter(torch.empty(n_landmarks, max_length))
+        self.mix_values = nn.Parameter(torch.empty(n_landmarks, max_length))
+        for mix in (self.mix_keys, self.mix_values):
+            nn.init.normal_(mix, std=max_length**-0.5)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding holds zeros and so adds nothing."""
+        return linformer_attention(q, k, v, self.mix_keys, self.mix_values)

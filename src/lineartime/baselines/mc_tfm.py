@@ -1,0 +1,109 @@
+"""MC-TFM++: the heads of a Transformer with mixed chunk attention, softmax inside a chunk and linear across chunks.
+
+Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4.
+
+    out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]  +  q[t] / sqrt(h) . mean over j in R(t) of k[j] v[j]^T
+
+    L(t) = tokens of t's own chunk; causal: those with j <= t
+    R(t) = tokens of all other chunks; causal: of the chunks before t's
+"""
+
+import torch
+from torch import Tensor
+
+from lineartime.layers.checks import check_positive
+from lineartime.layers.multi_head import MultiHeadMixer, fold_heads, map_state
+from lineartime.layers.norms import Norm
+from lineartime.ops.chunks import cut_chunks
+from lineartime.ops.mixed_chunk import (
+    MixedChunkState,
+    chunk_attention,
+    mixed_chunk_attention_extend,
+    mixed_chunk_state,
+    summary_attention,
+)
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def mixed_chunk_heads_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
+    scale = q.shape[-1] ** -0.5
+    rows = []
+    for t in range(len(v)):
+        chunk = t // chunk_size
+        near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
+        far = [j for j in range(len(v)) if j // chunk_size < chunk or (j // chunk_size > chunk and not causal)]
+        local = (k[near] @ q[t] * scale).softmax(0) @ v[near]
+        rows.append(local + scale * q[t] @ (k[far].mT @ v[far]) / max(1, len(far)))
+    return torch.stack(rows)
+
+
+# 2. The chunked form --------------------------------------------------------------------------------------------------
+
+
+def mixed_chunk_heads(
+    q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens."""
+    chunks = cut_chunks(v, chunk_size, mask)
+    q, k, v = (chunks.cut(x) for x in (q, k, v))
+    local = chunk_attention(q, k, v, chunks, causal=causal, bias=None, activation="softmax", normalization="count")
+    across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, reach="before" if causal else "others")
+    return chunks.join((local + across).to(v.dtype))
+
+
+# 3. The layer; its streaming form is that of mixed chunk attention ----------------------------------------------------
+
+
+class MixedChunkHeads(MultiHeadMixer):
+    """Multi-head mixed chunk attention: [B, T, d] -> [B, T, d]. Causal, it streams with constant memory.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        n_heads: H, which must divide d.
+        chunk_size: C; the length of the input need not be a multiple of it.
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        chunk_size: int = 256,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        check_positive(chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Mixed chunk attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
+        rows = (fold_heads(x) for x in (q, k, v))
+        return mixed_chunk_heads(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask).view_as(v)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        """Attend with a state of constant size, and the state N tokens later."""
+        heads = v.shape[:2]
+        q, k, v = (fold_heads(x) for x in (q, k, v))
+        q_lin = q * self.head_dim**-0.5
+        out, state = mixed_chunk_attention_extend(q, k, q_lin, k, v, map_state(fold_heads, state), activation="softmax")
+        return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), state)
+
+    def init_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        like = self.empty_cache(batch_size)
+        state = mixed_chunk_state(batch_size * self.n_heads, self.chunk_size, self.head_dim, self.head_dim, like)
+        return map_state(lambda x: x.unflatten(0, (batch_size, self.n_heads)), state)

@@ -1,0 +1,33 @@
+"""Softmax attention with a gate on its output, as GAU has one: an ablation of the Transformer.
+
+Shapes: B batch, T tokens, d model width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 4, "add gating".
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.layers.attention import Attention
+from lineartime.layers.norms import Norm
+from lineartime.layers.residual import init_dense
+
+
+class GatedAttention(Attention):
+    """`Attention` with out = input + (silu(x Wu + bu) * heads) Wo + bo; arguments as there."""
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        self.to_gate = init_dense(nn.Linear(d_model, d_model))
+
+    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The gate, the output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""
+        return super().combine(x, F.silu(self.to_gate(self.norm(x))) * attended)

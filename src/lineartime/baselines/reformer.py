@@ -1,0 +1,267 @@
+"""Reformer: attention among tokens that a random hash puts into the same bucket, with one vector for query and key.
+
+Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, n buckets, P rounds of hashing, C chunk size,
+G chunks of a round, R rows (one for each document), L tokens of the longest.
+Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), with chunks that are cut inside each bucket.
+
+    bucket(i) = argmax of [x[i] W; -x[i] W]        W random [h, n / 2], another one for every round; x before rotary positions
+    k[j] = q[j] / |q[j]|                           q = rope(x)
+    o[i] = sum over j in A(i) of softmax over j (s[i, j]) v[j]        s[i, j] = q[i].k[j] / sqrt(h), but s[i, i] = -100,000
+
+    A(i) = for every round, the tokens of i's bucket that stand in i's chunk or the one before, where the tokens of a bucket,
+           in their order, are cut into chunks of C; causal: those with j <= i. A token found in two rounds counts twice.
+
+The published chunks are cut from all tokens sorted by bucket. Their borders move with the number of tokens in earlier buckets,
+future tokens among them, so that what a causal token reads depends on the future; chunks inside a bucket do not leak.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.scores import float32_or_better, masked_products
+from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.norms import Norm
+from lineartime.ops.chunks import exclusive_cumsum
+
+SELF_SCORE = -1e5
+"""The published score of a token with itself: it reads itself only if there is nothing else to read."""
+
+COMPARED = 2**20
+"""How many pairs of a new and a cached token a stream compares at a time, so that a long prompt needs little memory."""
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def lsh_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
+    """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
+    rows = []
+    for i in range(len(q)):
+        reads = []
+        for bucket in buckets.tolist():
+            members = [j for j in range(len(q)) if bucket[j] == bucket[i]]
+            chunk = members.index(i) // chunk_size
+            near = [j for rank, j in enumerate(members) if rank // chunk_size in (chunk - 1, chunk)]
+            reads += [j for j in near if j <= i or not causal]
+        scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() / q.shape[-1] ** 0.5 for j in reads]
+        rows.append(torch.stack(scores).softmax(0) @ v[reads])
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def lsh_buckets(x: Tensor, directions: Tensor) -> Tensor:
+    """The bucket of every vector in every round: [R, H, L, h] and directions [H, P, h, n / 2] -> int64 [R, H, P, L]."""
+    wide = float32_or_better(x)
+    along = x.detach()[:, :, None].to(wide) @ directions.to(wide)  # [R, H, P, L, n / 2]
+    return torch.cat([along, -along], -1).argmax(-1)
+
+
+def lsh_attention(
+    q: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    *,
+    n_buckets: int,
+    chunk_size: int,
+    causal: bool,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Attend inside buckets, with 2 C scores for a token and round.
+
+    Args:
+        q: [R, H, L, h], queries, and keys too once they have unit length.
+        v: [R, H, L, e].
+        buckets: int64 [R, H, P, L], from 0 to n - 1.
+        n_buckets: n.
+        chunk_size: C.
+        causal: whether a token reads only itself and earlier tokens.
+        real: bool [R, L], False behind the tokens of shorter rows; None if all are as long.
+
+    Returns:
+        [R, H, L, e].
+    """
+    length = q.shape[-2]
+    chunk_size = max(1, min(chunk_size, length))  # a larger one never fills up
+    # A bound that asks for no value: every bucket leaves at most its last chunk unfilled.
+    n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
+    slots = _slots(buckets, n_buckets, chunk_size)[..., None]  # [R, H, P, L, 1]
+
+    def chunked(x: Tensor) -> Tensor:
+        """[R, H, P, L, f], or what expands to it, -> [R, H, P, G, C, f], with zeros in slots that no token has."""
+        index = slots.expand(*slots.shape[:-1], x.shape[-1])
+        empty = x.new_zeros(*slots.shape[:-2], n_slots, x.shape[-1])
+        chunks: Tensor = empty.scatter(-2, index, x.expand_as(index)).unflatten(-2, (-1, chunk_size))
+        return chunks
+
+    def readable(x: Tensor) -> Tensor:
+        """Every chunk behind the chunk before it: [..., G, C, f] -> [..., G, 2 C, f]."""
+        return torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], -2)
+
+    def unchunked(x: Tensor) -> Tensor:
+        """[R, H, P, G, C, f] -> [R, H, P, L, f]."""
+        return x.flatten(-3, -2).gather(-2, slots.expand(*slots.shape[:-1], x.shape[-1]))
+
+    token = chunked(torch.arange(length, device=q.device)[:, None])
+    bucket = buckets + 1  # so that slots without a token, and padding, are in a bucket of their own: 0
+    if real is not None:
+        bucket = bucket * real[:, None, None, :]
+    bucket = chunked(bucket[..., None])
+    visible = bucket == readable(bucket).mT  # [R, H, P, G, C, 2 C]
+    if causal:
+        visible = visible & (token >= readable(token).mT)
+    itself = token == readable(token).mT
+
+    keys = readable(chunked(_unit(q)[:, :, None]))
+    scores = masked_products(chunked(q[:, :, None]), keys, visible).masked_fill(itself & visible, SELF_SCORE)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    attended = (scores - log_sum).exp().to(v.dtype) @ readable(chunked(v[:, :, None]))
+    # The softmax over all rounds together is the mean of the rounds' own, weighted by their sums of exponentials.
+    share = unchunked(log_sum).softmax(2)
+    return (share * unchunked(attended)).sum(2).to(v.dtype)
+
+
+def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
+    """Where each token goes, so that every bucket begins a chunk of its own: int64 [..., L] -> [..., L]."""
+    sizes = buckets.new_zeros(*buckets.shape[:-1], n_buckets).scatter_add(-1, buckets, torch.ones_like(buckets))
+    order = buckets.argsort(dim=-1, stable=True)
+    place = torch.arange(buckets.shape[-1], device=buckets.device).expand_as(order)
+    rank = torch.empty_like(order).scatter(-1, order, place) - exclusive_cumsum(sizes, -1).gather(-1, buckets)
+    first_chunk = exclusive_cumsum((sizes + chunk_size - 1) // chunk_size, -1)
+    return first_chunk.gather(-1, buckets) * chunk_size + rank
+
+
+def _unit(q: Tensor) -> Tensor:
+    """The keys [..., h]: queries at unit length, computed in float32 or better."""
+    # Below 1e-6 a query is left shorter, for the gradient of its direction would grow without bound.
+    return F.normalize(q.to(float32_or_better(q)), dim=-1, eps=1e-6).to(q.dtype)
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class ReformerState(NamedTuple):
+    """What a causal stream remembers of all T tokens so far: a cache that grows.
+
+    Attributes:
+        k: [B, H, T, h], the keys.
+        v: [B, H, T, h], the values.
+        buckets: int64 [B, H, P, T], the bucket of every token in every round.
+        ranks: int64 [B, H, P, T], how many earlier tokens are in the same bucket.
+    """
+
+    k: Tensor
+    v: Tensor
+    buckets: Tensor
+    ranks: Tensor
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+        return self.k.shape[2]
+
+
+def lsh_attention_extend(
+    q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, chunk_size: int
+) -> tuple[Tensor, ReformerState]:
+    """Continue causal streams by N tokens, q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h] and the state."""
+    outputs = []
+    at_a_time = max(1, COMPARED // max(1, state.position + q.shape[2]))
+    for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
+        out, state = _extend_slice(*new, state, chunk_size)
+        outputs.append(out)
+    return torch.cat(outputs, 2), state
+
+
+def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
+    """All new tokens against the whole cache, with N T scores."""
+    tokens = torch.arange(state.position + q.shape[2], device=q.device)
+    new = tokens[state.position :, None]
+    all_buckets = torch.cat([state.buckets, buckets], -1)
+    together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [B, H, P, N, T]
+    ranks = together.sum(-1) - 1
+    state = ReformerState(
+        torch.cat([state.k, _unit(q).to(state.k.dtype)], 2),
+        torch.cat([state.v, v.to(state.v.dtype)], 2),
+        all_buckets,
+        torch.cat([state.ranks, ranks], -1),
+    )
+    near = ranks[..., None] // chunk_size - 1 <= state.ranks[..., None, :] // chunk_size
+    rounds = (together & near).sum(2)  # [B, H, N, T], in how many rounds a token is read
+    wide = float32_or_better(q)
+    scores = masked_products(q.to(wide), state.k.to(wide), rounds > 0).masked_fill(tokens == new, SELF_SCORE)
+    return (scores + rounds.clamp(min=1).to(wide).log()).softmax(-1) @ state.v.to(wide), state
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class Reformer(MultiHeadMixer):
+    """Multi-head attention inside buckets of a random hash: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+
+    The hash is drawn where the layer is constructed, is not learned, and is saved with the weights. Two forms of the same
+    layer agree up to rounding, except where rounding takes a token across the border of two buckets.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        n_heads: H, which must divide d.
+        n_buckets: n, how many buckets a hash has; even.
+        n_rounds: P, how many hashes there are: a pair of tokens that one of them separates may meet in another.
+        chunk_size: C, of the chunks that a bucket is cut into; a token reads its own and the one before.
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position, after they are hashed.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+
+    Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), without its reversible blocks.
+    """
+
+    n_maps = 2
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        n_buckets: int = 8,
+        n_rounds: int = 2,
+        chunk_size: int = 64,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        check_positive(n_buckets=n_buckets, n_rounds=n_rounds, chunk_size=chunk_size)
+        check_even("every direction of a hash has a bucket at both of its ends", n_buckets=n_buckets)
+        self.n_buckets = n_buckets
+        self.chunk_size = chunk_size
+        self.directions: Tensor
+        self.register_buffer("directions", torch.randn(n_heads, n_rounds, self.head_dim, n_buckets // 2))
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""
+        rotated, _ = super().rotate(q, k, positions)
+        return rotated, k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention inside buckets, [R, H, L, h] three times -> [R, H, L, h]; k is what is hashed."""
+        buckets = lsh_buckets(k, self.directions)
+        return lsh_attention(q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState) -> tuple[Tensor, ReformerState]:
+        """Attend with the cache of all earlier tokens, and the cache grown by N tokens."""
+        return lsh_attention_extend(q, v, lsh_buckets(k, self.directions), state, chunk_size=self.chunk_size)
+
+    def init_state(self, batch_size: int) -> ReformerState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        empty = self.empty_cache(batch_size)
+        no_buckets = self.directions.new_zeros(batch_size, *self.directions.shape[:2], 0, dtype=torch.long)
+        return ReformerState(empty, empty, no_buckets, no_buckets)

@@ -1,0 +1,24 @@
+"""Scores ready for a softmax: what the baselines share that read some of the tokens.
+
+Shapes: Q queries, K keys, h head width; every tensor may have leading batch dimensions.
+"""
+
+import torch
+from torch import Tensor
+
+
+def float32_or_better(x: Tensor) -> torch.dtype:
+    """The dtype of x, or float32 if it has fewer digits."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def scaled_products(q: Tensor, k: Tensor) -> Tensor:
+    """The scores q.k / sqrt(h), [..., Q, h] and [..., K, h] -> [..., Q, K], in float32 or better."""
+    scores: Tensor = (q @ k.mT).to(float32_or_better(q)) * q.shape[-1] ** -0.5
+    return scores
+
+
+def masked_products(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """The same with a score that weighs nothing wherever a key is not visible, yet keeps a softmax over nothing finite."""
+    scores = scaled_products(q, k)
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

@@ -1,0 +1,164 @@
+"""The strided pattern of the Sparse Transformer: the tokens near by, and every S-th token.
+
+Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, S stride, R rows (one for each document),
+L tokens of the longest, G blocks of S tokens, K keys that a token may read at the most.
+Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), both of its heads' patterns in one softmax.
+
+    o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
+    A(i) = tokens with |i - j| < S or (i - j) a multiple of S; causal: those of them with j <= i
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.scores import float32_or_better, masked_products
+from lineartime.layers.checks import check_positive
+from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.norms import Norm
+
+GATHERED = 8192
+"""How many keys of a head a stream copies at a time, so that a long prompt needs little memory beside the cache."""
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
+    """The definition for one head of one document, [T, h] three times -> [T, h]: one query at a time, slow."""
+    rows = []
+    for i in range(len(q)):
+        reads = [j for j in range(len(k)) if (abs(i - j) < stride or (i - j) % stride == 0) and (j <= i or not causal)]
+        rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, real: Tensor | None = None) -> Tensor:
+    """Attend to near tokens and to every S-th one, with S + L / S scores for a token: [R, H, L, h] three times -> [R, H, L, h].
+
+    `real`, bool [R, L], is False behind the tokens of shorter rows; None if all are as long.
+    """
+    length = q.shape[-2]
+    stride = max(1, min(stride, length))  # a larger one reads everything, as does this
+    blocks = max(1, -(-length // stride))
+    if real is None:
+        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
+
+    def cut(x: Tensor) -> Tensor:
+        """[..., L, f] -> [..., G, S, f], with zeros behind the tokens."""
+        padded = F.pad(x, (0, 0, 0, blocks * stride - length))
+        return padded.view(*x.shape[:-2], blocks, stride, x.shape[-1])
+
+    def neighbourhood(x: Tensor) -> Tensor:
+        """Every block between the blocks next to it, as far as they may be read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
+        before, after = F.pad(x, (0, 0, 0, 0, 1, -1)), F.pad(x, (0, 0, 0, 0, -1, 1))
+        return torch.cat([before, x] if causal else [before, x, after], -2)
+
+    def columns(x: Tensor) -> Tensor:
+        """The tokens at the same place of their blocks, which are S apart: [..., G, S, f] -> [..., S, G, f], and back."""
+        return x.transpose(-3, -2)
+
+    q, k, v, present = cut(q), cut(k), cut(v), cut(real[:, None, :, None])  # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
+
+    keys = neighbourhood(k)
+    offsets = torch.arange(keys.shape[-2], device=q.device) - stride
+    distance = torch.arange(stride, device=q.device)[:, None] - offsets
+    band = (distance < stride) & (distance >= 0 if causal else distance > -stride)
+    near = masked_products(q, keys, band & neighbourhood(present).mT)  # [R, H, G, S, 2 S or 3 S]
+
+    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # a token has read itself among the near ones
+    others = others.tril() if causal else others
+    far = columns(masked_products(columns(q), columns(k), others & columns(present).mT))  # [R, H, G, S, G]
+
+    weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
+    near, far = weights.split([near.shape[-1], blocks], -1)
+    out: Tensor = near @ neighbourhood(v) + columns(columns(far) @ columns(v))
+    return out.flatten(-3, -2)[..., :length, :]
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class SparseState(NamedTuple):
+    """Keys and values [B, H, T, h] of all T tokens so far: a cache that grows, of which a token reads little."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+        return self.k.shape[2]
+
+
+def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState, *, stride: int) -> tuple[Tensor, SparseState]:
+    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
+    first = state.position
+    state = SparseState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
+    # The distances at which a token reads: its window, then every S-th token before it.
+    window = torch.arange(min(stride, state.position), device=q.device)
+    distances = torch.cat([window, torch.arange(stride, max(stride, state.position), stride, device=q.device)])
+    at_a_time = max(1, GATHERED // max(1, len(distances)))
+    outputs = []
+    for new in q.split(at_a_time, 2):
+        queries = torch.arange(first, first + new.shape[2], device=q.device)
+        first += new.shape[2]
+        reads = queries[:, None] - distances  # [N, K]
+        keys, values = (x[:, :, reads.clamp(min=0)].to(float32_or_better(q)) for x in state)  # [B, H, N, K, h]
+        scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
+        outputs.append((scores.softmax(-1) @ values)[..., 0, :])
+    return torch.cat(outputs, 2), state
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class SparseAttention(MultiHeadMixer):
+    """Multi-head attention to near tokens and to every S-th one: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        n_heads: H, which must divide d.
+        stride: S; about the square root of the length is the cheapest.
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        rope: whether queries and keys are rotated by their position.
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+
+    Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 12,
+        stride: int = 128,
+        causal: bool = False,
+        norm: Norm = "layernorm",
+        rope: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        check_positive(stride=stride)
+        self.stride = stride
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Strided attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        return sparse_attention(q, k, v, stride=self.stride, causal=self.causal, real=real)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
+        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        return sparse_attention_extend(q, k, v, state, stride=self.stride)
+
+    def init_state(self, batch_size: int) -> SparseState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        empty = self.empty_cache(batch_size)
+        return SparseState(empty, empty)

@@ -1,0 +1,121 @@
+"""Linear attention: similarities that are products of features, so that keys and values can be summed before they are read.
+
+Shapes: T tokens, N new tokens of a stream, f features, h value width, C chunk size, G chunks; tensors may have leading
+dimensions, for instance rows and heads.
+Source: "Transformers are RNNs" (arXiv 2006.16236): features of queries and keys are not negative, and
+
+    out[t] = sum over visible j of (q[t].k[j]) v[j]  /  sum over visible j of (q[t].k[j])
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops.chunks import exclusive_cumsum
+
+SMALLEST_SUM = 1e-6
+"""Sums of similarities below this are taken for this, so that a query similar to no key divides by no zero."""
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one query at a time: [T, f], [T, f], [T, h] -> [T, h]."""
+    rows = []
+    for t in range(len(v)):
+        visible = slice(0, t + 1) if causal else slice(None)
+        similarities = k[visible] @ q[t]
+        rows.append(similarities @ v[visible] / similarities.sum().clamp(min=SMALLEST_SUM))
+    return torch.stack(rows)
+
+
+# 2. Parallel forms: three ways to the same causal sums ----------------------------------------------------------------
+
+CausalSums = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [..., T, f], k [..., T, f], v [..., T, h] -> sum over j <= t of (q[t].k[j]) v[j], [..., T, h]."""
+
+
+def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By chunks: products inside a chunk, one f x h state for everything before it. Linear in T, and what to train with."""
+    return _chunked_sums(q, k, v, None)[0]
+
+
+def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By a prefix sum over tokens, as Performer is published: it stores T states of f x h, and is slow for that."""
+    states = (k[..., None] * v[..., None, :]).to(_accumulator(v)).cumsum(-3)
+    return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
+
+
+def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By all T x T products, of which the future ones are set to zero: quadratic in T, but only matrix products."""
+    return (q @ k.mT).tril() @ v
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None, causal_sums: CausalSums = chunked_sums
+) -> Tensor:
+    """Attend in time linear in T.
+
+    Args:
+        q, k: [..., T, f] features of queries and keys, not negative.
+        v: [..., T, h] values.
+        causal: whether a token reads only itself and earlier tokens.
+        real: bool, broadcastable to [..., T]; keys that are not real are read by nobody.
+        causal_sums: how causal sums are computed: `chunked_sums`, `prefix_sums` or `matmul_sums`.
+
+    Returns:
+        [..., T, h]; zeros where there is no key to read. States are summed in float32 (float64 for float64 inputs).
+    """
+    if real is not None:
+        k = k.masked_fill(~real[..., None], 0.0)
+    sums = causal_sums if causal else _total
+    return normalized(sums(q, k, with_ones(v)))
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """[..., h] -> [..., h + 1]: summed like a value, the one becomes the normaliser."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def normalized(sums: Tensor) -> Tensor:
+    """Divide sums of values by the sum of ones in their last place: [..., h + 1] -> [..., h]."""
+    return sums[..., :-1] / sums[..., -1:].clamp(min=SMALLEST_SUM)
+
+
+def _total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.mT @ v)
+
+
+def _chunked_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
+    """The causal sums after a state [..., f, h], and the state after them."""
+    length = q.shape[-2]
+    spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
+    q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(-2, (-1, chunk_size)) for x in (q, k, v))
+    states = (k.mT @ v).to(_accumulator(v))  # [..., G, f, h]
+    start = torch.zeros_like(states[..., :1, :, :]) if before is None else before[..., None, :, :]
+    earlier = start + exclusive_cumsum(states, dim=-3)
+    sums = (q @ k.mT).tril() @ v + q @ earlier.to(q.dtype)
+    return sums.flatten(-3, -2)[..., :length, :], earlier[..., -1, :, :] + states[..., -1, :, :]
+
+
+def _accumulator(v: Tensor) -> torch.dtype:
+    return torch.promote_types(v.dtype, torch.float32)
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class LinearState(NamedTuple):
+    """The sum of k (v, 1)^T over all tokens so far, [B, H, f, h + 1] in float32 or better, and their number."""
+
+    summary: Tensor
+    position: int
+
+
+def linear_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state."""
+    sums, summary = _chunked_sums(q, k, with_ones(v), state.summary)
+    return normalized(sums), LinearState(summary, state.position + v.shape[-2])

@@ -1,0 +1,169 @@
+"""The variants of FLASH, each of which exchanges one part of it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.baselines.flash_first_to_all import CLSFLASH, FirstToAllFLASH, cls_softmax_oracle, first_to_all_oracle
+from lineartime.baselines.flash_global import GlobalFLASH
+from lineartime.baselines.flash_local import LocalFLASH
+from lineartime.baselines.flash_overlapping import OverlappingFLASH, overlapping_attention_oracle
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.baselines.flash_weighted import WeightedFLASH, weighted_summaries, weighted_summaries_oracle
+from lineartime.layers import FLASH, GAU
+from lineartime.ops.chunks import cut_chunks
+from lineartime.ops.quadratic import quadratic_attention_oracle
+
+CHUNK = 4
+lengths = pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
+directions = pytest.mark.parametrize("causal", [False, True])
+
+
+def far_from_silent(layer: FLASH) -> FLASH:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def quadratic_part(layer: FLASHInParts) -> Callable[..., Tensor]:
+    """The quadratic part of a layer for one document: [T, s], [T, s], [T, e] -> [T, e]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        chunks = cut_chunks(v[None], CHUNK)
+        return chunks.join(layer.quadratic_part(*(chunks.cut(x[None]) for x in (q, k, v)), chunks))[0]
+
+    return attend
+
+
+@directions
+@lengths
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: str) -> None:
+    both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()  # type: ignore[arg-type]
+    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()  # type: ignore[arg-type]
+    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()  # type: ignore[arg-type]
+    weights = both.state_dict()
+    local.load_state_dict({**weights, "gamma": both.gamma[:2], "beta": both.beta[:2]})
+    shared = {name: value for name, value in weights.items() if not name.startswith("bias")}
+    across.load_state_dict({**shared, "gamma": both.gamma[2:], "beta": both.beta[2:]})
+    x = torch.randn(2, length, 8, dtype=torch.float64)
+    # The residual and the bias of the output map are in both halves.
+    torch.testing.assert_close(local(x) + across(x) - x - both.to_output.bias, both(x), atol=1e-10, rtol=0)
+
+
+@lengths
+def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
+    flash = far_from_silent(FLASH(8, d_qk=4, chunk_size=17, causal=True)).double()
+    gau = GAU(8, d_qk=4, causal=True, max_length=17).double()
+    gau.load_state_dict({**flash.state_dict(), "gamma": flash.gamma[:2], "beta": flash.beta[:2]})
+    x = torch.randn(2, length, 8, dtype=torch.float64)
+    torch.testing.assert_close(flash(x), gau(x), atol=1e-10, rtol=0)
+
+
+@directions
+@lengths
+@pytest.mark.parametrize("activation", ["relu2", "softmax"])
+def test_overlapping_attention_is_the_definition(
+    causal: bool, length: int, activation: str, assert_same_function: Callable[..., None]
+) -> None:
+    layer = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()  # type: ignore[arg-type]
+    bias = layer.chunk_bias()
+    assert bias is not None
+    assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return overlapping_attention_oracle(
+            q,
+            k,
+            v,
+            bias,
+            chunk_size=CHUNK,
+            causal=causal,
+            activation=activation,  # type: ignore[arg-type]
+        )
+
+    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
+
+
+def test_the_bias_of_overlapping_attention_depends_on_the_distance_alone() -> None:
+    bias = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK).chunk_bias()
+    assert bias is not None
+    for distance in range(-CHUNK, CHUNK + 1):
+        assert bias[:, CHUNK:].diagonal(distance).unique().numel() <= 1
+
+
+@directions
+@lengths
+def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
+    def fast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        chunks = cut_chunks(v[None], CHUNK)
+        return chunks.join(weighted_summaries(*(chunks.cut(x[None]) for x in (q, k, v)), chunks, causal=causal))[0]
+
+    assert_same_function(
+        fast,
+        lambda q, k, v: weighted_summaries_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
+        *(2 * torch.randn(length, width) for width in (4, 4, 5)),
+    )
+
+
+@directions
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization: str) -> None:
+    plain = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization))  # type: ignore[arg-type]
+    weighted = WeightedFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)  # type: ignore[arg-type]
+    with torch.no_grad():
+        # Queries that sum to zero over a chunk, so that all scores of summaries are zero, and yet are read.
+        plain.gamma[2:] = 0
+        plain.beta[2:] = 0
+    weighted.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 17, 8)
+    torch.testing.assert_close(weighted(x), plain(x))
+
+
+@lengths
+def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_same_function: Callable[..., None]) -> None:
+    layer, plain = CLSFLASH(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
+    plain.load_state_dict(layer.state_dict())
+    bias = layer.chunk_bias()
+    assert bias is not None
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = quadratic_part(plain)(q, k, v)
+        changed = cls_softmax_oracle(q, k, v, bias, chunk_size=CHUNK)
+        return torch.stack([changed.get(t, out[t]) for t in range(length)])
+
+    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
+
+
+@lengths
+def test_the_first_token_of_every_chunk_attends_to_all(length: int, assert_same_function: Callable[..., None]) -> None:
+    layer, plain = FirstToAllFLASH(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
+    plain.load_state_dict(layer.state_dict())
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = quadratic_part(plain)(q, k, v)
+        changed = first_to_all_oracle(q, k, v, chunk_size=CHUNK)
+        return torch.stack([changed.get(t, out[t]) for t in range(length)])
+
+    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
+
+
+@directions
+def test_flash_in_parts_is_flash(causal: bool) -> None:
+    whole = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal))
+    parts = FLASHInParts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
+    parts.load_state_dict(whole.state_dict())
+    x, mask = torch.randn(2, 17, 8), torch.rand(2, 17) > 0.3
+    torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
+
+
+@lengths
+def test_the_quadratic_part_of_one_chunk_is_quadratic_attention(length: int, assert_same_function: Callable[..., None]) -> None:
+    layer = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, relative_bias=False).double()
+    inputs = [torch.randn(min(length, CHUNK), width) for width in (4, 4, 5)]
+    assert_same_function(
+        quadratic_part(layer), lambda q, k, v: quadratic_attention_oracle(q[None], k[None], v[None])[0], *inputs
+    )

@@ -1,0 +1,96 @@
+"""GAU with several heads, GAU without a gate, and heads with relu^2 or a gate."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.gau_multi_head import MultiHeadGAU
+from lineartime.baselines.gau_ungated import UngatedGAU
+from lineartime.baselines.mhsa_gated import GatedAttention
+from lineartime.baselines.mhsa_relu2 import Relu2Attention
+from lineartime.layers import GAU, Attention
+from lineartime.layers.residual import Mixer
+from lineartime.ops import quadratic_attention_oracle, rope
+
+POSITIONS = torch.arange(7)
+
+
+def prepared(layer: Mixer) -> tuple[Mixer, Tensor, Tensor]:
+    """A layer far from silent, an input, and the input after the layer's norm, all in float64."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = layer.double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    return layer, x, layer.norm(x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_head_of_a_gau_attends_by_itself(causal: bool) -> None:
+    layer, x, normed = prepared(MultiHeadGAU(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
+    assert isinstance(layer, MultiHeadGAU)
+    u, v, z = F.silu(layer.to_gate_value_base(normed)).split([32, 32, 8], -1)
+    heads = []
+    for h in range(2):
+        part = slice(4 * h, 4 * h + 4)
+        q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
+        heads.append(quadratic_attention_oracle(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
+    torch.testing.assert_close(layer(x), x + layer.to_output(u * torch.cat(heads, -1)), atol=1e-10, rtol=0)
+
+
+def test_one_head_of_a_gau_is_a_gau() -> None:
+    layer, x, _ = prepared(MultiHeadGAU(16, n_heads=1, d_qk=8))
+    plain = GAU(16, d_qk=8).double()
+    plain.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), plain(x), atol=1e-10, rtol=0)
+
+
+def test_heads_cost_a_gau_no_parameters() -> None:
+    one, four = (sum(p.numel() for p in MultiHeadGAU(16, n_heads=n, d_qk=8).parameters()) for n in (1, 4))
+    assert one == four
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool) -> None:
+    layer, x, normed = prepared(UngatedGAU(16, d_qk=8, causal=causal, relative_bias=False))
+    assert isinstance(layer, UngatedGAU)
+    v, z = F.silu(layer.to_gate_value_base(normed)).split([64, 8], -1)
+    q, k = (rope(z * layer.gamma[m] + layer.beta[m], POSITIONS) for m in range(2))
+    attended = quadratic_attention_oracle(q, k, v, causal=causal)
+    torch.testing.assert_close(layer(x), x + layer.to_output(attended), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool) -> None:
+    layer, x, normed = prepared(Relu2Attention(16, n_heads=2, causal=causal))
+    assert isinstance(layer, Relu2Attention)
+    q, k, v = layer.to_qkv(normed).split(16, -1)
+    heads = []
+    for part in (slice(0, 8), slice(8, 16)):
+        turned = (rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS))
+        heads.append(quadratic_attention_oracle(*turned, v[..., part], causal=causal))
+    torch.testing.assert_close(layer(x), x + layer.to_output(torch.cat(heads, -1)), atol=1e-10, rtol=0)
+
+
+def test_the_gate_multiplies_what_attention_gives() -> None:
+    layer, x, normed = prepared(GatedAttention(16, n_heads=2))
+    assert isinstance(layer, GatedAttention)
+    plain = Attention(16, n_heads=2).double()
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("to_gate")})
+    attended = torch.linalg.solve(plain.to_output.weight, (plain(x) - x - plain.to_output.bias)[..., None])[..., 0]
+    expected = x + plain.to_output(F.silu(layer.to_gate(normed)) * attended)
+    torch.testing.assert_close(layer(x), expected, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_heads": 3}, "n_heads is 3, but must divide d_qk = 8"),
+        ({"n_heads": 8}, "head_dim is 1, but must be even"),
+        ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
+    ],
+)
+def test_heads_that_do_not_fit_are_named(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiHeadGAU(16, d_qk=8, **arguments)  # type: ignore[arg-type]

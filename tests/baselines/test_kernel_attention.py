@@ -1,0 +1,68 @@
+"""The feature maps of the linear attentions, and efficient attention, against their formulas."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.baselines.efficient import efficient_attention, efficient_attention_oracle
+from lineartime.baselines.kernel_attention import KernelAttention
+from lineartime.baselines.linear_elu import LinearELU
+from lineartime.baselines.linear_taylor import LinearTaylor
+from lineartime.baselines.performer import Performer, PerformerMatmul
+
+SIMILARITIES: dict[type[KernelAttention], Callable[[Tensor, Tensor], Tensor]] = {
+    Performer: lambda q, k: ((q.clamp(min=0) + 1e-3) * (k.clamp(min=0) + 1e-3)).sum(),
+    PerformerMatmul: lambda q, k: ((q.clamp(min=0) + 1e-3) * (k.clamp(min=0) + 1e-3)).sum(),
+    LinearELU: lambda q, k: (torch.where(q > 0, q + 1, q.exp()) * torch.where(k > 0, k + 1, k.exp())).sum(),
+    LinearTaylor: lambda q, k: 1 + (q * k).sum() / (q.norm() * k.norm()),
+}
+
+
+@pytest.mark.parametrize("layer", SIMILARITIES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 17])
+def test_attention_is_the_mean_of_values_by_similarity(
+    layer: type[KernelAttention], causal: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    mixer, similarity = layer(4, n_heads=1, causal=causal), SIMILARITIES[layer]
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for t in range(length):
+            visible = range(t + 1 if causal else length)
+            weights = torch.stack([similarity(q[t], k[j]) for j in visible])
+            rows.append(weights @ v[: len(weights)] / weights.sum())
+        return torch.stack(rows)
+
+    inputs = (torch.randn(length, 4) for _ in range(3))
+    assert_same_function(lambda q, k, v: mixer.attend(q[None, None], k[None, None], v[None, None], None)[0, 0], oracle, *inputs)
+
+
+@pytest.mark.parametrize("layer", SIMILARITIES)
+def test_similarities_are_never_negative(layer: type[KernelAttention]) -> None:
+    mixer = layer(8, n_heads=1)
+    q, k = mixer.features(3 * torch.randn(100, 8)), mixer.features(3 * torch.randn(100, 8))
+    assert (q @ k.mT).min() > -1e-6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 130])
+def test_efficient_attention_is_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
+    assert_same_function(
+        lambda q, k, v: efficient_attention(q[None, None], k[None, None], v[None, None], causal=causal)[0, 0],
+        lambda q, k, v: efficient_attention_oracle(q, k, v, causal=causal),
+        *(torch.randn(length, width) for width in (4, 4, 5)),
+    )
+
+
+def test_keys_that_grow_without_end_neither_overflow_nor_vanish() -> None:
+    # exp(1,000) is no number in float64; and the context of early tokens must not be lost when later keys are far larger.
+    k = torch.linspace(-1000, 1000, 300)[:, None].expand(-1, 4).double()
+    q, v = torch.randn(300, 4).double(), torch.randn(300, 4).double()
+    fast = efficient_attention(q[None, None], k[None, None], v[None, None], causal=True)[0, 0]
+    assert fast.isfinite().all()
+    wide = efficient_attention(*(x.float()[None, None] for x in (q, k / 50, v)), causal=True)[0, 0]
+    exact = efficient_attention_oracle(q, k / 50, v, causal=True)
+    torch.testing.assert_close(wide.double(), exact, atol=1e-5, rtol=0)

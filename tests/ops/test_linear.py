@@ -1,0 +1,89 @@
+"""Linear attention: three parallel forms and the streaming form against the definition."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.ops.linear import (
+    CausalSums,
+    LinearState,
+    chunked_sums,
+    linear_attention,
+    linear_attention_extend,
+    linear_attention_oracle,
+    matmul_sums,
+    prefix_sums,
+)
+
+LENGTHS = [1, 3, 127, 128, 129, 300]  # chunks are 128 long
+
+
+def features(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("length", [1, 3, 130])
+@pytest.mark.parametrize("causal_sums", [chunked_sums, prefix_sums, matmul_sums])
+def test_every_causal_form_is_the_definition(
+    length: int, causal_sums: CausalSums, assert_same_function: Callable[..., None]
+) -> None:
+    assert_same_function(
+        lambda q, k, v: linear_attention(q, k, v, causal=True, causal_sums=causal_sums),
+        lambda q, k, v: linear_attention_oracle(q, k, v, causal=True),
+        *(features(length, width) for width in (4, 4, 5)),
+    )
+
+
+@pytest.mark.parametrize("length", [1, 3, 130])
+def test_the_bidirectional_form_is_the_definition(length: int, assert_same_function: Callable[..., None]) -> None:
+    assert_same_function(linear_attention, linear_attention_oracle, *(features(length, width) for width in (4, 4, 5)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefix_sum_matrix_product_chunks_and_recurrence_agree(length: int) -> None:
+    q, k, v = (features(2, 3, length, width) for width in (4, 4, 5))
+    chunked, prefix, matmul = (
+        linear_attention(q, k, v, causal=True, causal_sums=sums) for sums in (chunked_sums, prefix_sums, matmul_sums)
+    )
+    state = LinearState(v.new_zeros(2, 3, 4, 6), 0)
+    pieces = []
+    for start, stop in pairwise(sorted({0, 1, length // 2, length - 1, length})):
+        piece, state = linear_attention_extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
+        pieces.append(piece)
+    for other in (prefix, matmul, torch.cat(pieces, 2)):
+        torch.testing.assert_close(chunked, other, atol=1e-12, rtol=0)
+    assert state.position == length
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_not_real_are_read_by_nobody(causal: bool) -> None:
+    q, k, v = (features(2, 1, 9, width) for width in (4, 4, 5))
+    real = torch.arange(9) < torch.tensor([[9], [6]])
+    out = linear_attention(q, k, v, causal=causal, real=real[:, None])
+    alone = linear_attention(q[1:, :, :6], k[1:, :, :6], v[1:, :, :6], causal=causal)
+    torch.testing.assert_close(out[1:, :, :6], alone)
+
+
+def test_states_accumulate_in_float32() -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16, which would make the mean of ones larger than one.
+    ones = torch.ones(1, 1, 100_000, 1, dtype=torch.bfloat16)
+    for sums in (chunked_sums, prefix_sums):
+        assert linear_attention(ones, ones, ones, causal=True, causal_sums=sums)[0, 0, -1].item() == pytest.approx(1, abs=0.01)
+
+
+def test_the_chunked_form_stores_no_state_for_every_token() -> None:
+    # With 64 x 65 numbers for each of 4,096 tokens a gradient would need to keep 68 MB for each head; chunks keep 1/128 of it.
+    saved = 0
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal saved
+        saved += x.numel()
+        return x
+
+    q, k, v = (torch.rand(4096, 64, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        linear_attention(q, k, v, causal=True)
+    assert saved < 4096 * 64 * 65 / 2
