@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
     {"baselines"},
     {"models"},
     {"data"},
-    {"evaluation", "generation"},
+    {"evaluation", "generation", "catalogue"},
     {"training"},
     {"cli"},
     {"__main__"},

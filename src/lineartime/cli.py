@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.corpora import Split
 from lineartime.errors import LineartimeError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
-from lineartime.models import CausalLM, build, presets
+from lineartime.models import CausalLM
 from lineartime.models.heads import LanguageModel
-from lineartime.models.presets import PRESETS
 from lineartime.training import checkpoint as checkpoints
 from lineartime.training.config import Device, Precision, TrainConfig, resumed_config, saved_config
 from lineartime.training.curve import draw_curve
@@ -86,11 +86,6 @@ class GenerateConfig:
     """Where to compute; auto takes a GPU if there is one."""
 
 
-@dataclass(frozen=True)
-class PresetsConfig:
-    """List the models that can be built by name, with their sizes."""
-
-
 Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
@@ -121,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case GenerateConfig():
                 _generate(command)
             case PresetsConfig():
-                _presets()
+                show_presets(command)
     except LineartimeError as error:
         return _fail(str(error))
     except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough
@@ -267,14 +262,3 @@ def _generate(config: GenerateConfig) -> None:
     finally:
         sys.stdout.write("\n")
         sys.stdout.flush()
-
-
-def _presets() -> None:
-    table = Table("preset", "parameters", "blocks", "width", "what it is")
-    for name, config in presets().items():
-        with torch.device("meta"):  # counts without computing
-            model = build(config)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        description = (PRESETS[name].__doc__ or "").strip()
-        table.add_row(name, f"{parameters / 1e6:.1f} M", str(config.n_blocks), str(config.d_model), description)
-    Console(highlight=False).print(table)

@@ -1,10 +1,12 @@
 import dataclasses
+import inspect
 import json
 from typing import Any
 
 import pytest
 
 from lineartime.models import FLASHConfig, GAUConfig, GLUConfig, ModelConfig, presets
+from lineartime.models.mixers import MIXER_KINDS
 from lineartime.models.presets import resolve
 
 
@@ -64,3 +66,22 @@ def test_missing_and_unknown_fields_in_a_dictionary_are_named() -> None:
 def test_configs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         presets()["flash-tiny"].d_model = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", MIXER_KINDS)
+def test_a_mixer_is_described_by_all_its_arguments_with_their_defaults(kind: str) -> None:
+    config = MIXER_KINDS[kind]
+    arguments = {name: argument.default for name, argument in list(inspect.signature(config.layer).parameters.items())[1:]}
+    of_the_model = {"causal", "norm", "dropout"}
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    assert fields == {name: default for name, default in arguments.items() if name not in of_the_model}
+
+
+def test_learned_positions_need_a_number_of_them_and_no_others_have_one() -> None:
+    message = "model.max_positions is .* with absolute_position = .*, but learned positions need a number of them"
+    with pytest.raises(ValueError, match=message):
+        resolve("flash-tiny", absolute_position="learned")
+    with pytest.raises(ValueError, match=message):
+        resolve("flash-tiny", max_positions=100)
+    with pytest.raises(ValueError, match="max_positions is 0, but must be at least 1"):
+        resolve("transformer-tiny", max_positions=0)

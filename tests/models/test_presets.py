@@ -1,26 +1,63 @@
+from dataclasses import replace
+
 import pytest
-import torch
 
 import lineartime
+from lineartime import presets
 from lineartime.data import ByteTokenizer
-from lineartime.models.presets import BYTE_VOCABULARY
-
-MILLIONS = {"flash-base": 112, "flash-quad-base": 112, "transformer++-base": 110}
-
-
-def count(name: str, **overrides: object) -> float:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in lineartime.build(name, **overrides).parameters()) / 1e6
+from lineartime.models import AttentionConfig, GLUConfig, MLPConfig
+from lineartime.models.config import Task
+from lineartime.models.cost import count_parameters
+from lineartime.models.mixers import FirstToAllFLASHConfig
+from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve
+from lineartime.models.systems import SYSTEMS
 
 
-@pytest.mark.parametrize("name", MILLIONS)
-def test_base_models_are_as_large_as_in_the_paper(name: str) -> None:
-    assert round(count(name)) == MILLIONS[name]
+def millions(name: str, task: Task = "clm") -> float:
+    return count_parameters(resolve(name, task)) / 1e6
 
 
-@pytest.mark.parametrize("name", [name for name in lineartime.presets() if name.endswith("-tiny")])
+@pytest.mark.parametrize("name", PAPER_MILLIONS)
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_models_are_as_large_as_in_the_paper(name: str, task: Task) -> None:
+    assert round(millions(name, task)) == PAPER_MILLIONS[name]
+
+
+def test_every_row_of_the_table_of_sizes_is_a_preset() -> None:
+    # layers, width, chunk size of baselines.md's rows, under their names here
+    rows = {
+        "flash-base": (24, 768, 256),
+        "flash-quad-base": (24, 768, None),
+        "transformer-base": (12, 768, None),
+        "performer-base": (12, 768, None),
+        "combiner-base": (12, 768, 256),
+        "flash-large": (72, 1024, 512),
+        "flash-quad-large": (72, 1024, None),
+        "transformer+-large": (36, 1024, None),
+        "transformer++-large": (36, 1024, None),
+        "combiner-large": (36, 1024, 512),
+        "gau-ablation": (22, 768, None),
+        "gau-scaling-512": (15, 512, None),
+        "gau-scaling-768": (22, 768, None),
+        "gau-scaling-1024": (46, 1024, None),
+        "transformer+-scaling-512": (8, 512, None),
+        "transformer++-scaling-768": (12, 768, None),
+        "transformer++-scaling-1024": (24, 1024, None),
+    }
+    for name, (n_blocks, d_model, chunk_size) in rows.items():
+        config = presets()[name]
+        assert (config.n_blocks, config.d_model) == (n_blocks, d_model), name
+        assert getattr(config.mixer, "chunk_size", None) == chunk_size, name
+
+
+def test_every_system_has_a_tiny_and_a_base_preset() -> None:
+    for system in SYSTEMS:
+        assert {f"{system}-tiny", f"{system}-base"} <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
 def test_tiny_models_are_tiny(name: str) -> None:
-    assert 2 <= count(name) <= 4
+    assert 2 <= millions(name, "mlm") <= 4.5
 
 
 def test_tiny_models_take_the_vocabulary_of_the_byte_tokenizer() -> None:
@@ -28,8 +65,30 @@ def test_tiny_models_take_the_vocabulary_of_the_byte_tokenizer() -> None:
 
 
 def test_norms_follow_the_task() -> None:
-    assert lineartime.presets("clm")["flash-base"].norm == "layernorm"
-    assert lineartime.presets("mlm")["flash-base"].norm == "scalenorm"
+    assert presets("clm")["flash-base"].norm == "layernorm"
+    assert presets("mlm")["flash-base"].norm == "scalenorm"
+
+
+@pytest.mark.parametrize("name", ["linformer-tiny", "flash-first-to-all-base", "flash-cls-tiny"])
+def test_a_system_that_only_looks_both_ways_is_no_causal_preset(name: str) -> None:
+    assert name not in presets("clm")
+    assert name in presets("mlm")
+    with pytest.raises(ValueError, match=rf"{name} cannot be a causal model: .*; use task = 'mlm'"):
+        lineartime.build(name)
+
+
+def test_a_system_is_what_its_name_says() -> None:
+    plain, plus, plus_plus = (presets()[f"transformer{suffix}-tiny"] for suffix in ("", "+", "++"))
+    assert (plain.absolute_position, plain.norm, plain.mixer) == ("learned", "layernorm", AttentionConfig(4, rope=False))
+    assert presets("mlm")["transformer-tiny"].norm == "layernorm"
+    assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", MLPConfig())
+    assert plus_plus == replace(plus, feed_forward=GLUConfig())
+    for name in ("performer", "performer-matmul", "combiner", "linear-elu", "sparse", "reformer"):
+        assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus
+    for name in ("mc-tfm++", "mhsa-relu2", "mhsa-gated", "mhsa-single-head"):
+        assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
+    # fine-tuning: s = 512 and chunks of 128 (spec, section 6)
+    assert presets("mlm")["flash-first-to-all-base"].mixer == FirstToAllFLASHConfig(d_qk=512, chunk_size=128)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:

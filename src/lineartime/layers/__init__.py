@@ -1,10 +1,23 @@
 """Layers to drop into any network: [B, T, d] -> [B, T, d], with pre-norm and residual inside."""
 
 from lineartime.layers.attention import Attention
+from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import RMSNorm, ScaleNorm
 from lineartime.layers.positions import RotaryBias, ScaledSin, TableBias
 
-__all__ = ["FLASH", "GAU", "GLU", "MLP", "Attention", "RMSNorm", "RotaryBias", "ScaleNorm", "ScaledSin", "TableBias"]
+__all__ = [
+    "FLASH",
+    "GAU",
+    "GLU",
+    "MLP",
+    "Attention",
+    "CrossGAU",
+    "RMSNorm",
+    "RotaryBias",
+    "ScaleNorm",
+    "ScaledSin",
+    "TableBias",
+]

@@ -1,4 +1,4 @@
-"""Learned parts of positions: the two relative biases and the scaled sinusoid.
+"""Learned parts of positions: the two relative biases, the scaled sinusoid and the table of absolute positions.
 
 Shapes: Q queries, K keys, s query/key width, d model width.
 """
@@ -61,3 +61,24 @@ class ScaledSin(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""
         return self.scale * sinusoid(positions, self.d_model, self.scale.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """One learned vector for each of `max_positions` positions, as in the first Transformers for masked language models."""
+
+    def __init__(self, max_positions: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(max_positions, d_model))
+        nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[...] integer positions -> [..., d]; ValueError for a position beyond the last."""
+        # In compiled code, looking at the values would make everybody wait.
+        if positions.numel() and not positions.is_meta and not torch.compiler.is_compiling():
+            longest = int(positions.max()) + 1
+            if longest > len(self.table):
+                raise ValueError(
+                    f"The sequence has {longest} tokens, but the model has learned positions for max_positions = "
+                    f"{len(self.table)}: build it with more, or give it shorter sequences."
+                )
+        return self.table[positions]

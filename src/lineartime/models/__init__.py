@@ -1,20 +1,27 @@
 """Language models built from configurations."""
 
-from lineartime.models.config import AttentionConfig, FLASHConfig, GAUConfig, GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+from lineartime.models.mixers import AttentionConfig, CrossGAUConfig, FLASHConfig, GAUConfig, MixerConfig
 from lineartime.models.presets import build, presets
 
 __all__ = [
     "AttentionConfig",
     "CausalLM",
+    "CrossGAUConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
     "FLASHConfig",
     "GAUConfig",
     "GLUConfig",
     "LanguageModel",
     "MLPConfig",
     "MaskedLM",
+    "MixerConfig",
     "ModelConfig",
     "build",
     "build_model",
+    "greedy",
     "presets",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.layers.norms import build_norm
-from lineartime.layers.positions import ScaledSin
+from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import new_positions
 from lineartime.models.config import ModelConfig
 from lineartime.ops.layout import check_tokens, token_positions
@@ -47,7 +47,11 @@ class Backbone(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.position = ScaledSin(config.d_model) if config.absolute_position == "scaled_sin" else None
+        self.position: ScaledSin | LearnedPositions | None = None
+        if config.absolute_position == "scaled_sin":
+            self.position = ScaledSin(config.d_model)
+        elif config.max_positions is not None:
+            self.position = LearnedPositions(config.max_positions, config.d_model)
         # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
         self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
         self.norm = build_norm(config.norm, config.d_model)

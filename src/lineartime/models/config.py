@@ -5,59 +5,14 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lineartime.layers import FLASH, GAU, GLU, MLP, Attention
+from lineartime.layers import GLU, MLP
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, ResidualLayer
-from lineartime.ops.activations import Activation, Normalization
+from lineartime.layers.residual import ResidualLayer
+from lineartime.models.mixers import MIXER_KINDS, CrossGAUConfig, MixerConfig
 
 Task = Literal["clm", "mlm"]
-
-
-@dataclass(frozen=True)
-class FLASHConfig:
-    """Gated attention unit with mixed chunk attention, linear in the length."""
-
-    d_qk: int = 128
-    expansion: int = 2
-    chunk_size: int = 256
-    activation: Activation = "relu2"
-    normalization: Normalization = "count"
-    rope: bool = True
-    relative_bias: bool = True
-
-    def build(self, d_model: int, *, causal: bool, norm: Norm, dropout: float) -> Mixer:
-        """The layer this describes."""
-        return FLASH(d_model, causal=causal, norm=norm, dropout=dropout, **dataclasses.asdict(self))
-
-
-@dataclass(frozen=True)
-class GAUConfig:
-    """Gated attention unit with quadratic attention; a model of these is FLASH-Quad."""
-
-    d_qk: int = 128
-    expansion: int = 2
-    activation: Activation = "relu2"
-    normalization: Normalization = "count"
-    rope: bool = True
-    relative_bias: bool = True
-    max_length: int | None = None
-
-    def build(self, d_model: int, *, causal: bool, norm: Norm, dropout: float) -> Mixer:
-        """The layer this describes."""
-        return GAU(d_model, causal=causal, norm=norm, dropout=dropout, **dataclasses.asdict(self))
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Softmax multi-head attention."""
-
-    n_heads: int = 12
-    rope: bool = True
-
-    def build(self, d_model: int, *, causal: bool, norm: Norm, dropout: float) -> Mixer:
-        """The layer this describes."""
-        return Attention(d_model, causal=causal, norm=norm, dropout=dropout, **dataclasses.asdict(self))
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -82,13 +37,13 @@ class GLUConfig:
         return GLU(d_model, expansion=self.expansion, norm=norm, dropout=dropout)
 
 
-MixerConfig = FLASHConfig | GAUConfig | AttentionConfig
 FeedForwardConfig = MLPConfig | GLUConfig
 
 # The names under which parts appear in dictionaries, beside their own fields, as "kind".
 KINDS: dict[str, dict[str, type]] = {
-    "mixer": {"flash": FLASHConfig, "gau": GAUConfig, "attention": AttentionConfig},
+    "mixer": {**MIXER_KINDS},
     "feed_forward": {"mlp": MLPConfig, "glu": GLUConfig},
+    "cross": {"gau": CrossGAUConfig},
 }
 
 
@@ -104,7 +59,9 @@ class ModelConfig:
         mixer: what moves information between tokens.
         feed_forward: what follows the mixer in a block, or None: a gated attention unit needs none.
         norm: the norm before every layer and before the logits.
-        absolute_position: "scaled_sin" adds a scaled sinusoid to the embeddings; "none" adds nothing.
+        absolute_position: "scaled_sin" adds a scaled sinusoid to the embeddings; "learned" adds one learned vector for each
+            position; "none" adds nothing.
+        max_positions: how many positions are learned, and so the longest sequence, where they are.
         dropout: of every layer's output.
     """
 
@@ -115,31 +72,29 @@ class ModelConfig:
     mixer: MixerConfig
     feed_forward: FeedForwardConfig | None = None
     norm: Norm = "layernorm"
-    absolute_position: Literal["scaled_sin", "none"] = "scaled_sin"
+    absolute_position: Literal["scaled_sin", "learned", "none"] = "scaled_sin"
+    max_positions: int | None = None
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
         check_positive(vocab_size=self.vocab_size, d_model=self.d_model, n_blocks=self.n_blocks)
+        if (self.max_positions is not None) != (self.absolute_position == "learned"):
+            raise ValueError(
+                f"model.max_positions is {self.max_positions} with absolute_position = {self.absolute_position!r}, but learned "
+                "positions need a number of them, and no others have one."
+            )
+        if self.max_positions is not None:
+            check_positive(max_positions=self.max_positions)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
-        data = dataclasses.asdict(self)
-        for part, kinds in KINDS.items():
-            config = getattr(self, part)
-            if config is not None:
-                kind = next(name for name, cls in kinds.items() if isinstance(config, cls))
-                data[part] = {"kind": kind, **data[part]}
-        return data
+        return config_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """The config that `to_dict` described; ValueError naming the field for anything unknown or of the wrong type."""
-        data = dict(data)
-        for part in KINDS:
-            if isinstance(data.get(part), dict):
-                data[part] = _part_from_dict(part, data[part])
-        return from_fields(cls, data, "model")
+        return config_from_dict(cls, data)
 
     def override(self, /, **values: Any) -> "ModelConfig":
         """A copy with other values: a field of the model, or one of its mixer or feed-forward under its own name.
@@ -148,10 +103,7 @@ class ModelConfig:
         """
         own = {field.name for field in dataclasses.fields(self)}
         changed: dict[str, Any] = {name: value for name, value in values.items() if name in own}
-        for part in KINDS:
-            if isinstance(changed.get(part), dict):
-                changed[part] = _part_from_dict(part, changed[part])
-        config = from_fields(ModelConfig, {**_shallow(self), **changed}, "model")
+        config = config_from_dict(ModelConfig, {**_shallow(self), **changed})
         for name, value in values.items():
             if name not in own:
                 config = _override_part(config, name, value)
@@ -159,12 +111,11 @@ class ModelConfig:
 
 
 def _override_part(config: ModelConfig, name: str, value: Any) -> ModelConfig:
-    parts = [part for part in KINDS if hasattr(getattr(config, part), name)]
+    parts = [part for part in KINDS if name in _shallow(getattr(config, part, None))]
     if not parts:
         allowed = list(_shallow(config))
         for part in KINDS:
-            if getattr(config, part) is not None:
-                allowed += _shallow(getattr(config, part))
+            allowed += _shallow(getattr(config, part, None))
         raise ValueError(f"{name!r} is not a field of this model; it has {', '.join(dict.fromkeys(allowed))}.")
     if len(parts) > 1:
         raise ValueError(f"{name!r} is a field of both {' and '.join(parts)}: override the whole part, for instance mixer=....")
@@ -174,7 +125,24 @@ def _override_part(config: ModelConfig, name: str, value: Any) -> ModelConfig:
 
 
 def _shallow(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    """The fields of a dataclass by their names; of None, none."""
+    return {} if config is None else {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """A plain dictionary for JSON of a config and of its parts, each with its kind."""
+    data = dataclasses.asdict(config)
+    for part, kinds in KINDS.items():
+        value = getattr(config, part, None)
+        if value is not None:
+            data[part] = {"kind": next(name for name, cls in kinds.items() if type(value) is cls), **data[part]}
+    return data
+
+
+def config_from_dict(cls: type[Config], data: dict[str, Any]) -> Config:
+    """The config that `config_to_dict` described; ValueError naming the field for anything unknown or of the wrong type."""
+    parts = {part: _part_from_dict(part, data[part]) for part in KINDS if isinstance(data.get(part), dict)}
+    return from_fields(cls, {**data, **parts}, "model")
 
 
 def _part_from_dict(part: str, data: dict[str, Any]) -> Any:
@@ -182,9 +150,6 @@ def _part_from_dict(part: str, data: dict[str, Any]) -> Any:
     if data.get("kind") not in kinds:
         raise ValueError(f"{part}.kind is {data.get('kind')!r}, but must be one of {', '.join(map(repr, kinds))}.")
     return from_fields(kinds[data["kind"]], {name: value for name, value in data.items() if name != "kind"}, part)
-
-
-Config = TypeVar("Config")
 
 
 def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config:
@@ -204,8 +169,9 @@ def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config
 
 def check_fields(config: Any, where: str) -> None:
     """Raise ValueError, naming the field, unless every value of a dataclass has the type its field states."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
+    hints = get_type_hints(type(config))
+    for name in _shallow(config):
+        value, hint = getattr(config, name), hints[name]
         if not _fits(value, hint):
             raise ValueError(f"{where}.{name} is {value!r}, but must be {_describe(hint)}.")
 

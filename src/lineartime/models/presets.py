@@ -1,70 +1,82 @@
-"""Ready-made configurations, each derived from another; sizes are those of the paper."""
+"""Models that can be built by name: a system at a size, named system-size."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
-from lineartime.models.config import AttentionConfig, FLASHConfig, GAUConfig, GLUConfig, ModelConfig, Task
+from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.systems import SYSTEMS, Size
 from lineartime.ops.activations import check_choice
 
 BYTE_VOCABULARY = 258
 """256 bytes, end of document and mask: what the tiny presets assume until a tokenizer says otherwise."""
 
+# The sizes of arXiv 2202.10447; tiny is ours, for a laptop.
+BASE = Size(d_model=768, gated_blocks=24, attention_blocks=12, n_heads=12)
+SIZES: dict[str, Size] = {
+    "tiny": Size(256, gated_blocks=8, attention_blocks=4, n_heads=4, d_qk=64, chunk_size=128, vocab_size=BYTE_VOCABULARY),
+    "base": BASE,
+    "large": Size(1024, gated_blocks=72, attention_blocks=36, n_heads=16, chunk_size=512),
+    "ablation": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
+    "scaling-512": Size(512, gated_blocks=15, attention_blocks=8, n_heads=8),
+    "scaling-768": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
+    "scaling-1024": Size(1024, gated_blocks=46, attention_blocks=24, n_heads=16),
+}
 
-def flash_base(task: Task) -> ModelConfig:
-    """FLASH of 112 million parameters (arXiv 2202.10447, table 6)."""
-    return ModelConfig(
-        task=task,
-        vocab_size=32_000,
-        d_model=768,
-        n_blocks=24,
-        mixer=FLASHConfig(d_qk=128, chunk_size=256),
-        norm="layernorm" if task == "clm" else "scalenorm",
-    )
+# Sizes beyond tiny and base, at which the paper reports a system.
+MORE_SIZES: dict[str, tuple[str, ...]] = {
+    "large": ("flash", "flash-quad", "transformer+", "transformer++", "combiner"),
+    "ablation": ("gau", "gau-softmax", "gau-multi-head", "gau-ungated"),
+    "scaling-512": ("gau", "transformer+", "transformer++"),
+    "scaling-768": ("gau", "transformer+", "transformer++"),
+    "scaling-1024": ("gau", "transformer+", "transformer++"),
+}
 
-
-def flash_quad_base(task: Task) -> ModelConfig:
-    """FLASH-Quad, the quadratic form of FLASH, of 112 million parameters."""
-    return replace(flash_base(task), mixer=GAUConfig(d_qk=128))
-
-
-def transformer_plus_plus_base(task: Task) -> ModelConfig:
-    """Transformer++ (RoPE, GEGLU) of 110 million parameters."""
-    return replace(flash_base(task), n_blocks=12, mixer=AttentionConfig(n_heads=12), feed_forward=GLUConfig())
-
-
-def flash_tiny(task: Task) -> ModelConfig:
-    """FLASH of 3 million parameters, for a laptop."""
-    return replace(
-        flash_base(task), vocab_size=BYTE_VOCABULARY, d_model=256, n_blocks=8, mixer=FLASHConfig(d_qk=64, chunk_size=128)
-    )
-
-
-def flash_quad_tiny(task: Task) -> ModelConfig:
-    """FLASH-Quad of 3 million parameters."""
-    return replace(flash_tiny(task), mixer=GAUConfig(d_qk=64))
-
-
-def transformer_plus_plus_tiny(task: Task) -> ModelConfig:
-    """Transformer++ of 3 million parameters."""
-    return replace(flash_tiny(task), n_blocks=4, mixer=AttentionConfig(n_heads=4), feed_forward=GLUConfig())
-
-
-PRESETS: dict[str, Callable[[Task], ModelConfig]] = {
-    "flash-tiny": flash_tiny,
-    "flash-quad-tiny": flash_quad_tiny,
-    "transformer++-tiny": transformer_plus_plus_tiny,
-    "flash-base": flash_base,
-    "flash-quad-base": flash_quad_base,
-    "transformer++-base": transformer_plus_plus_base,
+# Parameters that the paper states, in millions.
+PAPER_MILLIONS: dict[str, int] = {
+    "flash-base": 112,
+    "flash-quad-base": 112,
+    "transformer-base": 110,
+    "transformer+-base": 110,
+    "transformer++-base": 110,
+    "performer-base": 110,
+    "combiner-base": 124,
+    "flash-large": 496,
+    "flash-quad-large": 496,
+    "transformer+-large": 486,
+    "transformer++-large": 486,
+    "combiner-large": 562,
+    "gau-ablation": 105,
+    "gau-softmax-ablation": 105,
+    "gau-multi-head-ablation": 105,
+    "gau-ungated-ablation": 131,
+    "mhsa-relu2-base": 110,
+    "mhsa-single-head-base": 110,
 }
 
 
+def _names() -> dict[str, tuple[str, Size]]:
+    """The system and the size of every preset, by its name."""
+    names = {f"{system}-{size}": (system, SIZES[size]) for size in ("tiny", "base") for system in SYSTEMS}
+    for size, systems in MORE_SIZES.items():
+        for system in systems:
+            # The paper's ablations and scaling figure speak of GAU where they mean models of it, which are FLASH-Quad.
+            names[f"{system}-{size}"] = ("flash-quad" if system == "gau" else system, SIZES[size])
+    return names
+
+
+PRESETS: dict[str, tuple[str, Size]] = _names()
+
+
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
-    """The configurations that `build` knows by name."""
+    """The configurations that `build` knows by name; for "clm" without those that only look both ways."""
     check_choice("task", task, get_args(Task))
-    return {name: preset(task) for name, preset in PRESETS.items()}
+    configs = {name: SYSTEMS[system](size, task) for name, (system, size) in PRESETS.items()}
+    return {name: config for name, config in configs.items() if task == "mlm" or config.mixer.layer.why_not_causal is None}
+
+
+def describe(preset: str) -> str:
+    """What the system of a preset is, in a line."""
+    return (SYSTEMS[PRESETS[preset][0]].__doc__ or "").rstrip(".")
 
 
 def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> ModelConfig:
@@ -72,7 +84,13 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     if isinstance(preset_or_config, ModelConfig):
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
     check_choice("preset", preset_or_config, tuple(PRESETS))
-    return presets(task or "clm")[preset_or_config].override(**overrides)
+    check_choice("task", task or "clm", get_args(Task))
+    system, size = PRESETS[preset_or_config]
+    config = SYSTEMS[system](size, task or "clm")
+    reason = config.mixer.layer.why_not_causal
+    if config.task == "clm" and reason is not None and "mixer" not in overrides:
+        raise ValueError(f"{preset_or_config} cannot be a causal model: {reason}; use task = 'mlm'.")
+    return config.override(**overrides)
 
 
 @overload
@@ -92,6 +110,6 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
             `build("flash-base", vocab_size=50257, chunk_size=512)`.
 
     Raises:
-        ValueError: for an unknown preset, field or value.
+        ValueError: for an unknown preset, field or value, or a causal model of a system that cannot be one.
     """
     return build_model(resolve(preset_or_config, task, **overrides))

@@ -1,5 +1,7 @@
 """Attention as pure functions of tensors; each file holds the definition, the parallel form and the streaming form."""
 
+from lineartime.ops.cross import cross_attention, cross_attention_oracle
+from lineartime.ops.linear import LinearState, linear_attention, linear_attention_extend, linear_attention_oracle
 from lineartime.ops.mixed_chunk import (
     MixedChunkState,
     mixed_chunk_attention,
@@ -16,8 +18,14 @@ from lineartime.ops.quadratic import (
 )
 
 __all__ = [
+    "LinearState",
     "MixedChunkState",
     "QuadraticState",
+    "cross_attention",
+    "cross_attention_oracle",
+    "linear_attention",
+    "linear_attention_extend",
+    "linear_attention_oracle",
     "mixed_chunk_attention",
     "mixed_chunk_attention_extend",
     "mixed_chunk_attention_oracle",

@@ -1,0 +1,81 @@
+"""The list of models that can be built by name, with what each of them costs: `lineartime presets`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from lineartime.errors import LineartimeError
+from lineartime.models.cost import cost, count_parameters
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, describe, presets
+
+
+@dataclass(frozen=True)
+class PresetsConfig:
+    """List the models that can be built by name, with what they cost."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Only presets that hold one of these in their names, for instance: tiny"""
+    context_length: int = 4096
+    """Tokens of context for which operations and memory are counted."""
+    verify: bool = False
+    """Instead, build every model that the paper counts, and compare the numbers of parameters."""
+
+
+def show_presets(config: PresetsConfig) -> None:
+    """Print the presets that are asked for; LineartimeError for a name that none has, or a size that is not the paper's."""
+    if config.context_length < 1:
+        raise LineartimeError(f"--context-length is {config.context_length}, but must be at least 1.")
+    names = [name for name in PRESETS if not config.names or any(part in name for part in config.names)]
+    if not names:
+        raise LineartimeError(f"no preset has {' or '.join(config.names)} in its name: leave it out to see all of them.")
+    if config.verify:
+        _verify_presets(names)
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    columns = [Column("preset", no_wrap=True), *map(_right, ("parameters", "size", "MFLOP/token", "state"))]
+    if console.width >= 120:  # in less, it would be a word a line
+        columns.append(Column("what it is"))
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    causal, both_ways = presets("clm"), presets("mlm")
+    for name in track(names, "counting", console=Console(stderr=True), transient=True):
+        model = causal.get(name) or both_ways[name]
+        try:
+            parameters, flops, state = cost(model, config.context_length)
+            spent = [f"{flops / 1e6:,.1f}", "none" if state is None else f"{state / 1e6:,.1f} MB"]
+        except ValueError:  # more tokens than the model reads
+            parameters, spent = count_parameters(model), ["-", "-"]
+        row = [name, f"{parameters / 1e6:.1f} M", f"{model.n_blocks} x {model.d_model}", *spent, describe(name)]
+        table.add_row(*row[: len(columns)])
+    console.print(table)
+    console.print(f"With {config.context_length:,} tokens of context:", soft_wrap=True)
+    console.print('  MFLOP/token  matrix products of a forward pass; "-" if the model reads fewer tokens', soft_wrap=True)
+    console.print(
+        '  state        memory of a stream, in float32; "none" if it only looks both ways (--task mlm)', soft_wrap=True
+    )
+
+
+def _verify_presets(names: Sequence[str]) -> None:
+    """Compare parameters with the paper's, where it states them; LineartimeError for a difference."""
+    names = [name for name in names if name in PAPER_MILLIONS]
+    if not names:
+        raise LineartimeError("the paper counts the parameters of none of these: leave the names out to see those it counts.")
+    table = Table("preset", _right("parameters"), _right("paper"), "agrees")
+    wrong = []
+    for name in track(names, "building", console=Console(stderr=True), transient=True):
+        parameters = count_parameters(presets("clm")[name])
+        agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
+        wrong += [] if agrees else [name]
+        table.add_row(name, f"{parameters:,}", f"{PAPER_MILLIONS[name]} M", "yes" if agrees else "no")
+    Console(highlight=False).print(table)
+    if wrong:
+        raise LineartimeError(f"not as large as in the paper: {', '.join(wrong)}.")
+
+
+def _right(header: str) -> Column:
+    return Column(header, justify="right")

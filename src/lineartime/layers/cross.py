@@ -1,0 +1,129 @@
+"""The gated attention unit as cross-attention: queries and gate from a decoder, keys and values from an encoder.
+
+Shapes: B batch, T tokens of the decoder, S tokens of the source, d model width, H heads, s query/key width of all heads,
+e = expansion * d value width of all heads.
+
+    x = norm(input)
+    U = silu(x Wu + bu)         [B,T,e]      Q = silu(x Wq + bq) * gamma_q + beta_q        [B,T,s]
+    V = silu(source Wv + bv)    [B,S,e]      K = silu(source Wk + bk) * gamma_k + beta_k   [B,S,s]
+    out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are cut in H parts, each attending by itself
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.layers.checks import check_positive
+from lineartime.layers.multi_head import merge_heads
+from lineartime.layers.norms import Norm
+from lineartime.layers.residual import ResidualLayer, init_dense, zero_padding
+from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
+from lineartime.ops.cross import check_mask, cross_attention
+from lineartime.ops.layout import check_tokens
+
+
+class SourceState(NamedTuple):
+    """What a layer keeps of a source: keys [B, H, S, s / H], values [B, H, S, e / H], and its real tokens, bool [B, S]."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
+class CrossGAU(ResidualLayer):
+    """Gated attention unit that reads another sequence: [B, T, d] and a source [B, S, d] -> [B, T, d].
+
+    Pre-norm and residual are inside; the source comes already normed, as an encoder's final norm leaves it. A token reads the
+    whole source and no other token of its own sequence. Nothing is rotated by position: the distance between a token and one
+    of another sequence means nothing, so both sequences have to carry their positions in their embeddings.
+
+    Args:
+        d_model: d, the width of inputs, source and outputs.
+        n_heads: H, which must divide d_qk and expansion * d.
+        d_qk: s, the width of queries and keys, all heads together.
+        expansion: values and gate are e = expansion * d wide, all heads together.
+        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+
+    Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, read across two sequences.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 1,
+        d_qk: int = 128,
+        expansion: int = 2,
+        activation: Activation = "relu2",
+        norm: Norm = "layernorm",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(d_model, norm, dropout)
+        check_choice("activation", activation, ACTIVATIONS)
+        check_positive(n_heads=n_heads, d_qk=d_qk, expansion=expansion)
+        self.d_value = expansion * d_model
+        for name, width in (("d_qk", d_qk), ("expansion * d_model", self.d_value)):
+            if width % n_heads:
+                raise ValueError(f"n_heads is {n_heads}, but must divide {name} = {width}.")
+        self.n_heads = n_heads
+        self.d_qk = d_qk
+        self.activation: Activation = activation
+        self.to_gate_query = init_dense(nn.Linear(d_model, self.d_value + d_qk))
+        self.to_value_key = init_dense(nn.Linear(d_model, self.d_value + d_qk))
+        # Not the N(0, 0.02) and 0 of a GAU: without its relative bias, scores would start at 1e-6 and their squares pass no
+        # gradient, so that nothing is ever learned. These start near beta_q.beta_k / sqrt(s / H) = 1: at first, every query
+        # reads the plain average of the source.
+        self.gamma = nn.Parameter(torch.ones(2, d_qk))
+        self.beta = nn.Parameter(torch.full((2, d_qk), (d_qk / n_heads) ** -0.25))
+        self.to_output = init_dense(nn.Linear(self.d_value, d_model))
+
+    def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, source_mask: Tensor | None = None) -> Tensor:
+        """Read a whole source and answer all tokens at once.
+
+        Args:
+            x: [B, T, d].
+            source: [B, S, d], normed.
+            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            source_mask: bool [B, S], True for real tokens of the source; padding is read by nobody.
+
+        Returns:
+            [B, T, d]. Where a source has no real token there is nothing to read, and the output is x plus a learned bias.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        return self.attend(x, self.read(source, source_mask), mask)
+
+    def read(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
+        """What `attend` needs of a source [B, S, d], computed once for all tokens that will ever ask."""
+        if source.dim() != 3 or source.shape[-1] != self.d_model:
+            expected = f"[B, S, d_model] with d_model = {self.d_model}"
+            raise ValueError(f"source has shape {list(source.shape)}, but must be {expected}.")
+        check_mask("source_mask", source_mask, source.shape[0], source.shape[1])
+        projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
+        value, base = projected.split([self.d_value, self.d_qk], dim=-1)
+        return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
+
+    def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
+        """Answer tokens [B, T, d] from a source that was read; any cut of T gives the same, as no token reads another."""
+        self.check_input(x)
+        check_tokens(x.shape, mask, None)
+        if x.shape[0] != state.k.shape[0]:
+            raise ValueError(f"x has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
+        x = zero_padding(x, mask)
+        gate, base = F.silu(self.to_gate_query(self.norm(x))).split([self.d_value, self.d_qk], dim=-1)
+        q = self._split_heads(base * self.gamma[0] + self.beta[0])
+        attended = cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation)
+        return zero_padding(x + self.dropout(self.to_output(gate * merge_heads(attended))), mask)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, H, T, f / H]."""
+        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        return heads

@@ -1,0 +1,72 @@
+"""What a model costs, found by running it on the meta device, where tensors have shapes and no values.
+
+Shapes: T tokens of context.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import CausalLM, LanguageModel, build_model
+
+
+class Cost(NamedTuple):
+    """The cost of a model.
+
+    Attributes:
+        parameters: how many numbers are learned.
+        flops_per_token: operations of one forward pass over T tokens in matrix products, as this library computes them,
+            divided by T: a multiplication and an addition are two. Softmax attention counts all T x T products.
+        state_bytes: what one stream remembers after T tokens, in float32; None for a model that does not stream.
+    """
+
+    parameters: int
+    flops_per_token: float
+    state_bytes: int | None
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """How many numbers a model learns."""
+    with torch.device("meta"):
+        return _parameters(build_model(config))
+
+
+def cost(config: ModelConfig, context_length: int) -> Cost:
+    """The cost of a model with so many tokens of context; ValueError if it cannot read so many."""
+    if config.max_positions is not None and context_length > config.max_positions:
+        raise ValueError(f"context_length is {context_length}, but the model reads at most {config.max_positions} tokens.")
+    ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
+    # All blocks are alike: two and one tell what each of them adds.
+    with torch.device("meta"):
+        one, two = (build_model(config.override(n_blocks=n)) for n in (1, 2))
+
+    def total(of_one: int, of_two: int) -> int:
+        return of_one + (config.n_blocks - 1) * (of_two - of_one)
+
+    state = None
+    with torch.no_grad():
+        flops = total(*(_forward_flops(model, ids) for model in (one, two)))
+        if isinstance(one, CausalLM):
+            state = config.n_blocks * state_bytes(one.extend(ids, one.init_state(1))[1])
+    return Cost(total(*(_parameters(model) for model in (one, two))), flops / context_length, state)
+
+
+def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(ids)
+    flops: int = counter.get_total_flops()
+    return flops
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def state_bytes(state: Any) -> int:
+    """The size of all tensors in a state."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    return sum(state_bytes(part) for part in state) if isinstance(state, tuple) else 0

@@ -1,0 +1,234 @@
+"""Sequence to sequence: an encoder reads a source, a decoder writes a target and reads the source by gated cross-attention.
+
+Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.layers.checks import check_positive
+from lineartime.layers.cross import SourceState
+from lineartime.layers.norms import Norm, build_norm
+from lineartime.layers.residual import new_positions
+from lineartime.models.backbone import Backbone
+from lineartime.models.config import FeedForwardConfig, ModelConfig, check_fields, config_from_dict, config_to_dict
+from lineartime.models.mixers import CrossGAUConfig, MixerConfig
+from lineartime.ops.cross import check_mask
+from lineartime.ops.layout import token_positions
+
+# 1. The description ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """An encoder of equal blocks, and a decoder of equal blocks that read what the encoder wrote.
+
+    Attributes:
+        vocab_size: number of tokens; the embeddings of both sides and of the output are one.
+        d_model: width of the residual streams.
+        n_encoder_blocks: number of blocks of the encoder.
+        n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse exactly with two and not with one:
+            where to read depends on the length of the source, which has to be read first.
+        mixer: what moves information between the tokens of one side; causal in the decoder alone.
+        cross: what moves information from the source to the target.
+        feed_forward: what follows them in a block, or None: gated attention units need none.
+        norm: the norm before every layer, before the source is read and before the logits.
+        dropout: of every layer's output.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_encoder_blocks: int
+    n_decoder_blocks: int
+    mixer: MixerConfig
+    cross: CrossGAUConfig = field(default_factory=CrossGAUConfig)
+    feed_forward: FeedForwardConfig | None = None
+    norm: Norm = "layernorm"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model")
+        check_positive(vocab_size=self.vocab_size, d_model=self.d_model)
+        check_positive(n_encoder_blocks=self.n_encoder_blocks, n_decoder_blocks=self.n_decoder_blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
+        return config_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "EncoderDecoderConfig":
+        """The config that `to_dict` described; ValueError naming the field for anything unknown or of the wrong type."""
+        return config_from_dict(cls, data)
+
+    def encoder(self) -> ModelConfig:
+        """The encoder alone, which is the backbone of a masked language model."""
+        return ModelConfig(
+            task="mlm",
+            vocab_size=self.vocab_size,
+            d_model=self.d_model,
+            n_blocks=self.n_encoder_blocks,
+            mixer=self.mixer,
+            feed_forward=self.feed_forward,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
+
+
+# 2. The model ---------------------------------------------------------------------------------------------------------
+
+
+class Encoder(Backbone):
+    """The bidirectional side: source ids [B, S] -> normed hidden vectors [B, S, d]."""
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The embedding that the decoder shares: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
+        self._check_ids(ids)
+        return self._embed(ids, positions)
+
+
+class DecoderBlock(nn.Module):
+    """A causal mixer, the cross-attention and perhaps a feed-forward layer; norms and residuals are theirs."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
+        self.cross = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
+        self.feed_forward: nn.Module = nn.Identity()
+        if config.feed_forward is not None:
+            self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None, source: SourceState) -> Tensor:
+        """[B, T, d] -> [B, T, d]."""
+        out: Tensor = self.feed_forward(self.cross.attend(self.mixer(x, mask), source, mask))
+        return out
+
+    def extend(self, x: Tensor, state: Any, source: SourceState) -> tuple[Tensor, Any]:
+        """[B, N, d] -> [B, N, d], and the mixer's state after them."""
+        x, state = self.mixer.extend(x, state)
+        return self.feed_forward(self.cross.attend(x, source)), state
+
+
+class EncoderDecoderState(NamedTuple):
+    """For each block of the decoder, its mixer's state and what it keeps of the source, which never changes."""
+
+    mixers: tuple[Any, ...]
+    sources: tuple[SourceState, ...]
+
+    @property
+    def position(self) -> int:
+        """The number of target tokens read so far."""
+        position: int = self.mixers[0].position
+        return position
+
+
+class EncoderDecoder(nn.Module):
+    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which foretell the next target token."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config.encoder())
+        # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
+        self.blocks: Iterable[DecoderBlock] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderBlock(config) for _ in range(config.n_decoder_blocks)
+        )
+        self.norm = build_norm(config.norm, config.d_model)
+
+    def forward(
+        self, source_ids: Tensor, target_ids: Tensor, source_mask: Tensor | None = None, target_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits of every target token.
+
+        Args:
+            source_ids: [B, S] token ids.
+            target_ids: [B, T] token ids, usually the target behind a start token.
+            source_mask: bool [B, S], True for real tokens; padding may stand anywhere.
+            target_mask: bool [B, T], the same for the target.
+
+        Returns:
+            [B, T, V].
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        sources = self._read(source_ids, source_mask)
+        if target_ids.shape[:1] != source_ids.shape[:1]:
+            raise ValueError(f"target_ids has shape {list(target_ids.shape)}, but source_ids has {source_ids.shape[0]} rows.")
+        check_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
+        x = self.encoder.embed(target_ids, token_positions(target_ids.shape[1], target_mask, None, target_ids.device))
+        for block, source in zip(self.blocks, sources, strict=True):
+            x = block(x, target_mask, source)
+        return self._logits(x)
+
+    def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
+        """Read the sources [B, S] once: the state before the first token of B targets."""
+        sources = self._read(source_ids, source_mask)
+        return EncoderDecoderState(tuple(block.mixer.init_state(source_ids.shape[0]) for block in self.blocks), sources)
+
+    def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
+        """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them; `state` stays as it is."""
+        x = self.encoder.embed(target_ids, new_positions(state.position, target_ids.shape[-1], target_ids.device))
+        mixers = []
+        for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
+            x, mixer = block.extend(x, mixer, source)
+            mixers.append(mixer)
+        return self._logits(x), state._replace(mixers=tuple(mixers))
+
+    def _read(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
+        if source_ids.dim() == 2:
+            check_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1])
+        hidden = self.encoder(source_ids, source_mask)
+        return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.encoder.embedding.weight)
+
+
+# 3. Writing -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def greedy(
+    model: EncoderDecoder,
+    source_ids: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    start_token: int,
+    stop_token: int,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Write the target of every source, always taking the likeliest token.
+
+    Args:
+        model: an encoder-decoder in evaluation mode.
+        source_ids: [B, S] token ids.
+        source_mask: bool [B, S], True for real tokens.
+        start_token: the token before every target.
+        stop_token: the token that ends a target; it is not returned.
+        max_tokens: how many tokens to write at the most, the stop token included.
+
+    Returns:
+        The token ids of B targets.
+
+    Raises:
+        ValueError: if shapes do not fit, or `max_tokens` is below 1.
+    """
+    check_positive(max_tokens=max_tokens)
+    state = model.init_state(source_ids, source_mask)
+    tokens = source_ids.new_full((source_ids.shape[0], 1), start_token)
+    ended = torch.zeros_like(tokens, dtype=torch.bool)
+    written = []
+    for _ in range(max_tokens):
+        logits, state = model.extend(tokens, state)
+        tokens = logits.argmax(-1)
+        written.append(tokens)
+        ended |= tokens == stop_token
+        if ended.all():
+            break
+    # A target that has ended runs on until all have: what stands behind its stop token means nothing.
+    return [row[: row.index(stop_token)] if stop_token in row else row for row in torch.cat(written, 1).tolist()]

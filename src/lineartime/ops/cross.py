@@ -1,0 +1,104 @@
+"""Cross-attention of gated units: queries of one sequence, keys and values of another.
+
+Shapes: B batch, T tokens that ask, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
+Source: the attention of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, relu(q.k / sqrt(s))^2 / n, read
+across two sequences, which the paper leaves open: n is the number of real tokens of the source.
+"""
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights, attention_weights_oracle, check_choice
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def cross_attention_oracle(
+    q: Tensor, k: Tensor, v: Tensor, *, source_mask: Tensor | None = None, activation: Activation = "relu2"
+) -> Tensor:
+    """The definition of `cross_attention`, one query at a time: slow, and only there to be believed."""
+    if q.dim() > 3:
+        heads = [
+            cross_attention_oracle(q[:, h], k[:, h], v[:, h], source_mask=source_mask, activation=activation)
+            for h in range(q.shape[1])
+        ]
+        return torch.stack(heads, 1)
+    out = v.new_zeros(*q.shape[:2], v.shape[-1])
+    for b in range(q.shape[0]):
+        real = [j for j in range(k.shape[1]) if source_mask is None or source_mask[b, j]]
+        for t in range(q.shape[1] if real else 0):
+            weights = attention_weights_oracle(
+                k[b, real] @ q[b, t], None, d_qk=q.shape[-1], activation=activation, published_length=None
+            )
+            out = out.index_put((torch.tensor(b), torch.tensor(t)), weights @ v[b, real])
+    return out
+
+
+# 2. The parallel form, which is the streaming form too: what a query reads does not depend on other queries -----------
+
+
+def cross_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, source_mask: Tensor | None = None, activation: Activation = "relu2"
+) -> Tensor:
+    """Attend from every token of one sequence to every real token of another, by default without softmax.
+
+    Args:
+        q: [B, ..., T, s] queries.
+        k: [B, ..., S, s] keys.
+        v: [B, ..., S, e] values.
+        source_mask: bool [B, S], True for real tokens of the source; padding is read by nobody.
+        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+
+    Returns:
+        [B, ..., T, e], zeros for rows whose source has no real token. float16 is computed in float32.
+
+    Raises:
+        ValueError: for shapes that do not fit together, or an unknown activation.
+    """
+    _check(q, k, v, source_mask, activation)
+    visible: Tensor | None = None
+    if source_mask is not None:
+        real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), -1)
+        k, v = (x.masked_fill(~real[..., None], 0.0) for x in (k, v))  # 0 * inf, at padding, would be NaN
+        visible = real[..., None, :]
+    dtype = matmul_dtype(q, k, v)
+    with without_autocast(q):
+        weights = attention_weights(
+            q.to(dtype) @ k.to(dtype).mT,
+            d_qk=q.shape[-1],
+            visible=visible,
+            bias=None,
+            activation=activation,
+            published_length=None,
+        )
+        out = weights.to(dtype) @ v.to(dtype)
+    return out.to(output_dtype(v, dtype))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> None:
+    check_choice("activation", activation, ACTIVATIONS)
+    if q.dim() < 3:
+        raise ValueError(f"q has shape {list(q.shape)}, but must be [B, ..., T, s].")
+    if v.dim() != q.dim() or v.shape[:-2] != q.shape[:-2]:
+        expected = ", ".join([*map(str, q.shape[:-2]), "S", "e"])
+        raise ValueError(f"v has shape {list(v.shape)}, but must be [B, ..., S, e] = [{expected}], q being {list(q.shape)}.")
+    if k.shape != (*v.shape[:-1], q.shape[-1]):
+        expected = ", ".join(map(str, [*v.shape[:-1], q.shape[-1]]))
+        raise ValueError(
+            f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}], q being {list(q.shape)} "
+            f"and v {list(v.shape)}."
+        )
+    check_mask("source_mask", source_mask, v.shape[0], v.shape[-2])
+
+
+def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError, naming the argument, unless the mask is None or bool [batch, length]."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{argument} is a {type(mask).__name__}, but must be a tensor.")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{argument} has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
+    if mask.shape != (batch, length):
+        raise ValueError(f"{argument} has shape {list(mask.shape)}, but must be [{batch}, {length}], a flag for each token.")

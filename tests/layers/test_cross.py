@@ -1,0 +1,141 @@
+"""The gated attention unit that reads another sequence."""
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.layers.cross import CrossGAU
+from lineartime.ops.cross import cross_attention_oracle
+
+
+def make_layer(**arguments: Any) -> CrossGAU:
+    """A layer of width 8 whose parameters all matter."""
+    layer = CrossGAU(8, **{"d_qk": 4, **arguments}).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+def make_inputs(queries: int = 6, source: int = 9) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, queries, 8, dtype=torch.float64), torch.randn(2, source, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_cross_gau_is_its_formula(n_heads: int) -> None:
+    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+    normed = F.layer_norm(x, (8,), layer.norm.weight, layer.norm.bias)
+    u, zq = F.silu(F.linear(normed, layer.to_gate_query.weight, layer.to_gate_query.bias)).split([16, 4], -1)
+    v, zk = F.silu(F.linear(source, layer.to_value_key.weight, layer.to_value_key.bias)).split([16, 4], -1)
+    q, k = (z * gamma + beta for z, gamma, beta in zip((zq, zk), layer.gamma, layer.beta, strict=True))
+    heads = zip(*(part.chunk(n_heads, -1) for part in (q, k, v)), strict=True)
+    attended = torch.cat([cross_attention_oracle(*head) for head in heads], -1)
+    expected = x + F.linear(u * attended, layer.to_output.weight, layer.to_output.bias)
+    torch.testing.assert_close(layer(x, source), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("n_heads", [1, 4])
+def test_a_new_layer_reads_the_average_of_its_source(n_heads: int) -> None:
+    layer, (x, source) = CrossGAU(64, n_heads=n_heads), torch.randn(2, 2, 7, 64)
+    layer.attend(x, layer.read(source)).sum().backward()
+    products = layer.beta[0].view(n_heads, -1) * layer.beta[1].view(n_heads, -1)
+    torch.testing.assert_close(products.sum(-1) * (128 / n_heads) ** -0.5, torch.ones(n_heads))
+    assert layer.gamma.grad is not None
+    assert layer.gamma.grad.abs().max() > 1e-5  # N(0, 0.02) and 0, as in a GAU, would leave 1e-12
+
+
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_padding_on_either_side_changes_nothing(n_heads: int) -> None:
+    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+    alone = layer(x[:, 1:4], source[:, 2:7])
+    mask, source_mask = torch.zeros(2, 6, dtype=torch.bool), torch.zeros(2, 9, dtype=torch.bool)
+    mask[:, 1:4] = source_mask[:, 2:7] = True
+    dirty_x, dirty_source = (
+        tokens.masked_fill(~real[..., None], torch.nan) for tokens, real in ((x, mask), (source, source_mask))
+    )
+    padded = layer(dirty_x, dirty_source, mask, source_mask)
+    torch.testing.assert_close(padded[:, 1:4], alone, atol=1e-12, rtol=0)
+    assert not padded[:, [0, 4, 5]].any()
+
+
+def test_where_there_is_nothing_to_read_the_input_stays() -> None:
+    layer, (x, source) = make_layer(), make_inputs()
+    source_mask = torch.tensor([[False] * 9, [True] * 9])
+    out = layer(x, source, source_mask=source_mask)
+    torch.testing.assert_close(out[0], x[0] + layer.to_output.bias, atol=1e-12, rtol=0)
+    torch.testing.assert_close(out[1], layer(x, source)[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_a_source_read_once_answers_in_any_pieces(n_heads: int) -> None:
+    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+    source_mask = torch.arange(9) < torch.tensor([[5], [9]])
+    state = layer.read(source, source_mask)
+    pieces = [layer.attend(x[:, start:stop], state) for start, stop in pairwise([0, 1, 1, 4, 6])]
+    torch.testing.assert_close(torch.cat(pieces, 1), layer(x, source, source_mask=source_mask), atol=1e-12, rtol=0)
+
+
+# For each argument, another value than its default and the other arguments it needs to matter.
+OTHER: dict[str, Any] = {
+    "n_heads": 2,
+    "d_qk": 64,
+    "expansion": 3,
+    "activation": "softmax",
+    "norm": "scalenorm",
+    "dropout": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", list(inspect.signature(CrossGAU).parameters)[1:])
+def test_every_argument_changes_something(name: str) -> None:
+    x, source = make_inputs()
+    default, other = make_layer(), make_layer(**{name: OTHER[name]})
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in (default, other)]
+    assert sizes[0] != sizes[1] or not torch.allclose(default(3 * x + 1, source), other(3 * x + 1, source), atol=1e-3)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    layer, (x, source) = make_layer(n_heads=2), make_inputs()
+    layer(x, source).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_heads": 3}, "n_heads is 3, but must divide d_qk = 4"),
+        ({"n_heads": 3, "d_qk": 6}, "n_heads is 3, but must divide expansion \\* d_model = 16"),
+        ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
+        ({"d_qk": 0}, "d_qk is 0, but must be at least 1"),
+        ({"expansion": 1.5}, "expansion is 1.5, but must be a whole number"),
+        ({"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
+        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+    ],
+)
+def test_values_that_are_not_allowed_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(2, 6, 7)}, r"x has shape \[2, 6, 7\]"),
+        ({"source": torch.zeros(2, 9, 7)}, r"source has shape \[2, 9, 7\], but must be \[B, S, d_model\] with d_model = 8"),
+        ({"x": torch.zeros(1, 6, 8)}, "x has batch size 1, but its source was read for 2"),
+        ({"mask": torch.ones(2, 9, dtype=torch.bool)}, r"mask has shape \[2, 9\], but must be \[B, T\] = \[2, 6\]"),
+        ({"source_mask": torch.ones(2, 6, dtype=torch.bool)}, r"source_mask has shape \[2, 6\], but must be \[2, 9\]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CrossGAU(8, d_qk=4)(**{"x": torch.zeros(2, 6, 8), "source": torch.zeros(2, 9, 8), **changes})

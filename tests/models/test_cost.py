@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+import lineartime
+from lineartime.models.cost import cost, count_parameters, state_bytes
+from lineartime.models.presets import presets, resolve
+
+
+def test_operations_are_those_of_the_matrix_products() -> None:
+    # 4 blocks: projections 2 (3 d^2 + d^2) and 2 (3 d 683), all T keys twice; and the logits.
+    d, length = 256, 512
+    config = resolve("transformer++-tiny")
+    per_block = 2 * (4 * d * d) + 2 * (3 * d * 683) + 2 * 2 * length * d
+    assert cost(config, length).flops_per_token == pytest.approx(4 * per_block + 2 * d * 258)
+
+
+@pytest.mark.parametrize("name", ["flash-tiny", "transformer+-tiny", "combiner-tiny", "reformer-tiny"])
+def test_costs_found_on_two_blocks_are_those_of_the_whole_model(name: str) -> None:
+    config = resolve(name)
+    found = cost(config, 300)
+    assert found.parameters == count_parameters(config)
+    model = lineartime.build(config)
+    _, state = model.extend(torch.zeros(1, 300, dtype=torch.long), model.init_state(1))  # type: ignore[union-attr]
+    assert found.state_bytes == state_bytes(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "grows"),
+    [
+        ("flash-tiny", False),
+        ("flash-local-tiny", False),
+        ("flash-overlapping-tiny", False),
+        ("mc-tfm++-tiny", False),
+        ("performer-tiny", False),
+        ("linear-elu-tiny", False),
+        ("efficient-tiny", False),
+        ("linear-taylor-tiny", False),
+        ("combiner-tiny", True),
+        ("flash-weighted-tiny", True),
+        ("flash-quad-tiny", True),
+        ("transformer++-tiny", True),
+        ("sparse-tiny", True),
+        ("reformer-tiny", True),
+    ],
+)
+def test_linear_systems_stream_with_constant_memory(name: str, grows: bool) -> None:
+    short, long = (cost(presets()[name], length).state_bytes for length in (256, 1024))
+    assert short is not None
+    assert long is not None
+    assert long > short if grows else long == short
+
+
+def test_a_system_that_does_not_stream_has_no_state() -> None:
+    assert cost(presets("mlm")["linformer-tiny"], 64).state_bytes is None
+
+
+def test_a_context_that_a_model_cannot_read_is_named() -> None:
+    with pytest.raises(ValueError, match="context_length is 1025, but the model reads at most 1024 tokens"):
+        cost(resolve("transformer-tiny"), 1025)
+    with pytest.raises(ValueError, match="max_length = 512"):
+        cost(presets("mlm")["linformer-tiny"], 513)

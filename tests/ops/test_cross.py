@@ -1,0 +1,126 @@
+"""Cross-attention of gated units against its definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import ACTIVATIONS
+from lineartime.ops.cross import cross_attention, cross_attention_oracle
+from lineartime.ops.quadratic import quadratic_attention
+
+
+def make_inputs(queries: int, source: int, heads: tuple[int, ...] = (), grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((queries, 6), (source, 6), (source, 5))
+    q, k, v = (torch.randn(3, *heads, *size, dtype=torch.float64).requires_grad_(grad) for size in sizes)
+    return q, k, v
+
+
+def make_mask(source: int) -> Tensor:
+    mask = torch.rand(3, source) > 0.4
+    mask[0] = False  # a row without any real token
+    return mask
+
+
+@pytest.mark.parametrize(("queries", "source"), [(1, 1), (4, 7), (7, 4), (5, 5)])
+@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_gradients_are_those_of_the_definition(
+    queries: int, source: int, heads: tuple[int, ...], padded: bool, activation: Any
+) -> None:
+    inputs = make_inputs(queries, source, heads, grad=True)
+    mask = make_mask(source) if padded else None
+    fast = cross_attention(*inputs, source_mask=mask, activation=activation)
+    exact = cross_attention_oracle(*inputs, source_mask=mask, activation=activation)
+    torch.testing.assert_close(fast, exact, atol=1e-10, rtol=0)
+    weights = torch.randn_like(exact)
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (fast, exact)]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nothing_to_ask_and_nothing_to_read(activation: Any) -> None:
+    assert cross_attention(*make_inputs(0, 3), activation=activation).shape == (3, 0, 5)
+    assert torch.equal(cross_attention(*make_inputs(2, 0), activation=activation), torch.zeros(3, 2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation: Any) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cross_attention(q, k, v, source_mask=mask, activation=activation)
+
+    mask = make_mask(4)
+    assert torch.autograd.gradcheck(attention, make_inputs(2, 4, grad=True))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_sequence_that_reads_itself_is_bidirectional_gau(activation: Any) -> None:
+    q, k, v = (make_inputs(6, 6)[0] for _ in range(3))
+    expected = quadratic_attention(q, k, v, activation=activation)
+    torch.testing.assert_close(cross_attention(q, k, v, activation=activation), expected, atol=1e-12, rtol=0)
+
+
+def test_a_query_reads_every_source_token_and_no_other_query() -> None:
+    q, k, v = make_inputs(4, 5, grad=True)
+    gradients = torch.autograd.grad(cross_attention(q, k, v, activation="softmax")[1, 2].sum(), (q, k, v))
+    assert gradients[0].any(-1).nonzero().tolist() == [[1, 2]]
+    for gradient in gradients[1:]:
+        assert gradient.any(-1).nonzero().tolist() == [[1, j] for j in range(5)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_row_without_a_source_token_is_zero_forward_and_backward(activation: Any) -> None:
+    inputs = make_inputs(4, 5, grad=True)
+    out = cross_attention(*inputs, source_mask=make_mask(5), activation=activation)
+    assert not out[0].any()
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert gradient.isfinite().all()
+        assert not gradient[0].any()
+
+
+@pytest.mark.parametrize("heads", [(), (2,)])
+def test_padding_may_hold_anything_forward_and_backward(heads: tuple[int, ...]) -> None:
+    q, k, v = make_inputs(4, 5, heads, grad=True)
+    mask = make_mask(5)
+    padding = ~mask.view(3, *[1] * len(heads), 5, 1)
+    out = cross_attention(q, k.masked_fill(padding, torch.inf), v.masked_fill(padding, torch.nan), source_mask=mask)
+    assert torch.equal(out, cross_attention(q, k, v, source_mask=mask))
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_half_precision_autocast_stays_finite_on_large_inputs(dtype: torch.dtype, activation: Any) -> None:
+    inputs = [(1e3 * x.detach().float()).requires_grad_() for x in make_inputs(4, 7)]
+    with torch.autocast("cpu", dtype=dtype):
+        out = cross_attention(inputs[0], inputs[1], inputs[2], source_mask=make_mask(7), activation=activation)
+    out.float().mean().backward()
+    assert out.isfinite().all()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
+
+
+def test_half_precision_values_give_half_precision_outputs() -> None:
+    q, k, v = (x.to(torch.float16) for x in make_inputs(2, 3))
+    assert cross_attention(q, k, v).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
+        ({"q": torch.zeros(2, 6)}, r"q has shape \[2, 6\], but must be \[B, ..., T, s\]"),
+        ({"v": torch.zeros(2, 5, 4)}, r"v has shape \[2, 5, 4\], but must be \[B, ..., S, e\] = \[3, S, e\]"),
+        ({"k": torch.zeros(3, 4, 6)}, r"k has shape \[3, 4, 6\], but must be \[B, ..., S, s\] = \[3, 5, 6\]"),
+        ({"k": torch.zeros(3, 5, 7)}, r"k has shape \[3, 5, 7\]"),
+        ({"source_mask": torch.ones(5, dtype=torch.bool)}, r"source_mask has shape \[5\], but must be \[3, 5\]"),
+        ({"source_mask": torch.ones(3, 5)}, "source_mask has dtype torch.float32, but must be torch.bool"),
+        ({"source_mask": [True]}, "source_mask is a list, but must be a tensor"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    arguments = {"q": torch.zeros(3, 4, 6), "k": torch.zeros(3, 5, 6), "v": torch.zeros(3, 5, 4), **changes}
+    with pytest.raises(ValueError, match=message):
+        cross_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
