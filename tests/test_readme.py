@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lineartime.catalogue import systems_table
 from lineartime.cli import parse
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,10 @@ def test_there_is_something_to_test() -> None:
 @pytest.mark.parametrize("name", ["length", "tiny_systems"])
 def test_tables_are_those_of_the_benchmarks(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_systems_is_that_of_the_registry() -> None:
+    assert systems_table() in (ROOT / "README.md").read_text(), f"README.md needs this table:\n{systems_table()}"
 
 
 @every_document

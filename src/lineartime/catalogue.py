@@ -1,4 +1,4 @@
-"""The list of models that can be built by name, with what each of them costs: `lineartime presets`."""
+"""The list of models that can be built by name, with what each of them costs: `lineartime presets` and the documents."""
 
 import sys
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lineartime.errors import LineartimeError
-from lineartime.models.cost import cost, count_parameters
-from lineartime.models.presets import PAPER_MILLIONS, PRESETS, describe, presets
+from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.cost import cost, count_parameters, stream_bytes
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, SIZES, describe, presets
+from lineartime.models.systems import SYSTEMS
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,24 @@ def _verify_presets(names: Sequence[str]) -> None:
 
 def _right(header: str) -> Column:
     return Column(header, justify="right")
+
+
+def systems_table() -> str:
+    """All systems as a Markdown table, which the documents show: what and where each is, and how its memory grows."""
+    lines = ["| system | what it is | code | feed-forward | memory of a stream |", "| --- | --- | --- | --- | --- |"]
+    for system in SYSTEMS:
+        config = SYSTEMS[system](SIZES["tiny"], "clm")
+        code = "/".join(config.mixer.layer.__module__.split(".")[1:]) + ".py"
+        feed_forward = {type(None): "none", MLPConfig: "MLP", GLUConfig: "GEGLU"}[type(config.feed_forward)]
+        cells = [f"`{system}`", describe(f"{system}-tiny"), f"`{code}`", feed_forward, _memory(config)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _memory(config: ModelConfig) -> str:
+    if config.mixer.layer.why_not_causal is not None:
+        return "looks both ways only"
+    short, longer, long = (stream_bytes(config, length) for length in (256, 257, 512))
+    if short == long:
+        return "constant"
+    return "grows with chunks" if short == longer else "grows with tokens"

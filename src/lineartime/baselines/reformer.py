@@ -118,8 +118,10 @@ def lsh_attention(
 
     keys = readable(chunked(_unit(q)[:, :, None]))
     scores = masked_products(chunked(q[:, :, None]), keys, visible).masked_fill(itself & visible, SELF_SCORE)
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    attended = (scores - log_sum).exp().to(v.dtype) @ readable(chunked(v[:, :, None]))
+    weights = scores.softmax(-1)
+    # Their logsumexp, from the largest weight, exp(largest score - logsumexp): exp itself is slow where it underflows.
+    log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+    attended = weights.to(v.dtype) @ readable(chunked(v[:, :, None]))
     # The softmax over all rounds together is the mean of the rounds' own, weighted by their sums of exponentials.
     share = unchunked(log_sum).softmax(2)
     return (share * unchunked(attended)).sum(2).to(v.dtype)

@@ -46,16 +46,23 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     def total(of_one: int, of_two: int) -> int:
         return of_one + (config.n_blocks - 1) * (of_two - of_one)
 
-    state = None
-    with torch.no_grad():
-        flops = total(*(_forward_flops(model, ids) for model in (one, two)))
-        if isinstance(one, CausalLM):
-            state = config.n_blocks * state_bytes(one.extend(ids, one.init_state(1))[1])
-    return Cost(total(*(_parameters(model) for model in (one, two))), flops / context_length, state)
+    parameters = total(*(_parameters(model) for model in (one, two)))
+    flops = total(*(_forward_flops(model, ids) for model in (one, two)))
+    return Cost(parameters, flops / context_length, stream_bytes(config, context_length))
+
+
+def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
+    """What one stream remembers after so many tokens, in bytes; None for a model that does not stream."""
+    with torch.device("meta"), torch.no_grad():
+        model = build_model(config.override(n_blocks=1))
+        if not isinstance(model, CausalLM):
+            return None
+        _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
+    return config.n_blocks * state_bytes(state)
 
 
 def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
-    with FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(ids)
     flops: int = counter.get_total_flops()
     return flops

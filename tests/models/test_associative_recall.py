@@ -1,0 +1,131 @@
+"""What every system can learn: to recall the value that came with a key, 128 tokens of which the first 8 are the pairs.
+
+    (key, value) x 8, then 120 keys of these in any order; at each of them the model has to say the value.
+
+No value is shown after the pairs, so that a system that does not reach them can only guess. Accuracy is measured on the last
+64 tokens, which are beyond the chunk of the pairs for every system. Keys stand in any order and get any value, anew in every
+sequence: there is nothing to memorise.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.models import ModelConfig, build_model
+from lineartime.models.systems import SYSTEMS, Size
+
+PAIRS, LENGTH, KEYS, VALUES, MEASURED = 8, 128, 8, 8, 64
+CHANCE = 1 / VALUES
+SIZE = Size(d_model=64, gated_blocks=2, attention_blocks=2, n_heads=2, d_qk=32, chunk_size=16, vocab_size=KEYS + KEYS * VALUES)
+STEPS, BATCH, PEAK, WARM_UP, STEADY = 300, 16, 4e-3, 20, 210
+
+LEARNED = 0.9
+"""The accuracy that a system has to reach; most end above 0.99."""
+
+CANNOT = {"flash-local"}
+"""Systems whose tokens read nothing beyond a chunk of 16."""
+
+# What a system needs to have a chance at this length and width.
+ADAPTED: dict[str, dict[str, int]] = {
+    "flash-global": {"chunk_size": 16},  # a chunk reads nothing of itself: the one with the pairs has to be short
+    "flash-first-to-all": {"d_qk": 32, "chunk_size": 16},  # fine-tuning sizes are others; those of the rest are enough
+    "flash-cls": {"d_qk": 32, "chunk_size": 16},
+    "gau-multi-head": {"n_heads": 2},  # four heads of 8 are too narrow
+    "combiner": {"chunk_size": 2},  # one summary of many pairs cannot say which value belongs to which key
+    "sparse": {"stride": 64},  # what is farther than the window takes two steps, and there are two blocks
+    "reformer": {"n_buckets": 2},  # equal tokens meet by their hash; different ones have to be lucky
+}
+
+
+def small(system: str) -> ModelConfig:
+    """The system, causal if it can be, without a sinusoid, which would drown embeddings that are as small as at first."""
+    config = SYSTEMS[system](SIZE, "clm")
+    if config.mixer.layer.why_not_causal is not None:
+        config = SYSTEMS[system](SIZE, "mlm")
+    if config.absolute_position == "scaled_sin":
+        config = config.override(absolute_position="none")
+    return config.override(**ADAPTED.get(system, {}))
+
+
+def awake(model: nn.Module) -> None:
+    """Start at the gain that N(0, 0.02) gives at the paper's width: at a width of 64, attention would sleep for long."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gamma"):
+                parameter.fill_(1.0)
+            elif name.endswith("beta"):  # so that q.k / sqrt(s) starts near 1, and relu^2 passes a gradient
+                parameter.fill_(parameter.shape[-1] ** -0.25)
+            elif parameter.dim() > 1:
+                parameter.mul_(4.0)
+
+
+def draw(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T], and the value to recall at each of the last `MEASURED` tokens and before: [B, T - pairs]."""
+    keys = torch.rand(batch, KEYS, generator=generator).argsort(1)
+    values = torch.randint(VALUES, (batch, PAIRS), generator=generator)
+    asked = torch.randint(PAIRS, (batch, LENGTH - PAIRS), generator=generator)
+    return torch.cat([KEYS + keys * VALUES + values, keys.gather(1, asked)], 1), values.gather(1, asked)
+
+
+def answers(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits of the values [B, T - pairs, values]."""
+    logits: Tensor = model(ids)
+    return logits[:, PAIRS:, :VALUES]
+
+
+def accuracy(logits: Tensor, values: Tensor) -> float:
+    return (logits.argmax(-1) == values)[:, -MEASURED:].float().mean().item()
+
+
+def recall_after_training(config: ModelConfig) -> float:
+    """The accuracy on new sequences, after at most `STEPS` steps."""
+    model = build_model(config)
+    awake(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - STEADY), 1.0)
+    )
+    generator = torch.Generator().manual_seed(1)
+    recent: list[float] = []
+    for _ in range(STEPS):
+        ids, values = draw(BATCH, generator)
+        logits = answers(model, ids)
+        F.cross_entropy(logits.flatten(0, 1), values.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        recent = [*recent[-9:], accuracy(logits, values)]
+        if min(recent) > 0.99:  # learned: no need to go on
+            break
+    with torch.no_grad():
+        ids, values = draw(128, torch.Generator().manual_seed(2))
+        return accuracy(answers(model, ids), values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [system for system in SYSTEMS if system not in CANNOT])
+def test_a_system_that_reaches_the_pairs_learns_to_recall_them(system: str) -> None:
+    assert recall_after_training(small(system)) > LEARNED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", CANNOT)
+def test_a_system_that_does_not_reach_the_pairs_stays_at_chance(system: str) -> None:
+    assert abs(recall_after_training(small(system)) - CHANCE) < 0.03
+
+
+@pytest.mark.slow
+def test_a_local_system_learns_once_its_chunk_holds_the_pairs() -> None:
+    assert recall_after_training(small("flash-local").override(chunk_size=LENGTH)) > LEARNED
+
+
+def test_the_task_binds_keys_and_values_anew_in_every_sequence() -> None:
+    ids, values = draw(4, torch.Generator().manual_seed(0))
+    assert ids.shape == (4, LENGTH)
+    for row, expected in zip(ids.tolist(), values.tolist(), strict=True):
+        bound = {(pair - KEYS) // VALUES: (pair - KEYS) % VALUES for pair in row[:PAIRS]}
+        assert len(bound) == PAIRS
+        assert [bound[key] for key in row[PAIRS:]] == expected
+    assert SIZE.chunk_size < LENGTH - MEASURED
