@@ -17,6 +17,7 @@ import pytest
 import lineartime
 from lineartime.__main__ import main as run_command
 from lineartime.cli import EvalConfig, GenerateConfig, main
+from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
 
@@ -121,11 +122,44 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Pa
     assert shown[0] == shown[1] != shown[2]
 
 
-def test_presets_lists_names_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets"]) == 0
+def test_presets_lists_sizes_operations_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "flash-base", "transformer-tiny", "linformer-tiny", "--context-length", "1030"]) == 0
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["flash-base"][:5] == ["112.0", "M", "24", "x", "768"]
+    flops, state, unit = lines["flash-base"][5:8]
+    assert 224 < float(flops) < 300  # two for each parameter but the embedding's and the bias tables', and attention
+    assert (state, unit) == ("62.9", "MB")
+    assert lines["transformer-tiny"][5:7] == lines["linformer-tiny"][5:7] == ["-", "-"]
+
+
+def test_presets_are_all_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "tiny", "--context-length", "64"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in lineartime.presets())
-    assert "112.0 M" in shown
+    for name in lineartime.presets("mlm"):
+        assert not name.endswith("-tiny") or re.search(rf"^ *{re.escape(name)} ", shown, re.MULTILINE), name
+    assert "Combiner, rowmajor-axial" in shown
+
+
+def test_presets_verify_compares_sizes_with_the_paper(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["presets", "gau", "--verify"]) == 0
+    assert re.search(r"gau-ungated-ablation[ │|]+130,687,233[ │|]+131 M[ │|]+yes", capsys.readouterr().out)
+    monkeypatch.setitem(PAPER_MILLIONS, "gau-ablation", 104)
+    fails(["presets", "gau", "--verify"], "not as large as in the paper: gau-ablation", capsys)
+
+
+def test_reading_beyond_what_a_model_can_ends_in_a_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [argument for argument in options(folder) if not argument.startswith(("d_qk", "chunk_size"))]
+    arguments[arguments.index("n_blocks=1")] = "max_positions=30"
+    run = str(tmp_path / "learned")
+    assert main(["train", "--preset", "transformer-tiny", *arguments, "--out", run, "--steps", "1"]) == 0
+    message = r"The sequence has \d+ tokens, but the model has learned positions for max_positions = 30"
+    fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message, capsys)
+    fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message, capsys)
+    fails(["generate", run, "--prompt", "the ", "--max-tokens", "40", "--temperature", "0"], message, capsys)
 
 
 @pytest.mark.parametrize(("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig)])
@@ -151,7 +185,21 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--data", ""], "--data is empty: give a path", 1),
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps = 600", 1),
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
-        (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be one of", 1),
+        (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be a name that .* lists", 1),
+        (["train", "--preset", "linformer-tiny"], "--preset: linformer-tiny cannot be a causal model: every landmark mixes", 1),
+        (
+            ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
+            "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* --override max_positions=2000",
+            1,
+        ),
+        (
+            ["train", "--preset", "linformer-tiny", "--task", "mlm", "--context-length", "513"],
+            "--context-length is 513, but linformer-tiny reads at most 512 tokens: .* --override max_length=513",
+            1,
+        ),
+        (["presets", "zebra"], "no preset has zebra in its name", 1),
+        (["presets", "--context-length", "0"], "--context-length is 0, but must be at least 1", 1),
+        (["presets", "reformer", "--verify"], "the paper counts the parameters of none of these", 1),
         (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
         (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),

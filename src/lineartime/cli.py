@@ -187,25 +187,28 @@ def _eval(config: EvalConfig) -> None:
     stream = token_stream(load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or default_cache())
     bf16 = choose_precision(config.precision, device) == "bf16"
     length = config.context_length or trained.context_length
-    if config.context == "carried":
-        if not isinstance(model, CausalLM):
-            raise LineartimeError(
-                f"--context carried needs a causal model, but {checkpoint} is a masked one: use --context windowed."
+    try:
+        if config.context == "carried":
+            if not isinstance(model, CausalLM):
+                raise LineartimeError(
+                    f"--context carried needs a causal model, but {checkpoint} is a masked one: use --context windowed."
+                )
+            if config.stride is not None:
+                raise LineartimeError("--stride is for --context windowed: carried context has no windows.")
+            evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=config.max_tokens)
+        else:
+            evaluation = windowed(
+                model,
+                stream,
+                tokenizer,
+                context_length=length,
+                stride=length if config.stride is None else config.stride,
+                batch_size=config.batch_size,
+                bf16=bf16,
+                max_tokens=config.max_tokens,
             )
-        if config.stride is not None:
-            raise LineartimeError("--stride is for --context windowed: carried context has no windows.")
-        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=config.max_tokens)
-    else:
-        evaluation = windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if config.stride is None else config.stride,
-            batch_size=config.batch_size,
-            bf16=bf16,
-            max_tokens=config.max_tokens,
-        )
+    except ValueError as error:  # more tokens than the model can read
+        raise LineartimeError(str(error)) from None
     if config.json:
         facts = {"checkpoint": str(checkpoint), "text": stream.name, "perplexity": evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))

@@ -14,7 +14,7 @@ from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import WeightedFLASH, weighted_summaries, weighted_summaries_oracle
 from lineartime.layers import FLASH, GAU
 from lineartime.ops.chunks import cut_chunks
-from lineartime.ops.quadratic import quadratic_attention_oracle
+from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 
 CHUNK = 4
 lengths = pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
@@ -160,10 +160,21 @@ def test_flash_in_parts_is_flash(causal: bool) -> None:
     torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
 
 
+@directions
 @lengths
-def test_the_quadratic_part_of_one_chunk_is_quadratic_attention(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, relative_bias=False).double()
-    inputs = [torch.randn(min(length, CHUNK), width) for width in (4, 4, 5)]
-    assert_same_function(
-        quadratic_part(layer), lambda q, k, v: quadratic_attention_oracle(q[None], k[None], v[None])[0], *inputs
-    )
+def test_each_part_alone_is_the_definition_without_the_other(
+    causal: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
+    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
+
+    def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
+        return lambda q, k, v: layer.attend(torch.stack([q, k], 1), v, None, None)
+
+    def oracle(*x: Tensor) -> Tensor:
+        return mixed_chunk_attention_oracle(*x, chunk_size=CHUNK, causal=causal)
+
+    inputs = [torch.randn(2, length, width) for width in (4, 4, 5)]
+    # relu(0)^2 is zero, and so is a linear query of zero.
+    assert_same_function(alone(local), lambda q, k, v: oracle(q, k, 0 * q, k, v), *inputs)
+    assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)

@@ -1,5 +1,8 @@
 """GAU with several heads, GAU without a gate, and heads with relu^2 or a gate."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,34 +19,40 @@ from lineartime.ops import quadratic_attention_oracle, rope
 POSITIONS = torch.arange(7)
 
 
-def prepared(layer: Mixer) -> tuple[Mixer, Tensor, Tensor]:
-    """A layer far from silent, an input, and the input after the layer's norm, all in float64."""
+AnyMixer = TypeVar("AnyMixer", bound=Mixer)
+X = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def prepared(layer: AnyMixer) -> AnyMixer:
+    """A layer far from silent, in float64."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    layer = layer.double()
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    return layer, x, layer.norm(x)
+    return layer.double()
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_head_of_a_gau_attends_by_itself(causal: bool) -> None:
-    layer, x, normed = prepared(MultiHeadGAU(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
-    assert isinstance(layer, MultiHeadGAU)
-    u, v, z = F.silu(layer.to_gate_value_base(normed)).split([32, 32, 8], -1)
-    heads = []
-    for h in range(2):
-        part = slice(4 * h, 4 * h + 4)
-        q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
-        heads.append(quadratic_attention_oracle(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
-    torch.testing.assert_close(layer(x), x + layer.to_output(u * torch.cat(heads, -1)), atol=1e-10, rtol=0)
+def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_function: Callable[..., None]) -> None:
+    layer = prepared(MultiHeadGAU(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
+
+    def formula(x: Tensor) -> Tensor:
+        u, v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([32, 32, 8], -1)
+        heads = []
+        for h in range(2):
+            part = slice(4 * h, 4 * h + 4)
+            q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
+            heads.append(quadratic_attention_oracle(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
+        out: Tensor = x + layer.to_output(u * torch.cat(heads, -1))
+        return out
+
+    assert_same_function(layer, formula, X)
 
 
 def test_one_head_of_a_gau_is_a_gau() -> None:
-    layer, x, _ = prepared(MultiHeadGAU(16, n_heads=1, d_qk=8))
+    layer = prepared(MultiHeadGAU(16, n_heads=1, d_qk=8))
     plain = GAU(16, d_qk=8).double()
     plain.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(layer(x), plain(x), atol=1e-10, rtol=0)
+    torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)
 
 
 def test_heads_cost_a_gau_no_parameters() -> None:
@@ -52,35 +61,47 @@ def test_heads_cost_a_gau_no_parameters() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool) -> None:
-    layer, x, normed = prepared(UngatedGAU(16, d_qk=8, causal=causal, relative_bias=False))
-    assert isinstance(layer, UngatedGAU)
-    v, z = F.silu(layer.to_gate_value_base(normed)).split([64, 8], -1)
-    q, k = (rope(z * layer.gamma[m] + layer.beta[m], POSITIONS) for m in range(2))
-    attended = quadratic_attention_oracle(q, k, v, causal=causal)
-    torch.testing.assert_close(layer(x), x + layer.to_output(attended), atol=1e-10, rtol=0)
+def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_same_function: Callable[..., None]) -> None:
+    layer = prepared(UngatedGAU(16, d_qk=8, causal=causal, relative_bias=False))
+
+    def formula(x: Tensor) -> Tensor:
+        v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([64, 8], -1)
+        q, k = (rope(z * layer.gamma[m] + layer.beta[m], POSITIONS) for m in range(2))
+        out: Tensor = x + layer.to_output(quadratic_attention_oracle(q, k, v, causal=causal))
+        return out
+
+    assert_same_function(layer, formula, X)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool) -> None:
-    layer, x, normed = prepared(Relu2Attention(16, n_heads=2, causal=causal))
-    assert isinstance(layer, Relu2Attention)
-    q, k, v = layer.to_qkv(normed).split(16, -1)
-    heads = []
-    for part in (slice(0, 8), slice(8, 16)):
-        turned = (rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS))
-        heads.append(quadratic_attention_oracle(*turned, v[..., part], causal=causal))
-    torch.testing.assert_close(layer(x), x + layer.to_output(torch.cat(heads, -1)), atol=1e-10, rtol=0)
+def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, assert_same_function: Callable[..., None]) -> None:
+    layer = prepared(Relu2Attention(16, n_heads=2, causal=causal))
+
+    def formula(x: Tensor) -> Tensor:
+        q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
+        heads = []
+        for part in (slice(0, 8), slice(8, 16)):
+            turned = (rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS))
+            heads.append(quadratic_attention_oracle(*turned, v[..., part], causal=causal))
+        out: Tensor = x + layer.to_output(torch.cat(heads, -1))
+        return out
+
+    assert_same_function(layer, formula, X)
 
 
-def test_the_gate_multiplies_what_attention_gives() -> None:
-    layer, x, normed = prepared(GatedAttention(16, n_heads=2))
-    assert isinstance(layer, GatedAttention)
-    plain = Attention(16, n_heads=2).double()
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_function: Callable[..., None]) -> None:
+    layer = prepared(GatedAttention(16, n_heads=2, causal=causal))
+    plain = Attention(16, n_heads=2, causal=causal).double()
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("to_gate")})
-    attended = torch.linalg.solve(plain.to_output.weight, (plain(x) - x - plain.to_output.bias)[..., None])[..., 0]
-    expected = x + plain.to_output(F.silu(layer.to_gate(normed)) * attended)
-    torch.testing.assert_close(layer(x), expected, atol=1e-8, rtol=0)
+    plain.to_output = torch.nn.Identity()  # type: ignore[assignment]
+
+    def formula(x: Tensor) -> Tensor:
+        attended = plain(x) - x
+        out: Tensor = x + layer.to_output(F.silu(layer.to_gate(layer.norm(x))) * attended)
+        return out
+
+    assert_same_function(layer, formula, X)
 
 
 @pytest.mark.parametrize(

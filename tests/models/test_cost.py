@@ -57,5 +57,5 @@ def test_a_system_that_does_not_stream_has_no_state() -> None:
 def test_a_context_that_a_model_cannot_read_is_named() -> None:
     with pytest.raises(ValueError, match="context_length is 1025, but the model reads at most 1024 tokens"):
         cost(resolve("transformer-tiny"), 1025)
-    with pytest.raises(ValueError, match="max_length = 512"):
+    with pytest.raises(ValueError, match="context_length is 513, but the model reads at most 512 tokens"):
         cost(presets("mlm")["linformer-tiny"], 513)

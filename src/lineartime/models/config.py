@@ -87,6 +87,12 @@ class ModelConfig:
         if self.max_positions is not None:
             check_positive(max_positions=self.max_positions)
 
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that the model can read, or None where there is no limit."""
+        limits = [limit for limit in (self.max_positions, self.mixer.longest_sequence) if limit is not None]
+        return min(limits, default=None)
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
         return config_to_dict(self)

@@ -36,8 +36,9 @@ def count_parameters(config: ModelConfig) -> int:
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
     """The cost of a model with so many tokens of context; ValueError if it cannot read so many."""
-    if config.max_positions is not None and context_length > config.max_positions:
-        raise ValueError(f"context_length is {context_length}, but the model reads at most {config.max_positions} tokens.")
+    longest = config.longest_sequence
+    if longest is not None and context_length > longest:
+        raise ValueError(f"context_length is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
     # All blocks are alike: two and one tell what each of them adds.
     with torch.device("meta"):

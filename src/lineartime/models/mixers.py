@@ -32,6 +32,7 @@ from lineartime.baselines import (
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.norms import Norm
+from lineartime.layers.positions import LARGEST_TABLE
 from lineartime.layers.residual import Mixer
 from lineartime.ops.activations import Activation, Normalization
 
@@ -49,6 +50,11 @@ class MixerConfig:
         mixer: Mixer = self.layer(d_model, causal=causal, norm=norm, dropout=dropout, **arguments)
         return mixer
 
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that the layer can read, or None where there is no limit."""
+        return None
+
 
 # Gated units ----------------------------------------------------------------------------------------------------------
 
@@ -65,6 +71,12 @@ class GAUConfig(MixerConfig):
     rope: bool = True
     relative_bias: bool = True
     max_length: int | None = None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The end of the table of relative biases, if there is one."""
+        has_table = self.relative_bias and self.max_length is not None and self.max_length <= LARGEST_TABLE
+        return self.max_length if has_table else None
 
 
 @dataclass(frozen=True)
@@ -233,6 +245,11 @@ class LinformerConfig(AttentionConfig):
     layer = Linformer
     n_landmarks: int = 128
     max_length: int = 512
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The positions that its maps mix."""
+        return self.max_length
 
 
 @dataclass(frozen=True)

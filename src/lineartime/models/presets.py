@@ -1,5 +1,6 @@
 """Models that can be built by name: a system at a size, named system-size."""
 
+from difflib import get_close_matches
 from typing import Any, Literal, get_args, overload
 
 from lineartime.models.config import ModelConfig, Task
@@ -83,13 +84,18 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     """The configuration that `build` builds from the same arguments."""
     if isinstance(preset_or_config, ModelConfig):
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
-    check_choice("preset", preset_or_config, tuple(PRESETS))
+    if preset_or_config not in PRESETS:
+        like = get_close_matches(preset_or_config, PRESETS, n=3, cutoff=0.0)
+        raise ValueError(
+            f"preset is {preset_or_config!r}, but must be a name that `lineartime presets` lists, for instance "
+            f"{' or '.join(map(repr, like))}."
+        )
     check_choice("task", task or "clm", get_args(Task))
     system, size = PRESETS[preset_or_config]
     config = SYSTEMS[system](size, task or "clm")
     reason = config.mixer.layer.why_not_causal
     if config.task == "clm" and reason is not None and "mixer" not in overrides:
-        raise ValueError(f"{preset_or_config} cannot be a causal model: {reason}; use task = 'mlm'.")
+        raise ValueError(f"{preset_or_config} cannot be a causal model: {reason}; use the task 'mlm'.")
     return config.override(**overrides)
 
 

@@ -130,9 +130,17 @@ class TrainConfig:
         except ValueError as error:
             raise LineartimeError(f"--preset: {error}") from None
         try:
-            return config.override(vocab_size=vocab_size, **values)
+            config = config.override(vocab_size=vocab_size, **values)
         except ValueError as error:
             raise LineartimeError(f"--override: {error}") from None
+        longest = config.longest_sequence
+        if longest is not None and self.context_length > longest:
+            field = "max_positions" if longest == config.max_positions else "max_length"
+            raise LineartimeError(
+                f"--context-length is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter "
+                f"context, or --override {field}={self.context_length}."
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""

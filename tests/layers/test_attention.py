@@ -1,0 +1,37 @@
+"""Softmax multi-head attention against its formula."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.layers import Attention
+from lineartime.ops import rope
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 17])
+def test_every_head_is_softmax_attention(
+    causal: bool, rotary: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    layer = Attention(16, n_heads=2, causal=causal, rope=rotary).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    positions = torch.arange(length)
+
+    def formula(x: Tensor) -> Tensor:
+        q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
+        heads = []
+        for part in (slice(0, 8), slice(8, 16)):
+            turned = (rope(y[..., part], positions) if rotary else y[..., part] for y in (q, k))
+            scores = torch.einsum("btf,bjf->btj", *turned) / 8**0.5
+            if causal:
+                scores = scores.masked_fill(positions > positions[:, None], -torch.inf)
+            heads.append(scores.softmax(-1) @ v[..., part])
+        out: Tensor = x + layer.to_output(torch.cat(heads, -1))
+        return out
+
+    assert_same_function(layer, formula, torch.randn(2, length, 16))
