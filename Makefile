@@ -6,7 +6,7 @@ RUN ?= runs/flash-tiny
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test lint types clean
+.PHONY: train test tables lint types clean
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --preset flash-tiny --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume)
@@ -14,7 +14,10 @@ train: $(VENV)/installed
 	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\ndef ')" --temperature 0.7 --max-tokens 300 --seed 3
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+tables: $(VENV)/installed
+	$(BIN)/python benchmarks/systems.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check

@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from hypothesis import settings
 from torch import Tensor
 
 from lineartime.training.config import TrainConfig
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
+    torch.set_num_threads(1)
 
 settings.register_profile("deterministic", derandomize=True)
 settings.load_profile("deterministic")

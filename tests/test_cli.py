@@ -129,7 +129,9 @@ def test_presets_lists_sizes_operations_and_memory(capsys: pytest.CaptureFixture
     flops, state, unit = lines["flash-base"][5:8]
     assert 224 < float(flops) < 300  # two for each parameter but the embedding's and the bias tables', and attention
     assert (state, unit) == ("62.9", "MB")
-    assert lines["transformer-tiny"][5:7] == lines["linformer-tiny"][5:7] == ["-", "-"]
+    assert lines["transformer-tiny"][5].endswith("*")  # reads 1,024
+    assert lines["linformer-tiny"][5].endswith("*")  # reads 512
+    assert lines["linformer-tiny"][6] == "none"
 
 
 def test_presets_are_all_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +161,16 @@ def test_reading_beyond_what_a_model_can_ends_in_a_sentence(
     message = r"The sequence has \d+ tokens, but the model has learned positions for max_positions = 30"
     fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message, capsys)
     fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message, capsys)
-    fails(["generate", run, "--prompt", "the ", "--max-tokens", "40", "--temperature", "0"], message, capsys)
+    message = "--prompt and --max-tokens make 31 tokens to read, but this model reads at most 30: ask for fewer"
+    fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message, capsys)
+    assert main(["generate", run, "--prompt", "the ", "--max-tokens", "27", "--temperature", "0"]) == 0
+
+
+def test_a_model_without_absolute_positions_can_be_asked_for(folder: Path, tmp_path: Path) -> None:
+    arguments = options(folder)
+    arguments[arguments.index("n_blocks=1")] = "absolute_position=none"
+    assert main(["train", *arguments, "--out", str(tmp_path / "none"), "--steps", "1"]) == 0
+    assert lineartime.load(tmp_path / "none").config.absolute_position == "none"
 
 
 @pytest.mark.parametrize(("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig)])

@@ -47,19 +47,23 @@ def show_presets(config: PresetsConfig) -> None:
     causal, both_ways = presets("clm"), presets("mlm")
     for name in track(names, "counting", console=Console(stderr=True), transient=True):
         model = causal.get(name) or both_ways[name]
-        try:
-            parameters, flops, state = cost(model, config.context_length)
-            spent = [f"{flops / 1e6:,.1f}", "none" if state is None else f"{state / 1e6:,.1f} MB"]
-        except ValueError:  # more tokens than the model reads
-            parameters, spent = count_parameters(model), ["-", "-"]
-        row = [name, f"{parameters / 1e6:.1f} M", f"{model.n_blocks} x {model.d_model}", *spent, describe(name)]
+        length = min(config.context_length, model.longest_sequence or config.context_length)
+        parameters, flops, state = cost(model, length)
+        row = [
+            name,
+            f"{parameters / 1e6:.1f} M",
+            f"{model.n_blocks} x {model.d_model}",
+            f"{flops / 1e6:,.1f}" + (" " if length == config.context_length else "*"),
+            "none" if state is None else f"{state / 1e6:,.1f} MB",
+            describe(name),
+        ]
         table.add_row(*row[: len(columns)])
     console.print(table)
-    console.print(f"With {config.context_length:,} tokens of context:", soft_wrap=True)
-    console.print('  MFLOP/token  matrix products of a forward pass; "-" if the model reads fewer tokens', soft_wrap=True)
-    console.print(
-        '  state        memory of a stream, in float32; "none" if it only looks both ways (--task mlm)', soft_wrap=True
-    )
+    for line in (
+        f"MFLOP/token  matrix products of a forward pass over {config.context_length:,} tokens (*: over as many as it reads)",
+        "state        memory of a stream after them, in float32 (none: only looks both ways, for --task mlm)",
+    ):
+        console.print(line, soft_wrap=True)
 
 
 def _verify_presets(names: Sequence[str]) -> None:

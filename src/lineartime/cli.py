@@ -249,6 +249,11 @@ def _generate(config: GenerateConfig) -> None:
     except UnicodeEncodeError:
         raise LineartimeError("--prompt is not UTF-8 text: convert it to UTF-8.") from None
     prompt = tokenizer.encode(config.prompt).tolist() or [tokenizer.end_of_document]
+    longest, tokens = model.config.longest_sequence, len(prompt) + config.max_tokens - 1  # the last one is not read
+    if longest is not None and tokens > longest:
+        raise LineartimeError(
+            f"--prompt and --max-tokens make {tokens} tokens to read, but this model reads at most {longest}: ask for fewer."
+        )
     decoder = tokenizer.stream_decoder()
     for token in prompt:  # what is said of a token can depend on the one before
         decoder.push(token)
@@ -260,8 +265,6 @@ def _generate(config: GenerateConfig) -> None:
             sys.stdout.write(decoder.push(token))
             sys.stdout.flush()
         sys.stdout.write(decoder.flush())
-    except ValueError as error:  # a model with a table of positions has read all it can
-        raise LineartimeError(str(error)) from None
     finally:
         sys.stdout.write("\n")
         sys.stdout.flush()

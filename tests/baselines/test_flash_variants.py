@@ -178,3 +178,12 @@ def test_each_part_alone_is_the_definition_without_the_other(
     # relu(0)^2 is zero, and so is a linear query of zero.
     assert_same_function(alone(local), lambda q, k, v: oracle(q, k, 0 * q, k, v), *inputs)
     assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)
+
+
+@pytest.mark.parametrize("variant", [OverlappingFLASH, WeightedFLASH, FirstToAllFLASH, CLSFLASH, LocalFLASH])
+def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
+    layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
+    broken = x.clone()
+    broken[:, 10:] = torch.inf
+    ends = torch.tensor([0, 10, 20])
+    torch.testing.assert_close(layer(broken, cu_seqlens=ends)[:, :10], layer(x, cu_seqlens=ends)[:, :10])

@@ -62,7 +62,7 @@ def test_streaming_is_refused_with_the_reason() -> None:
 def test_only_the_longest_sequence_has_to_fit(packed: bool) -> None:
     layer = Linformer(16, n_heads=2, n_landmarks=3, max_length=8)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 1, 10])} if packed else {}
-    with pytest.raises(ValueError, match="a sequence has 9 tokens, but max_length = 8 is the most that Linformer reads"):
+    with pytest.raises(ValueError, match="The sequence has 9 tokens, but this Linformer reads at most max_length = 8"):
         layer(torch.zeros(1, 10 if packed else 9, 16), **options)
     assert layer(torch.zeros(1, 10, 16), cu_seqlens=torch.tensor([0, 2, 10])).shape == (1, 10, 16)
 

@@ -40,3 +40,8 @@ def test_two_chunks_are_more_than_softmax_attention_inside_each() -> None:
     ]
     torch.testing.assert_close(mixed[:, :8], alone[0])
     assert (mixed[:, 8:] - alone[1]).abs().max() > 0.01
+
+
+def test_the_state_keeps_the_keys_of_the_open_chunk_once() -> None:
+    state = MixedChunkHeads(16, n_heads=2, chunk_size=8, causal=True).init_state(1)
+    assert [tuple(part.shape) for part in state[:3]] == [(1, 2, 8, 8)] * 3

@@ -133,7 +133,10 @@ def test_values_that_are_not_allowed_are_named(arguments: dict[str, Any], messag
         ({"source": torch.zeros(2, 9, 7)}, r"source has shape \[2, 9, 7\], but must be \[B, S, d_model\] with d_model = 8"),
         ({"x": torch.zeros(1, 6, 8)}, "x has batch size 1, but its source was read for 2"),
         ({"mask": torch.ones(2, 9, dtype=torch.bool)}, r"mask has shape \[2, 9\], but must be \[B, T\] = \[2, 6\]"),
-        ({"source_mask": torch.ones(2, 6, dtype=torch.bool)}, r"source_mask has shape \[2, 6\], but must be \[2, 9\]"),
+        (
+            {"source_mask": torch.ones(2, 6, dtype=torch.bool)},
+            r"source_mask has shape \[2, 6\], but must be \[B, T\] = \[2, 9\]",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:

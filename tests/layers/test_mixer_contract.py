@@ -35,6 +35,7 @@ from lineartime.baselines import (
 )
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.residual import Mixer
+from lineartime.models import MIXER_KINDS
 
 D_MODEL, CHUNK = 16, 8
 
@@ -101,6 +102,10 @@ def close(a: Tensor, b: Tensor) -> None:
     # 1e-5 of the outputs' size
     size = max([1.0, *b.detach().abs().flatten().tolist()])
     torch.testing.assert_close(a, b, atol=1e-5 * size, rtol=0)
+
+
+def test_every_mixer_that_a_model_can_have_is_held_to_the_contract() -> None:
+    assert {type(make(False)) for make in MIXERS.values()} == {config.layer for config in MIXER_KINDS.values()}
 
 
 @every_causal_mixer

@@ -1,10 +1,10 @@
 """What every system can learn: to recall the value that came with a key, 128 tokens of which the first 8 are the pairs.
 
-    (key, value) x 8, then 120 keys of these in any order; at each of them the model has to say the value.
+    8 pairs, each one token that stands for a key and a value, then 120 of their keys in any order, whose values are asked
 
 No value is shown after the pairs, so that a system that does not reach them can only guess. Accuracy is measured on the last
-64 tokens, which are beyond the chunk of the pairs for every system. Keys stand in any order and get any value, anew in every
-sequence: there is nothing to memorise.
+56 tokens, which no chunk, window or stride holds together with the pairs. Pairs stand in any order and keys get any value,
+anew in every sequence: there is nothing to memorise.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lineartime.models import ModelConfig, build_model
 from lineartime.models.systems import SYSTEMS, Size
 
-PAIRS, LENGTH, KEYS, VALUES, MEASURED = 8, 128, 8, 8, 64
+PAIRS, LENGTH, KEYS, VALUES, MEASURED = 8, 128, 8, 8, 56
 CHANCE = 1 / VALUES
 SIZE = Size(d_model=64, gated_blocks=2, attention_blocks=2, n_heads=2, d_qk=32, chunk_size=16, vocab_size=KEYS + KEYS * VALUES)
 STEPS, BATCH, PEAK, WARM_UP, STEADY = 300, 16, 4e-3, 20, 210
@@ -23,8 +23,11 @@ STEPS, BATCH, PEAK, WARM_UP, STEADY = 300, 16, 4e-3, 20, 210
 LEARNED = 0.9
 """The accuracy that a system has to reach; most end above 0.99."""
 
-CANNOT = {"flash-local"}
-"""Systems whose tokens read nothing beyond a chunk of 16."""
+# Systems that cannot learn it with chunks of 16, and how far they may come.
+CANNOT = {
+    "flash-local": CHANCE + 0.03,  # reads nothing beyond its chunk
+    "combiner": 0.6,  # one summary of eight pairs cannot say which value belongs to which key
+}
 
 # What a system needs to have a chance at this length and width.
 ADAPTED: dict[str, dict[str, int]] = {
@@ -32,9 +35,9 @@ ADAPTED: dict[str, dict[str, int]] = {
     "flash-first-to-all": {"d_qk": 32, "chunk_size": 16},  # fine-tuning sizes are others; those of the rest are enough
     "flash-cls": {"d_qk": 32, "chunk_size": 16},
     "gau-multi-head": {"n_heads": 2},  # four heads of 8 are too narrow
-    "combiner": {"chunk_size": 2},  # one summary of many pairs cannot say which value belongs to which key
-    "sparse": {"stride": 64},  # what is farther than the window takes two steps, and there are two blocks
-    "reformer": {"n_buckets": 2},  # equal tokens meet by their hash; different ones have to be lucky
+    "linformer": {"n_landmarks": 32},
+    "sparse": {"stride": 64},  # two blocks take two steps, and the measured tokens are two steps from the pairs
+    "reformer": {"n_buckets": 2, "chunk_size": 32},
 }
 
 
@@ -112,13 +115,14 @@ def test_a_system_that_reaches_the_pairs_learns_to_recall_them(system: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", CANNOT)
-def test_a_system_that_does_not_reach_the_pairs_stays_at_chance(system: str) -> None:
-    assert abs(recall_after_training(small(system)) - CHANCE) < 0.03
+def test_a_system_that_loses_the_pairs_does_not_recall_them(system: str) -> None:
+    assert recall_after_training(small(system)) < CANNOT[system]
 
 
 @pytest.mark.slow
-def test_a_local_system_learns_once_its_chunk_holds_the_pairs() -> None:
-    assert recall_after_training(small("flash-local").override(chunk_size=LENGTH)) > LEARNED
+@pytest.mark.parametrize(("system", "chunk_size"), [("flash-local", LENGTH), ("combiner", 2)])
+def test_a_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
+    assert recall_after_training(small(system).override(chunk_size=chunk_size)) > LEARNED
 
 
 def test_the_task_binds_keys_and_values_anew_in_every_sequence() -> None:

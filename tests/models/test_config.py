@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lineartime.models import FLASHConfig, GAUConfig, GLUConfig, ModelConfig, presets
-from lineartime.models.mixers import MIXER_KINDS
+from lineartime.models.mixers import MIXER_KINDS, MixerConfig
 from lineartime.models.presets import resolve
 
 
@@ -41,6 +41,9 @@ def test_override_reaches_the_model_and_its_parts() -> None:
         ({"mixer": {"kind": "rnn"}}, "mixer.kind is 'rnn', but must be one of 'flash', 'gau', 'attention'"),
         ({"mixer": {"kind": "gau", "chunk_size": 3}}, "mixer has no field 'chunk_size'; it has d_qk"),
         ({"mixer": None}, "model.mixer is None"),
+        ({"mixer": "flash"}, "model.mixer is 'flash', but must be a config of one of the kinds flash, gau, attention"),
+        ({"mixer": MixerConfig()}, r"model.mixer is MixerConfig\(\), but must be a config of one of the kinds flash"),
+        ({"feed_forward": "mlp"}, "model.feed_forward is 'mlp', but must be a config of one of the kinds mlp, glu"),
         ({"task": "span"}, "task is 'span', but must be one of 'clm', 'mlm'"),
     ],
 )

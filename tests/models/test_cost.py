@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import lineartime
 from lineartime.models.cost import cost, count_parameters, state_bytes
@@ -20,6 +21,9 @@ def test_costs_found_on_two_blocks_are_those_of_the_whole_model(name: str) -> No
     found = cost(config, 300)
     assert found.parameters == count_parameters(config)
     model = lineartime.build(config)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        lineartime.build(config)(torch.zeros(1, 300, dtype=torch.long))
+    assert found.flops_per_token * 300 == pytest.approx(counter.get_total_flops())
     _, state = model.extend(torch.zeros(1, 300, dtype=torch.long), model.init_state(1))  # type: ignore[union-attr]
     assert found.state_bytes == state_bytes(state)
 

@@ -115,7 +115,7 @@ def test_a_batch_is_written_like_its_rows() -> None:
         ({"n_decoder_blocks": 0}, "n_decoder_blocks is 0, but must be at least 1"),
         ({"d_model": 16.0}, "model.d_model is 16.0, but must be a whole number"),
         ({"mixer": None}, "model.mixer is None"),
-        ({"cross": GAUConfig()}, "model.cross is GAUConfig.*, but must be CrossGAUConfig"),
+        ({"cross": GAUConfig()}, "model.cross is GAUConfig.*, but must be a config of one of the kinds gau"),
         ({"norm": "batchnorm"}, "model.norm is 'batchnorm'"),
     ],
 )
@@ -140,9 +140,9 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
     with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but source_ids has 2 rows"):
         model(source, target[:1])
-    with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[2, 9\]"):
+    with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[B, T\] = \[2, 9\]"):
         model(source, target, torch.ones(2, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"target_mask has shape \[2, 9\], but must be \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"target_mask has shape \[2, 9\], but must be \[B, T\] = \[2, 7\]"):
         model(source, target, None, torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="x has batch size 1, but its state was made for 2"):
         model.extend(target[:1], model.init_state(source))
@@ -215,7 +215,7 @@ def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tens
     written = greedy(model.eval(), source, source != PADDING, start_token=START, stop_token=STOP, max_tokens=LONGEST + 2)
     exact = [row == task(string).tolist() for row, string in zip(written, strings, strict=True)]
     unseen = [right for right, string in zip(exact, strings, strict=True) if tuple(string.tolist()) not in seen]
-    # Most seeds get all of them right; with a single decoder block, reversing ends near 0.7.
+    # Nearly all seeds get all of them right.
     assert sum(exact) / len(exact) >= 0.99
     assert len(unseen) >= 200
     assert sum(unseen) / len(unseen) >= 0.99

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,12 @@ def test_a_system_is_what_its_name_says() -> None:
         assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
     # fine-tuning: s = 512 and chunks of 128 (spec, section 6)
     assert presets("mlm")["flash-first-to-all-base"].mixer == FirstToAllFLASHConfig(d_qk=512, chunk_size=128)
+
+
+@pytest.mark.parametrize("wrong", [None, ["flash-tiny"], 3])
+def test_what_is_neither_a_name_nor_a_config_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"preset_or_config is .*, but must be the name of a preset or a ModelConfig"):
+        lineartime.build(wrong)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:

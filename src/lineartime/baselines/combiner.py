@@ -69,7 +69,7 @@ def combiner_attention(
     n_heads = q.shape[1]
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
     q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
-    slots = torch.ones(1, v.shape[1], chunk_size, dtype=torch.bool, device=v.device) if chunks.real is None else chunks.real
+    slots = chunks.slots(v.device)
     holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
     slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
     k_bar, v_bar = _summarise(q, k, v, slots, ws_q, ws_k)  # [R, G, H, h]

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.bidirectional import BidirectionalMixer
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.chunks import Chunks
 
@@ -35,7 +35,15 @@ def first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> 
     return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
 
 
-# 2. The layers --------------------------------------------------------------------------------------------------------
+# 2. The parallel form, and the layers -------------------------------------------------------------------------------
+
+
+def softmax_row(q: Tensor, k: Tensor, v: Tensor, real: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention to real keys: [B, G, Q, s], [B, G, K, s], [B, G, K, e], bool [B or 1, G, K] -> [B, G, Q, e]."""
+    weights = attention_weights(
+        q @ k.mT, d_qk=q.shape[-1], visible=real[:, :, None], bias=bias, activation="softmax", published_length=None
+    )
+    return weights.to(v.dtype) @ v
 
 
 class CLSFLASH(BidirectionalMixer, FLASHInParts):
@@ -45,20 +53,14 @@ class CLSFLASH(BidirectionalMixer, FLASHInParts):
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         """With the first row of each document's first chunk exchanged."""
-        plain, bias = super().quadratic_part(q, k, v, chunks), self.chunk_bias()
-        weights = attention_weights(
-            q[:, :, :1] @ k.mT,
-            d_qk=self.d_qk,
-            visible=None if chunks.real is None else chunks.real[:, :, None],
-            bias=None if bias is None else bias[:1],
-            activation="softmax",
-            published_length=None,
-        )
-        document = chunks.documents(v.device)
-        is_first = torch.ones_like(document, dtype=torch.bool)
-        is_first[1:] = document[1:] != document[:-1]
-        first = torch.where(is_first[:, None, None], weights.to(v.dtype) @ v, plain[:, :, :1])
-        return torch.cat([first, plain[:, :, 1:]], 2)
+        bias = self.chunk_bias()
+
+        def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:
+            first = softmax_row(q[:, :1, :1], k[:, :1], v[:, :1], slots[:, :1], None if bias is None else bias[:1])
+            row = torch.cat([first, plain[:, :1, 1:]], 2)
+            return torch.cat([row, plain[:, 1:]], 1)
+
+        return chunks.by_document(document, q, k, v, chunks.slots(v.device), super().quadratic_part(q, k, v, chunks))
 
 
 class FirstToAllFLASH(BidirectionalMixer, FLASHInParts):
@@ -68,17 +70,11 @@ class FirstToAllFLASH(BidirectionalMixer, FLASHInParts):
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         """With the first row of every chunk exchanged, in time T^2 / C."""
-        plain, document = super().quadratic_part(q, k, v, chunks), chunks.documents(v.device)
-        visible = document[:, None] == document.repeat_interleave(chunks.chunk_size)  # [G, G C]
-        if chunks.real is not None:
-            visible = visible & chunks.real.flatten(1)[:, None]
-        weights = attention_weights(
-            q[:, :, 0] @ k.flatten(1, 2).mT,
-            d_qk=self.d_qk,
-            visible=visible,
-            bias=None,
-            activation="softmax",
-            published_length=None,
-        )
-        first = weights.to(v.dtype) @ v.flatten(1, 2)
-        return torch.cat([first[:, :, None], plain[:, :, 1:]], 2)
+
+        def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:
+            queries = q[:, None, :, 0]  # [B, 1, g, s]
+            keys, values, real = (x.flatten(1, 2)[:, None] for x in (k, v, slots))  # [B, 1, g C, ...]
+            first = softmax_row(queries, keys, values, real, None)[:, 0]
+            return torch.cat([first[:, :, None], plain[:, :, 1:]], 2)
+
+        return chunks.by_document(document, q, k, v, chunks.slots(v.device), super().quadratic_part(q, k, v, chunks))

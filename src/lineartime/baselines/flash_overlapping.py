@@ -52,14 +52,10 @@ def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
 
 def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
     """Which keys in reach a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
-    n_chunks, chunk_size = sum(chunks.per_document), chunks.chunk_size
-    real = chunks.real
-    if real is None:
-        real = torch.ones(1, n_chunks, chunk_size, dtype=torch.bool, device=like.device)
-    visible = with_neighbours(real[..., None], chunks, causal).mT
+    visible = with_neighbours(chunks.slots(like.device)[..., None], chunks, causal).mT
     if not causal:
         return visible
-    earlier = torch.ones(chunk_size, 2 * chunk_size, dtype=torch.bool, device=like.device).tril(chunk_size)
+    earlier = torch.ones(chunks.chunk_size, 2 * chunks.chunk_size, dtype=torch.bool, device=like.device).tril(chunks.chunk_size)
     return visible & earlier
 
 

@@ -62,14 +62,14 @@ def weighted_summaries(
         sizes = torch.full_like(sizes, chunks.chunk_size)  # a chunk counts in full
     summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
 
-    document = chunks.documents(v.device)
-    visible = (document[:, None] == document) & (tokens > 0)[:, None]
+    def document(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, tokens: Tensor, summaries: Tensor) -> Tensor:
+        visible = (tokens > 0)[:, None].expand(-1, tokens.shape[1], -1)
+        weights = _chunk_weights(q_bar, k_bar, sizes, visible.tril(-1) if causal else visible)
+        return (weights @ summaries.flatten(2)).view_as(summaries)
+
     if causal:
-        visible = visible.tril(-1)
         q_bar = shift_chunks(q_bar, chunks, 1)
-    weights = _chunk_weights(q_bar, k_bar, sizes, visible)
-    context = (weights @ summaries.flatten(2)).view_as(summaries)
-    return q @ context.to(q.dtype)
+    return q @ chunks.by_document(document, q_bar, k_bar, sizes, tokens, summaries).to(q.dtype)
 
 
 def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor | None) -> Tensor:

@@ -4,13 +4,12 @@ Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h
 """
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.ops.linear import CausalSums, LinearState, chunked_sums, linear_attention, linear_attention_extend
+from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 
 
 class KernelAttention(MultiHeadMixer):
@@ -21,12 +20,13 @@ class KernelAttention(MultiHeadMixer):
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
 
-    causal_sums: ClassVar[tuple[CausalSums]] = (chunked_sums,)
-    """How causal sums are computed; in a tuple, since a function in a class would become a method."""
-
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
         """Queries or keys [..., h] -> features [..., f], none of them negative."""
+
+    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """How the sums over earlier tokens are computed: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
+        return chunked_sums(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Linear attention, [R, H, L, h] three times -> [R, H, L, h]."""
@@ -36,7 +36,7 @@ class KernelAttention(MultiHeadMixer):
             v,
             causal=self.causal,
             real=None if real is None else real[:, None],
-            causal_sums=self.causal_sums[0],
+            causal_sums=self.causal_sums,
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:

@@ -13,8 +13,8 @@ A sequence of fewer than M tokens uses the first T columns of E and F.
 import torch
 from torch import Tensor, nn
 
+from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
-from lineartime.layers.bidirectional import BidirectionalMixer
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.layers.norms import Norm
@@ -42,7 +42,10 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
     """
     length = k.shape[-2]
     if length > e.shape[1]:
-        raise ValueError(f"a sequence has {length} tokens, but max_length = {e.shape[1]} is the most that Linformer reads.")
+        raise ValueError(
+            f"The sequence has {length} tokens, but this Linformer reads at most max_length = {e.shape[1]}: build it with "
+            "more, or give it shorter sequences."
+        )
     keys = e[:, :length].to(k.dtype) @ k  # [R, H, m, h]
     values = f[:, :length].to(v.dtype) @ v
     out: Tensor = scaled_products(q, keys).softmax(-1).to(v.dtype) @ values

@@ -9,6 +9,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4.
     R(t) = tokens of all other chunks; causal: of the chunks before t's
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,6 @@ from lineartime.ops.mixed_chunk import (
     MixedChunkState,
     chunk_attention,
     mixed_chunk_attention_extend,
-    mixed_chunk_state,
     summary_attention,
 )
 
@@ -54,7 +55,35 @@ def mixed_chunk_heads(
     return chunks.join((local + across).to(v.dtype))
 
 
-# 3. The layer; its streaming form is that of mixed chunk attention ----------------------------------------------------
+# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
+
+
+class MixedChunkHeadsState(NamedTuple):
+    """What a causal stream has to remember, of a size that does not depend on the number of tokens read.
+
+    Attributes:
+        summary: [B, H, h, h], the sum of k v^T over all complete chunks, in float32 or better.
+        k, v: [B, H, C, h] of the open chunk, zero beyond its tokens.
+        position: the number of tokens read so far.
+    """
+
+    summary: Tensor
+    k: Tensor
+    v: Tensor
+    position: int
+
+
+def mixed_chunk_heads_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: MixedChunkHeadsState
+) -> tuple[Tensor, MixedChunkHeadsState]:
+    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    heads = v.shape[:2]
+    q, k, v = (fold_heads(x) for x in (q, k, v))
+    rows = map_state(fold_heads, state)
+    mixed = MixedChunkState(rows.summary, rows.k, rows.k, rows.v, rows.position)  # both parts share their keys
+    out, mixed = mixed_chunk_attention_extend(q, k, q * q.shape[-1] ** -0.5, k, v, mixed, activation="softmax")
+    after = MixedChunkHeadsState(mixed.summary, mixed.k_quad, mixed.v, mixed.position)
+    return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), after)
 
 
 class MixedChunkHeads(MultiHeadMixer):
@@ -94,16 +123,12 @@ class MixedChunkHeads(MultiHeadMixer):
         rows = (fold_heads(x) for x in (q, k, v))
         return mixed_chunk_heads(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask).view_as(v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkHeadsState) -> tuple[Tensor, MixedChunkHeadsState]:
         """Attend with a state of constant size, and the state N tokens later."""
-        heads = v.shape[:2]
-        q, k, v = (fold_heads(x) for x in (q, k, v))
-        q_lin = q * self.head_dim**-0.5
-        out, state = mixed_chunk_attention_extend(q, k, q_lin, k, v, map_state(fold_heads, state), activation="softmax")
-        return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), state)
+        return mixed_chunk_heads_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> MixedChunkState:
+    def init_state(self, batch_size: int) -> MixedChunkHeadsState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        like = self.empty_cache(batch_size)
-        state = mixed_chunk_state(batch_size * self.n_heads, self.chunk_size, self.head_dim, self.head_dim, like)
-        return map_state(lambda x: x.unflatten(0, (batch_size, self.n_heads)), state)
+        none = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
+        chunk = none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)
+        return MixedChunkHeadsState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)

@@ -19,14 +19,18 @@ class Performer(KernelAttention):
     Those store a state of h x h for every token and head, and that is why the published causal Performer is slow.
     """
 
-    causal_sums = (prefix_sums,)
-
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
         return torch.relu(x) + SMALLEST_FEATURE
+
+    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By a prefix sum over tokens."""
+        return prefix_sums(q, k, v)
 
 
 class PerformerMatmul(Performer):
     """`Performer` with causal sums by all T x T products: the paper's Performer-Matmul."""
 
-    causal_sums = (matmul_sums,)
+    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By all products."""
+        return matmul_sums(q, k, v)

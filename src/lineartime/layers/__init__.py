@@ -6,7 +6,7 @@ from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import RMSNorm, ScaleNorm
-from lineartime.layers.positions import RotaryBias, ScaledSin, TableBias
+from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
 
 __all__ = [
     "FLASH",
@@ -15,6 +15,7 @@ __all__ = [
     "MLP",
     "Attention",
     "CrossGAU",
+    "LearnedPositions",
     "RMSNorm",
     "RotaryBias",
     "ScaleNorm",

@@ -20,8 +20,8 @@ from lineartime.layers.multi_head import merge_heads
 from lineartime.layers.norms import Norm
 from lineartime.layers.residual import ResidualLayer, init_dense, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
-from lineartime.ops.cross import check_mask, cross_attention
-from lineartime.ops.layout import check_tokens
+from lineartime.ops.cross import cross_attention
+from lineartime.ops.layout import check_mask, check_tokens
 
 
 class SourceState(NamedTuple):

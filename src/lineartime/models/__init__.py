@@ -3,10 +3,11 @@
 from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
-from lineartime.models.mixers import AttentionConfig, CrossGAUConfig, FLASHConfig, GAUConfig, MixerConfig
+from lineartime.models.mixers import MIXER_KINDS, AttentionConfig, CrossGAUConfig, FLASHConfig, GAUConfig, MixerConfig
 from lineartime.models.presets import build, presets
 
 __all__ = [
+    "MIXER_KINDS",
     "AttentionConfig",
     "CausalLM",
     "CrossGAUConfig",

@@ -178,6 +178,8 @@ def check_fields(config: Any, where: str) -> None:
     hints = get_type_hints(type(config))
     for name in _shallow(config):
         value, hint = getattr(config, name), hints[name]
+        if name in KINDS and value is not None and type(value) not in KINDS[name].values():
+            raise ValueError(f"{where}.{name} is {value!r}, but must be a config of one of the kinds {', '.join(KINDS[name])}.")
         if not _fits(value, hint):
             raise ValueError(f"{where}.{name} is {value!r}, but must be {_describe(hint)}.")
 

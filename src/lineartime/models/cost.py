@@ -19,7 +19,8 @@ class Cost(NamedTuple):
     Attributes:
         parameters: how many numbers are learned.
         flops_per_token: operations of one forward pass over T tokens in matrix products, as this library computes them,
-            divided by T: a multiplication and an addition are two. Softmax attention counts all T x T products.
+            divided by T: a multiplication and an addition are two. Softmax attention counts all T x T products, also where a
+            kernel skips the future; causal relu^2 attention those of the blocks it does not skip. Sums are not counted.
         state_bytes: what one stream remembers after T tokens, in float32; None for a model that does not stream.
     """
 

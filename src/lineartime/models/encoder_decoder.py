@@ -18,8 +18,7 @@ from lineartime.layers.residual import new_positions
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import FeedForwardConfig, ModelConfig, check_fields, config_from_dict, config_to_dict
 from lineartime.models.mixers import CrossGAUConfig, MixerConfig
-from lineartime.ops.cross import check_mask
-from lineartime.ops.layout import token_positions
+from lineartime.ops.layout import check_mask, token_positions
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 

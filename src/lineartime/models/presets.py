@@ -84,6 +84,8 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     """The configuration that `build` builds from the same arguments."""
     if isinstance(preset_or_config, ModelConfig):
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
+    if not isinstance(preset_or_config, str):
+        raise ValueError(f"preset_or_config is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
     if preset_or_config not in PRESETS:
         like = get_close_matches(preset_or_config, PRESETS, n=3, cutoff=0.0)
         raise ValueError(

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, D documents, G chunks of all documents, C chunk size, f features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,16 +44,24 @@ class Chunks(NamedTuple):
         """[B, G, C, f] -> [B, T, f], with zeros at padding: the way back from `cut`."""
         return y.flatten(1, 2)[:, : self.length] if self.layout is None else self.layout.restore(y)
 
+    def by_document(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Apply a function to the chunks of each document alone: [B or 1, G, ...] each -> [B, G, ...], shaped as the last."""
+        if len(self.per_document) == 1:
+            return function(*tensors)
+        documents = zip(*(tensor.split(self.per_document, 1) for tensor in tensors), strict=True)
+        outputs = [function(*document) for document in documents]
+        return torch.cat(outputs, 1) if outputs else tensors[-1]
+
     @property
     def n_slots(self) -> int:
         """G * C."""
         return sum(self.per_document) * self.chunk_size
 
-    def documents(self, device: torch.device) -> Tensor:
-        """The document that every chunk belongs to, by its number: int [G]."""
-        numbers = torch.arange(len(self.per_document), device=device)
-        per_document = torch.tensor(self.per_document, dtype=torch.long, device=device)
-        return numbers.repeat_interleave(per_document, output_size=sum(self.per_document))
+    def slots(self, device: torch.device) -> Tensor:
+        """`real`, or as many True: bool [B or 1, G, C]."""
+        if self.real is not None:
+            return self.real
+        return torch.ones(1, sum(self.per_document), self.chunk_size, dtype=torch.bool, device=device)
 
     def sizes(self, like: Tensor) -> Tensor:
         """The number of tokens in every chunk, as numbers of the dtype and on the device of `like`: [B or 1, G]."""
@@ -87,8 +95,7 @@ def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
 
     if len(chunks.per_document) == 1:
         return within(x)
-    sums = [within(document).expand_as(document) for document in x.split(chunks.per_document, 1)]
-    return torch.cat(sums, 1) if sums else x
+    return chunks.by_document(lambda document: within(document).expand_as(document), x)
 
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
@@ -108,9 +115,7 @@ def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
             shifted[:, :by] = document[:, -by:]
         return shifted
 
-    if not chunks.per_document:
-        return x
-    return torch.cat([within(document) for document in x.split(chunks.per_document, 1)], 1)
+    return chunks.by_document(within, x)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights, attention_weights_oracle, check_choice
+from lineartime.ops.layout import check_mask
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -90,15 +91,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activati
             f"and v {list(v.shape)}."
         )
     check_mask("source_mask", source_mask, v.shape[0], v.shape[-2])
-
-
-def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError, naming the argument, unless the mask is None or bool [batch, length]."""
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"{argument} is a {type(mask).__name__}, but must be a tensor.")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{argument} has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
-    if mask.shape != (batch, length):
-        raise ValueError(f"{argument} has shape {list(mask.shape)}, but must be [{batch}, {length}], a flag for each token.")

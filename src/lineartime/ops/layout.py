@@ -16,15 +16,10 @@ from torch import Tensor
 def check_tokens(shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Raise ValueError unless `mask` and `cu_seqlens` fit tokens of shape [B, T, ...]."""
     batch, length = shape[:2]
-    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}, but must be a tensor.")
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
-        if mask.shape != (batch, length):
-            raise ValueError(f"mask has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
+    check_mask("mask", mask, batch, length)
     if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor.")
         if batch != 1:
             raise ValueError(f"cu_seqlens packs documents into one row, but the batch has {batch} rows: use [1, total].")
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 1:
@@ -32,6 +27,18 @@ def check_tokens(shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | No
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
             raise ValueError(f"cu_seqlens is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+
+
+def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError, naming the argument, unless the mask is None or bool [batch, length]."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{argument} is a {type(mask).__name__}, but must be a tensor.")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{argument} has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
+    if mask.shape != (batch, length):
+        raise ValueError(f"{argument} has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
 
 
 def _shortened(numbers: list[int]) -> str:

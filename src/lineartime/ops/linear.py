@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lineartime.ops.chunks import exclusive_cumsum
 
-SMALLEST_SUM = 1e-6
-"""Sums of similarities below this are taken for this, so that a query similar to no key divides by no zero."""
+SMALLEST_SUM = 1e-18
+"""Sums of similarities below this are taken for this, so that a query similar to no key divides by no zero; its square, in the
+gradient, is still a number in float32."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = F
     for t in range(len(v)):
         visible = slice(0, t + 1) if causal else slice(None)
         similarities = k[visible] @ q[t]
-        rows.append(similarities @ v[visible] / similarities.sum().clamp(min=SMALLEST_SUM))
+        rows.append(similarities @ v[visible] / similarities.sum())
     return torch.stack(rows)
 
 
@@ -40,7 +41,7 @@ CausalSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """By chunks: products inside a chunk, one f x h state for everything before it. Linear in T, and what to train with."""
-    return _chunked_sums(q, k, v, None)[0]
+    return continued_sums(q, k, v, None)[0]
 
 
 def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,8 +90,8 @@ def _total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q @ (k.mT @ v)
 
 
-def _chunked_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
-    """The causal sums after a state [..., f, h], and the state after them."""
+def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
+    """The causal sums by chunks after a state [..., f, h] (None: from the beginning), and the state after them."""
     length = q.shape[-2]
     spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
     q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(-2, (-1, chunk_size)) for x in (q, k, v))
@@ -117,5 +118,5 @@ class LinearState(NamedTuple):
 
 def linear_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
     """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state."""
-    sums, summary = _chunked_sums(q, k, with_ones(v), state.summary)
+    sums, summary = continued_sums(q, k, with_ones(v), state.summary)
     return normalized(sums), LinearState(summary, state.position + v.shape[-2])

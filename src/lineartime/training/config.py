@@ -121,7 +121,7 @@ class TrainConfig:
             name, equals, text = item.partition("=")
             if not equals:
                 raise LineartimeError(f"--override {item!r} is not of the form NAME=VALUE, for instance chunk_size=64.")
-            values[name] = _parse(text)
+            values[name] = text if (name, text) == ("absolute_position", "none") else _parse(text)
         for name, instead in (("vocab_size", "it follows from --tokenizer"), ("task", "use --task")):
             if name in values:
                 raise LineartimeError(f"--override cannot set {name}: {instead}.")
