@@ -108,12 +108,8 @@ def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
     """Put into every chunk what stands `by` chunks before it in its document, and zeros where there is none: [B, G, ...]."""
 
     def within(document: Tensor) -> Tensor:
-        shifted = torch.zeros_like(document)
-        if by > 0:
-            shifted[:, by:] = document[:, :-by]
-        else:
-            shifted[:, :by] = document[:, -by:]
-        return shifted
+        none = torch.zeros_like(document[:, : abs(by)])
+        return torch.cat([none, document[:, :-by]] if by > 0 else [document[:, -by:], none], 1)
 
     return chunks.by_document(within, x)
 
