@@ -1,7 +1,7 @@
 """FLASH global-only: the linear part alone. Causal, a token then reads nothing of its own chunk, which is why it is small.
 
 Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4, "global only" with chunks of 64.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
 """
 
 from typing import NamedTuple

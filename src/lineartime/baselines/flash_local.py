@@ -1,7 +1,7 @@
 """FLASH local-only: the quadratic part alone, so that no token reads beyond its own chunk.
 
 Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4, "local only".
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "local only".
 """
 
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, which mentions it and leaves it out for speed.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names it as a variant and leaves it out for speed.
 """
 
 from typing import NamedTuple

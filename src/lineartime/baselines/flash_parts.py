@@ -1,4 +1,4 @@
-"""FLASH in parts, so that a variant can exchange one of them.
+"""FLASH in parts, so that a variant can exchange one of them. `FLASH` itself calls one operation, which a kernel can replace.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 """

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, H heads,
 s query/key width and e value width of all heads together.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 3, "single-head -> multi-head".
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "single-head -> multi-head".
 """
 
 import torch

@@ -1,7 +1,7 @@
 """GAU without its gate, the values being twice as wide instead: an ablation of gating.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 3, "no gating": V is 2e wide and Wo maps 2e to d.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "no gating": V is 2e wide and Wo maps 2e to d.
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """MC-TFM++: the heads of a Transformer with mixed chunk attention, softmax inside a chunk and linear across chunks.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.4.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison of approximation costs.
 
     out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]  +  q[t] / sqrt(h) . mean over j in R(t) of k[j] v[j]^T
 

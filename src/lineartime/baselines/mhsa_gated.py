@@ -1,7 +1,7 @@
 """Softmax attention with a gate on its output, as GAU has one: an ablation of the Transformer.
 
 Shapes: B batch, T tokens, d model width.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 4, "add gating".
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "add gating".
 """
 
 import torch.nn.functional as F

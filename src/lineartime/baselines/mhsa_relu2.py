@@ -1,7 +1,7 @@
 """Multi-head attention with relu^2 in the place of softmax: an ablation of the Transformer.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), table 4, "softmax -> relu^2".
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "softmax -> relu^2".
 """
 
 import torch
