@@ -1,6 +1,7 @@
 """The variants of FLASH, each of which exchanges one part of it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +42,10 @@ def quadratic_part(layer: FLASHInParts) -> Callable[..., Tensor]:
 @directions
 @lengths
 @pytest.mark.parametrize("normalization", ["count", "paper"])
-def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: str) -> None:
-    both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()  # type: ignore[arg-type]
-    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()  # type: ignore[arg-type]
-    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()  # type: ignore[arg-type]
+def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: Any) -> None:
+    both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()
+    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
+    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
     weights = both.state_dict()
     local.load_state_dict({**weights, "gamma": both.gamma[:2], "beta": both.beta[:2]})
     shared = {name: value for name, value in weights.items() if not name.startswith("bias")}
@@ -67,9 +68,9 @@ def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
 @lengths
 @pytest.mark.parametrize("activation", ["relu2", "softmax"])
 def test_overlapping_attention_is_the_definition(
-    causal: bool, length: int, activation: str, assert_same_function: Callable[..., None]
+    causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
 ) -> None:
-    layer = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()  # type: ignore[arg-type]
+    layer = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
     bias = layer.chunk_bias()
     assert bias is not None
     assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
@@ -82,7 +83,7 @@ def test_overlapping_attention_is_the_definition(
             bias,
             chunk_size=CHUNK,
             causal=causal,
-            activation=activation,  # type: ignore[arg-type]
+            activation=activation,
         )
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
@@ -111,9 +112,9 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 
 @directions
 @pytest.mark.parametrize("normalization", ["count", "paper"])
-def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization: str) -> None:
-    plain = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization))  # type: ignore[arg-type]
-    weighted = WeightedFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)  # type: ignore[arg-type]
+def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization: Any) -> None:
+    plain = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization))
+    weighted = WeightedFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)
     with torch.no_grad():
         # Queries that sum to zero over a chunk, so that all scores of summaries are zero, and yet are read.
         plain.gamma[2:] = 0

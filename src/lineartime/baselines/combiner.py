@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.checks import check_positive
-from lineartime.layers.multi_head import MultiHeadMixer, merge_heads
+from lineartime.layers.multi_head import merge_heads
 from lineartime.layers.norms import Norm
 from lineartime.ops.chunks import cut_chunks, fill, open_chunk_pieces
 
@@ -177,20 +177,10 @@ def combiner_attention_extend(
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Combiner(MultiHeadMixer):
+class Combiner(ChunkedHeads):
     """Multi-head attention over the own chunk and summaries of the others: [B, T, d] -> [B, T, d].
 
-    Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        chunk_size: C; the length of the input need not be a multiple of it.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+    Arguments are those of `ChunkedHeads`.
     """
 
     def __init__(
@@ -204,9 +194,7 @@ class Combiner(MultiHeadMixer):
         rope: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
-        check_positive(chunk_size=chunk_size)
-        self.chunk_size = chunk_size
+        super().__init__(d_model, n_heads=n_heads, chunk_size=chunk_size, causal=causal, norm=norm, rope=rope, dropout=dropout)
         self.query_summary = nn.Parameter(torch.empty(d_model, d_model))
         self.key_summary = nn.Parameter(torch.empty(d_model, d_model))
         nn.init.normal_(self.query_summary, std=0.02)
@@ -224,7 +212,7 @@ class Combiner(MultiHeadMixer):
 
     def init_state(self, batch_size: int) -> CombinerState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        none = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
-        chunk = none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)
+        chunk = self.empty_chunk(batch_size)
         highest = torch.full_like(chunk[..., 0, :], torch.finfo(chunk.dtype).min)
+        none = chunk[..., :0, :]
         return CombinerState(none, none, chunk, chunk, highest, 0)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.layers.checks import check_positive
-from lineartime.layers.multi_head import MultiHeadMixer, fold_heads, map_state
-from lineartime.layers.norms import Norm
+from lineartime.baselines.chunked_heads import ChunkedHeads
+from lineartime.layers.multi_head import fold_heads, map_state
 from lineartime.ops.chunks import cut_chunks
 from lineartime.ops.mixed_chunk import (
     MixedChunkState,
@@ -86,36 +85,11 @@ def mixed_chunk_heads_extend(
     return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), after)
 
 
-class MixedChunkHeads(MultiHeadMixer):
+class MixedChunkHeads(ChunkedHeads):
     """Multi-head mixed chunk attention: [B, T, d] -> [B, T, d]. Causal, it streams with constant memory.
 
-    Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        chunk_size: C; the length of the input need not be a multiple of it.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+    Arguments are those of `ChunkedHeads`.
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        chunk_size: int = 256,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
-        check_positive(chunk_size=chunk_size)
-        self.chunk_size = chunk_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Mixed chunk attention, [R, H, L, h] three times -> [R, H, L, h]."""
@@ -129,6 +103,5 @@ class MixedChunkHeads(MultiHeadMixer):
 
     def init_state(self, batch_size: int) -> MixedChunkHeadsState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        none = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
-        chunk = none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)
+        chunk = self.empty_chunk(batch_size)
         return MixedChunkHeadsState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)
