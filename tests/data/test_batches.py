@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from lineartime.data import ByteTokenizer, TokenStream, causal_batch, masked_batch, random_windows
-from lineartime.data.batches import IGNORED, check_long_enough, spread_windows
+from lineartime.data.batches import check_long_enough, spread_windows
 from lineartime.errors import LineartimeError
+from lineartime.ops.cross_entropy import IGNORED
 
 
 def stream(length: int) -> TokenStream:

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.ops import QuadraticState, quadratic_attention, quadratic_attention_extend, quadratic_attention_oracle
+from lineartime.ops import (
+    FactoredBias,
+    QuadraticState,
+    quadratic_attention,
+    quadratic_attention_extend,
+    quadratic_attention_oracle,
+    tiled_quadratic,
+)
 from lineartime.ops.activations import ACTIVATIONS
 
 LENGTHS = [0, 1, 3, 4, 5, 17]
@@ -25,7 +32,10 @@ def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Te
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("normalization", ["count", "paper", 7])
 @pytest.mark.parametrize("padded", [False, True])
-def test_parallel_form_is_the_definition(length: int, causal: bool, activation: Any, normalization: Any, padded: bool) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_parallel_form_is_the_definition(
+    length: int, causal: bool, activation: Any, normalization: Any, padded: bool, backend: Any
+) -> None:
     mask = torch.rand(3, length) > 0.4 if padded else None
     if mask is not None:
         mask[0] = False  # a row without any real token
@@ -34,18 +44,22 @@ def test_parallel_form_is_the_definition(length: int, causal: bool, activation: 
     options["normalization"] = normalization
     inputs = make_inputs(3, length)
     torch.testing.assert_close(
-        quadratic_attention(*inputs, **options), quadratic_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+        quadratic_attention(*inputs, **options, backend=backend),
+        quadratic_attention_oracle(*inputs, **options),
+        atol=1e-10,
+        rtol=0,
     )
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradcheck(causal: bool, activation: Any) -> None:
+def test_gradcheck(causal: bool, activation: Any, backend: Any) -> None:
     mask = torch.arange(5)[None] > 0
     bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
 
     def attention(*x: Tensor) -> Tensor:
-        return quadratic_attention(*x[:3], causal=causal, bias=x[3], mask=mask, activation=activation)
+        return quadratic_attention(*x[:3], causal=causal, bias=x[3], mask=mask, activation=activation, backend=backend)
 
     assert torch.autograd.gradcheck(attention, (*make_inputs(1, 5, grad=True), bias))
 
@@ -79,12 +93,13 @@ def test_left_and_right_padding_do_not_change_real_outputs(causal: bool) -> None
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_blocks_of_queries_do_not_show(padded: bool) -> None:
+@pytest.mark.parametrize("backend", ["tiled", "torch"])
+def test_blocks_of_queries_do_not_show(padded: bool, backend: Any) -> None:
     length = 600  # three causal blocks, the last one short
     q, k, v = make_inputs(1, length, grad=True)
     bias = torch.randn(length, length, dtype=torch.float64)
     mask = torch.rand(1, length) > 0.2
-    causal = quadratic_attention(q, k, v, causal=True, bias=bias, mask=mask if padded else None)
+    causal = quadratic_attention(q, k, v, causal=True, bias=bias, mask=mask if padded else None, backend=backend)
     visible = torch.ones(length, length, dtype=torch.bool).tril() & (mask[0] | (not padded))
     weights = ((q[0] @ k[0].T / 6**0.5 + bias).relu() ** 2).masked_fill(~visible, 0) / visible.sum(1, keepdim=True).clamp(min=1)
     expected = (weights @ v[0]).masked_fill(~(mask[0] | (not padded))[:, None], 0)
@@ -152,3 +167,109 @@ def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
     assert not torch.allclose(quadratic_attention(*inputs, mask=mask), transposed)
     with pytest.raises(ValueError, match=r"bias has shape \[1, 3\]"):
         quadratic_attention(*inputs, bias=torch.zeros(1, 3))
+
+
+# The tiled form -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_quadratic, "QUERIES", 16)
+    monkeypatch.setattr(tiled_quadratic, "SCORES", 2048)
+
+
+def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    q, k, v, bias = inputs
+    out = quadratic_attention(q, k, v, bias=bias, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 257])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool, padded: bool) -> None:
+    bias = torch.randn(length, length, dtype=torch.float64, requires_grad=True)
+    inputs = (*make_inputs(5, length, grad=True), bias)
+    options: dict[str, Any] = {"causal": causal, "mask": torch.rand(5, length) > 0.3 if padded else None}
+    torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
+    try:
+        tiled, again, plain = (values_and_gradients(inputs, **options, backend=b) for b in ("tiled", "tiled", "torch"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(tiled, again, strict=True))
+    for fast, exact in zip(tiled, plain, strict=True):
+        torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "torch", "oracle"])
+@pytest.mark.parametrize("normalization", ["count", "paper", 7])
+def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> None:
+    inputs = make_inputs(2, 9, grad=True)
+    factors = FactoredBias(*torch.randn(2, 9, 4, dtype=torch.float64).requires_grad_().unbind(0))
+    options: dict[str, Any] = {"mask": torch.rand(2, 9) > 0.3, "normalization": normalization}
+    factored = quadratic_attention(*inputs, bias=factors, backend=backend, **options)
+    dense = quadratic_attention(*inputs, bias=factors.of_queries @ factors.of_keys.mT, backend="torch", **options)
+    torch.testing.assert_close(factored, dense, atol=1e-10, rtol=0)
+    wanted = (*inputs, *factors)
+    gradients = [torch.autograd.grad(out.square().sum(), wanted, retain_graph=True) for out in (factored, dense)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype) -> None:
+    exact = tuple(x.to(dtype).double().detach().requires_grad_() for x in make_inputs(2, 300))
+    rounded = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
+
+    def run(inputs: tuple[Tensor, ...], backend: Any) -> list[Tensor]:
+        out = quadratic_attention(inputs[0], inputs[1], inputs[2], causal=True, backend=backend)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    truth = run(exact, "torch")
+    for true, ours, theirs in zip(truth, run(rounded, "tiled"), run(rounded, "torch"), strict=True):
+        error, plain_error = ((x.double() - true).abs().max() / true.abs().max() for x in (ours, theirs))
+        assert error < 2 * plain_error + torch.finfo(dtype).eps
+
+
+def test_no_scores_are_kept_for_the_backward_pass() -> None:
+    q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(1, 2048))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        quadratic_attention(q, k, v, causal=True)
+    assert sum(kept) < 2048 * 64
+
+
+def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
+    q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(2, 10))
+    bias = torch.randn(10, 10, requires_grad=True)
+    for arguments in ((q, k, v, bias), (q, k, v, None)):
+        torch.library.opcheck(tiled_quadratic._tiled_quadratic, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
+
+    def run(*x: Tensor) -> Tensor:
+        return quadratic_attention(*x[:3], bias=x[3], causal=True, backend="tiled")
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    results = [
+        (out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias)))
+        for out in (run(q, k, v, bias), compiled(q, k, v, bias))
+    ]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"backend": "tiled", "activation": "softmax"},
+            "backend is 'tiled', which cannot run here: it has no activation 'softmax'",
+        ),
+        ({"backend": "quick"}, "backend is 'quick', but must be one of 'auto', 'torch', 'tiled', 'triton', 'oracle'"),
+        ({"bias": FactoredBias(torch.ones(4, 2), torch.ones(5, 2))}, r"bias has factors of shape \[4, 2\]"),
+    ],
+)
+def test_what_cannot_be_computed_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quadratic_attention(*make_inputs(1, 5), **options)

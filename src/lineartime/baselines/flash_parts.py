@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value wi
 from torch import Tensor
 
 from lineartime.layers.flash import FLASH
+from lineartime.layers.gated import GatedUnit
 from lineartime.ops.chunks import Chunks, Reach, cut_chunks
 from lineartime.ops.mixed_chunk import MixedChunkState, chunk_attention, mixed_chunk_attention_extend, summary_attention
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
@@ -13,6 +14,8 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 
 class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
+
+    attend_and_gate = GatedUnit.attend_and_gate  # not the single operation of `FLASH`
 
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Cut into chunks, attend, and join: [B, maps, T, s] and [B, T, e] -> [B, T, e]."""

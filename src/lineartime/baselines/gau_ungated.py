@@ -16,7 +16,6 @@ class UngatedGAU(GAU):
         """No gate, and values of 2e."""
         return 0, 2 * width
 
-    def combine(self, x: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
-        """The output map and the residual: x [B, T, d] and attention's output [B, T, 2e] -> [B, T, d]."""
-        out: Tensor = x + self.dropout(self.to_output(attended))
-        return out
+    def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+        """Attention's output as it is, [B, T, 2e]."""
+        return attended

@@ -12,9 +12,7 @@ from torch import Tensor
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import LineartimeError
-
-IGNORED = -100
-"""The target of a position that no loss is taken at."""
+from lineartime.ops.cross_entropy import IGNORED
 
 
 class Batch(NamedTuple):

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.data.batches import IGNORED, Batch, causal_batch, masked_batch, read_window, spread_windows
+from lineartime.data.batches import Batch, causal_batch, masked_batch, read_window, spread_windows
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import LineartimeError
 from lineartime.models.heads import CausalLM, LanguageModel
+from lineartime.ops.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)

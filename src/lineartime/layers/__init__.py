@@ -4,6 +4,7 @@ from lineartime.layers.attention import Attention
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
+from lineartime.layers.gated import set_backend
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import RMSNorm, ScaleNorm
 from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
@@ -21,4 +22,5 @@ __all__ = [
     "ScaleNorm",
     "ScaledSin",
     "TableBias",
+    "set_backend",
 ]

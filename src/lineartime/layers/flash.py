@@ -13,7 +13,8 @@ from lineartime.layers.norms import Norm
 from lineartime.layers.positions import build_relative_bias
 from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
-from lineartime.ops.mixed_chunk import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
+from lineartime.ops.mixed_chunk import mixed_chunk_attention_extend, mixed_chunk_state
 
 
 class FLASH(GatedUnit):
@@ -75,22 +76,21 @@ class FLASH(GatedUnit):
         self.chunk_size = chunk_size
         self.bias = build_relative_bias(self.bias_chunks * chunk_size, d_qk) if relative_bias else None
 
-    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Mixed chunk attention: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
-        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
-        return mixed_chunk_attention(
-            q_quad,
-            k_quad,
-            q_lin,
-            k_lin,
-            v,
+    def attend_and_gate(self, projected: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """All between the two dense maps as one operation."""
+        return gated_mixed_chunk_attention(
+            projected,
+            self.gamma,
+            self.beta,
             chunk_size=self.chunk_size,
+            positions=positions if self.rope else None,
             causal=self.causal,
             bias=self.chunk_bias(),
             mask=mask,
             cu_seqlens=cu_seqlens,
             activation=self.activation,
             normalization=self.normalization,
+            backend=self.backend,
         )
 
     def chunk_bias(self) -> Tensor | None:

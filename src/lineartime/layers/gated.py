@@ -18,13 +18,16 @@ from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.norms import Norm
 from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.backends import BACKENDS, Backend
+from lineartime.ops.gated_mixed_chunk import queries_and_keys
 from lineartime.ops.layout import token_positions
-from lineartime.ops.positions import rope
 
 
 class GatedUnit(Mixer):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends."""
 
+    backend: Backend = "auto"
+    """Which implementation of its attention a layer uses: see `set_backend`."""
     n_maps: ClassVar[int] = 2
     """How many queries and keys are made of Z, each by its own gamma and beta."""
 
@@ -61,9 +64,12 @@ class GatedUnit(Mixer):
         """How wide U and V are, given e = expansion * d."""
         return width, width
 
-    @abstractmethod
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Queries and keys [B, maps, T, s] and values [B, T, e] -> [B, T, e], for whole sequences."""
+        """Queries and keys [B, maps, T, s] and values [B, T, e] -> [B, T, e], for whole sequences.
+
+        A subclass supplies this, or `attend_and_gate` as a whole.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def attend_next(self, maps: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -85,30 +91,56 @@ class GatedUnit(Mixer):
         """
         self.check_batch(x, mask, cu_seqlens)
         x = zero_padding(x, mask)
-        gate, v, maps = self.project(x, token_positions(x.shape[1], mask, cu_seqlens, x.device))
-        return zero_padding(self.combine(x, gate, self.attend(maps, v, mask, cu_seqlens)), mask)
+        positions = token_positions(x.shape[1], mask, cu_seqlens, x.device)
+        gated = self.attend_and_gate(self.to_gate_value_base(self.norm(x)), positions, mask, cu_seqlens)
+        return zero_padding(self.add_output(x, gated), mask)
 
     def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
         self.check_stream(x, state)
-        gate, v, maps = self.project(x, new_positions(state.position, x.shape[1], x.device))
+        projected = self.to_gate_value_base(self.norm(x))
+        gate, v, maps = self.split(projected, new_positions(state.position, x.shape[1], x.device))
         attended, state = self.attend_next(maps, v, state)
-        return self.combine(x, gate, attended), state
+        return self.add_output(x, self.gate(gate, attended)), state
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, d] -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
-        projected = F.silu(self.to_gate_value_base(self.norm(x)))
-        gate, value, base = projected.split([self.d_gate, self.d_value, self.d_qk], dim=-1)
+    def attend_and_gate(self, projected: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """From the projected tokens [B, T, 2 e + s] to what the output map reads, [B, T, e]."""
+        gate, v, maps = self.split(projected, positions)
+        return self.gate(gate, self.attend(maps, v, mask, cu_seqlens))
+
+    def split(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projected tokens -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
+        gate, value, base = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], dim=-1)
         return gate, value, self.queries_and_keys(base, positions)
 
     def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
         """Z [B, T, s] -> rope(Z * gamma + beta), [B, maps, T, s]."""
-        maps = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]
-        if self.rope:
-            maps = rope(maps, positions if positions.dim() == 1 else positions[:, None])
-        return maps
+        return queries_and_keys(base, self.gamma, self.beta, positions if self.rope else None)
 
-    def combine(self, x: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
-        """The gate, the output map and the residual: x [B, T, d], U and attention's output [B, T, e] -> [B, T, d]."""
-        out: Tensor = x + self.dropout(self.to_output(gate * attended))
+    def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+        """U * attention's output."""
+        return gate * attended
+
+    def add_output(self, x: Tensor, gated: Tensor) -> Tensor:
+        """The output map and the residual: x [B, T, d] and gated values [B, T, e] -> [B, T, d]."""
+        out: Tensor = x + self.dropout(self.to_output(gated))
         return out
+
+
+def set_backend(module: nn.Module, backend: Backend) -> None:
+    """Have all GAU and FLASH layers of a model, or a layer itself, compute their attention by one backend.
+
+    The streaming forms have but one implementation, and do not change.
+
+    Args:
+        module: a layer, or anything that contains layers.
+        backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
+            fastest that can run.
+
+    Raises:
+        ValueError: for an unknown backend. One that is known but cannot run says so when the layer is used.
+    """
+    check_choice("backend", backend, BACKENDS)
+    for layer in module.modules():
+        if isinstance(layer, GatedUnit):
+            layer.backend = backend

@@ -12,7 +12,7 @@ from torch import Tensor
 from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.norms import Norm
-from lineartime.layers.positions import TableBias, build_relative_bias
+from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.layout import document_rows
@@ -97,10 +97,13 @@ class GAU(GatedUnit):
             k,
             v,
             causal=self.causal,
-            bias=self._bias(positions, positions),
+            bias=self.bias.factors(positions, positions)
+            if isinstance(self.bias, RotaryBias)
+            else self._bias(positions, positions),
             mask=real,
             activation=self.activation,
             normalization=self._constant_normalization() if self.causal else self.normalization,
+            backend=self.backend,
         )
 
     def _constant_normalization(self) -> int | Literal["count"]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.layers.checks import check_even
-from lineartime.ops.positions import rotary_bias, sinusoid, table_bias
+from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
 
 LARGEST_TABLE = 512
 """The longest length for which relative biases are a table; beyond it they are rotary (spec, section 3)."""
@@ -39,6 +39,10 @@ class RotaryBias(nn.Module):
 
     def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """[Q, K] for positions [Q] and [K]."""
+        return self.factors(query_positions, key_positions).dense()
+
+    def factors(self, query_positions: Tensor, key_positions: Tensor) -> FactoredBias:
+        """The same as a product that is not carried out."""
         return rotary_bias(self.a, self.b, query_positions, key_positions)
 
 

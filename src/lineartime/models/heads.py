@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
+from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 
 
 class LanguageModel(nn.Module):
@@ -33,6 +34,31 @@ class LanguageModel(nn.Module):
             ValueError: if shapes do not fit.
         """
         return self._logits(self.backbone(ids, mask, cu_seqlens))
+
+    def loss(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
+
+        Args:
+            ids, mask, cu_seqlens: as for the logits.
+            targets: int [B, T], what each token has to foretell; -100 where that is nothing.
+
+        Returns:
+            A scalar, in nats; zero if there is no target at all.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        hidden = self.backbone(ids, mask, cu_seqlens)
+        total = linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+        return total / (targets != IGNORED).sum().clamp(min=1)
+
+    def compile_blocks(self) -> None:
+        """Have torch.compile make each block faster, in place: parameters keep their names.
+
+        All blocks being alike, the first one is compiled and the others share its code. That happens at the first call.
+        """
+        for block in self.backbone.blocks:
+            block.compile()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.backbone.embedding.weight)

@@ -1,6 +1,7 @@
 """Attention as pure functions of tensors; each file holds the definition, the parallel form and the streaming form."""
 
 from lineartime.ops.cross import cross_attention, cross_attention_oracle
+from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.linear import LinearState, linear_attention, linear_attention_extend, linear_attention_oracle
 from lineartime.ops.mixed_chunk import (
     MixedChunkState,
@@ -9,7 +10,7 @@ from lineartime.ops.mixed_chunk import (
     mixed_chunk_attention_oracle,
     mixed_chunk_state,
 )
-from lineartime.ops.positions import rope, rotary_bias, sinusoid, table_bias
+from lineartime.ops.positions import FactoredBias, rope, rotary_bias, sinusoid, table_bias
 from lineartime.ops.quadratic import (
     QuadraticState,
     quadratic_attention,
@@ -18,11 +19,13 @@ from lineartime.ops.quadratic import (
 )
 
 __all__ = [
+    "FactoredBias",
     "LinearState",
     "MixedChunkState",
     "QuadraticState",
     "cross_attention",
     "cross_attention_oracle",
+    "gated_mixed_chunk_attention",
     "linear_attention",
     "linear_attention_extend",
     "linear_attention_oracle",

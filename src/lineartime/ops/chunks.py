@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, D documents, G chunks of al
 """
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,12 +38,17 @@ class Chunks(NamedTuple):
         """[B, T, f] -> [B, G, C, f], with zeros in the slots that hold no token."""
         if self.layout is not None:
             return self.layout.arrange(x)
-        cut: Tensor = F.pad(x, (0, 0, 0, self.n_slots - self.length)).unflatten(1, (-1, self.chunk_size))
+        if self.n_slots > self.length:
+            x = F.pad(x, (0, 0, 0, self.n_slots - self.length))
+        cut: Tensor = x.unflatten(1, (-1, self.chunk_size))
         return cut
 
     def join(self, y: Tensor) -> Tensor:
         """[B, G, C, f] -> [B, T, f], with zeros at padding: the way back from `cut`."""
-        return y.flatten(1, 2)[:, : self.length] if self.layout is None else self.layout.restore(y)
+        if self.layout is not None:
+            return self.layout.restore(y)
+        y = y.flatten(1, 2)
+        return y[:, : self.length] if self.n_slots > self.length else y
 
     def by_document(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply a function to the chunks of each document alone: [B or 1, G, ...] each -> [B, G, ...], shaped as the last."""
@@ -56,6 +62,11 @@ class Chunks(NamedTuple):
     def n_slots(self) -> int:
         """G * C."""
         return sum(self.per_document) * self.chunk_size
+
+    @property
+    def document_starts(self) -> list[int]:
+        """Where documents begin and end, counted in chunks: [0, ..., G]."""
+        return list(accumulate(self.per_document, initial=0))
 
     def slots(self, device: torch.device) -> Tensor:
         """`real`, or as many True: bool [B or 1, G, C]."""

@@ -10,7 +10,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3, with
     R(t) = every token of the document; causal: every token of the chunks before t's
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,11 @@ from lineartime.ops.activations import (
     attention_weights_oracle,
     check_choice,
 )
+from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.chunks import Chunks, Reach, cut_chunks, fill, open_chunk_pieces, sum_chunks
 from lineartime.ops.layout import by_document, check_tokens
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic import check_bias, check_queries_keys_values
-
-Backend = Literal["auto", "torch", "oracle"]
-BACKENDS: tuple[str, ...] = ("auto", "torch", "oracle")
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -112,23 +110,26 @@ def mixed_chunk_attention(
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias,
             and the linear part averaged over the visible chunks of K^T V / C.
-        backend: "torch", "oracle" (the definition, slow), or "auto", the fastest for the device.
+        backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
 
     Returns:
         [B, T, e], zeros for rows with nothing to read. float16 is computed in float32; the sums over chunks always are
         (float64 for float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not fit together, or an unknown activation, normalization or backend.
+        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
+            or cannot run here.
     """
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("normalization", normalization, NORMALIZATIONS)
-    check_choice("backend", backend, BACKENDS)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1.")
     check_queries_keys_values({"q_quad": q_quad, "k_quad": k_quad, "q_lin": q_lin, "k_lin": k_lin}, v)
     check_tokens(v.shape, mask, cu_seqlens)
     check_bias(bias, chunk_size, "C")
+    inputs = (q_quad, k_quad, q_lin, k_lin, v)
+    compute = matmul_dtype(*inputs)
+    backend = choose_backend(backend, ("torch", "triton", "oracle"), v, compute, activation)
     if backend == "oracle":
         return mixed_chunk_attention_oracle(
             q_quad,
@@ -145,11 +146,24 @@ def mixed_chunk_attention(
             normalization=normalization,
         )
 
-    inputs = (q_quad, k_quad, q_lin, k_lin, v)
-    compute = matmul_dtype(*inputs)
     result_dtype = output_dtype(v, compute)
     with without_autocast(v):
         chunks = cut_chunks(v, chunk_size, mask, cu_seqlens)
+        if backend == "triton":
+            from lineartime.ops.triton import mixed_chunk as kernels
+
+            scales = chunk_scales(chunks, q_quad.shape[-1], causal, normalization, v)
+            out = kernels.attend(
+                *(chunks.cut(x) for x in inputs),
+                bias=bias,
+                row_scale=scales.row.expand(-1, len(scales.state[0]), chunk_size).contiguous(),
+                state_scale=scales.state,
+                document_starts=torch.tensor(chunks.document_starts, dtype=torch.int32, device=v.device),
+                score_scale=scales.score,
+                causal=causal,
+                activation="laplace" if activation == "laplace" else "relu2",
+            )
+            return chunks.join(out.to(result_dtype))
         q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x.to(compute)) for x in inputs)
         out = chunk_attention(
             q_quad, k_quad, v, chunks, causal=causal, bias=bias, activation=activation, normalization=normalization
@@ -195,6 +209,36 @@ def summary_attention(
         size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
     return q @ (total / count.clamp(min=1)).to(q.dtype)
+
+
+class ChunkScales(NamedTuple):
+    """The factors that a fused form applies; what an empty slot would add is zero already, for its values are.
+
+    Attributes:
+        score: of the products of queries and keys in the quadratic part.
+        row: float32 or better, [B or 1, G or 1, C or 1], of a query's weights in the quadratic part.
+        state: the same dtype, [B or 1, G], of the sums of k v^T that a chunk reads.
+    """
+
+    score: float
+    row: Tensor
+    state: Tensor
+
+
+def chunk_scales(chunks: Chunks, d_qk: int, causal: bool, normalization: Normalization, like: Tensor) -> ChunkScales:
+    """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
+    sizes = chunks.sizes(like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
+    score, row = 1.0 / chunks.chunk_size, sizes.new_ones(1, 1, 1)
+    tokens = sizes
+    if normalization == "paper":
+        tokens = (sizes > 0).to(sizes.dtype) * chunks.chunk_size
+    else:
+        score = d_qk**-0.5
+        # Real tokens stand before empty slots, so that a query's place tells how many keys it sees.
+        slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
+        row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
+    read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
+    return ChunkScales(score, row, 1 / read.clamp(min=1))
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 Shapes: T tokens, s query/key width, d model width, Q queries, K keys. Positions are integer tensors.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,40 @@ def _angles(positions: Tensor, n_frequencies: int) -> Tensor:
     # float64: at position 100,000 a float32 angle is already wrong in the third digit.
     exponents = torch.arange(n_frequencies, device=positions.device, dtype=torch.float64) / n_frequencies
     return positions[..., None].to(torch.float64) * 10000.0**-exponents
+
+
+def _compute_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    angles = _angles(positions, n_frequencies)
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+
+
+_last_table: tuple[Tensor, int, torch.dtype, Tensor] | None = None
+"""The arguments and the result of the last table on a processor: all layers of a model ask for the same one."""
+
+
+def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of all angles, [2, ..., n_frequencies] for positions [...]; not to be written to."""
+    global _last_table
+    if positions.device.type != "cpu":  # comparing would make the device wait, and computing costs it nothing
+        return _compute_table(positions, n_frequencies, dtype)
+    if _last_table is not None:
+        last, *others, table = _last_table
+        if others == [n_frequencies, dtype] and torch.equal(last, positions):
+            return table
+    table = _compute_table(positions, n_frequencies, dtype)
+    _last_table = (positions, n_frequencies, dtype, table)
+    return table
+
+
+@torch.library.custom_op("lineartime::rotary_table", mutates_args=())
+def _opaque_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    """`rotary_table` for compiled code, which would otherwise compute each cosine anew for every map and row."""
+    return rotary_table(positions, n_frequencies, dtype).clone()
+
+
+@_opaque_table.register_fake
+def _(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    return positions.new_empty(2, *positions.shape, n_frequencies, dtype=dtype)
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
@@ -26,8 +62,8 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
         [..., T, s] in the dtype of x; computed in float32 or better.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    angles = _angles(positions, x.shape[-1] // 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    tabulate = _opaque_table if torch.compiler.is_compiling() else rotary_table
+    cos, sin = tabulate(positions, x.shape[-1] // 2, dtype).unbind(0)
     x1, x2 = x.to(dtype).chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
@@ -41,12 +77,23 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     return table[key_positions[None, :] - query_positions[:, None] + centre]
 
 
-def rotary_bias(a: Tensor, b: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Relative bias [Q, K] of any length from two vectors a, b in R^s: bias[t, j] = rope(a)_t . rope(b)_j."""
-    queries = rope(a.expand(query_positions.shape[0], -1), query_positions)
-    keys = rope(b.expand(key_positions.shape[0], -1), key_positions)
-    with without_autocast(a):  # a bias is added to float32 scores
-        return queries @ keys.mT
+class FactoredBias(NamedTuple):
+    """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s]."""
+
+    of_queries: Tensor
+    of_keys: Tensor
+
+    def dense(self) -> Tensor:
+        """[Q, K]."""
+        with without_autocast(self.of_keys):  # a bias is added to float32 scores
+            return self.of_queries @ self.of_keys.mT
+
+
+def rotary_bias(a: Tensor, b: Tensor, query_positions: Tensor, key_positions: Tensor) -> FactoredBias:
+    """Relative bias of any length from two vectors a, b in R^s: bias[t, j] = rope(a)_t . rope(b)_j."""
+    return FactoredBias(
+        rope(a.expand(query_positions.shape[0], -1), query_positions), rope(b.expand(key_positions.shape[0], -1), key_positions)
+    )
 
 
 def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:

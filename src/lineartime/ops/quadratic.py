@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lineartime.ops import tiled_quadratic
 from lineartime.ops.activations import (
     ACTIVATIONS,
     NORMALIZATIONS,
@@ -19,7 +20,9 @@ from lineartime.ops.activations import (
     attention_weights_oracle,
     check_choice,
 )
+from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.layout import by_document, check_tokens
+from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -67,10 +70,11 @@ def quadratic_attention(
     v: Tensor,
     *,
     causal: bool = False,
-    bias: Tensor | None = None,
+    bias: Tensor | FactoredBias | None = None,
     mask: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization | int = "count",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Attend from every token to every visible token with one head and, by default, no softmax.
 
@@ -78,20 +82,36 @@ def quadratic_attention(
         q, k: [B, T, s] queries and keys.
         v: [B, T, e] values.
         causal: whether a token reads only itself and earlier tokens.
-        bias: [T, T], added to the scores.
+        bias: [T, T], added to the scores, or a `FactoredBias`, which takes no memory of T x T.
         mask: bool [B, T], True for real tokens; padding is read by nobody and its outputs are zero.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
             n the number of real tokens of the row; an integer is that n, fixed, which is what a causal model needs:
             n taken from the current length would let the future change the past.
+        backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto",
+            the fastest that can run.
 
     Returns:
         [B, T, e], zeros for rows with nothing to read. float16 is computed in float32.
 
     Raises:
-        ValueError: for shapes that do not fit together, or an unknown activation or normalization.
+        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
+            or cannot run here.
     """
     _check(q, k, v, bias, mask, activation, normalization)
+    compute = matmul_dtype(q, k, v)
+    backend = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), v, compute, activation)
+    if backend == "oracle":
+        return quadratic_attention_oracle(
+            q,
+            k,
+            v,
+            causal=causal,
+            bias=bias.dense() if isinstance(bias, FactoredBias) else bias,
+            mask=mask,
+            activation=activation,
+            normalization=normalization,
+        )
     length, d_qk = q.shape[1:]
     if mask is not None:
         q, k, v = (x.masked_fill(~mask[..., None], 0.0) for x in (q, k, v))
@@ -100,6 +120,10 @@ def quadratic_attention(
         published_length = float(max(length, 1)) if mask is None else mask.sum(1).clamp(min=1)[:, None, None]
     elif normalization != "count":
         published_length = float(normalization)
+
+    if backend in ("tiled", "triton"):
+        out = _attend_fused(q, k, v, causal, bias, mask, activation, published_length, backend)
+        return out if mask is None else out.masked_fill(~mask[..., None], 0.0)
 
     # A causal block of queries need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
     block = max(256, -(-length // 8)) if causal else max(length, 1)
@@ -116,13 +140,70 @@ def quadratic_attention(
             v[:, :keys],
             d_qk=d_qk,
             visible=visible,
-            bias=None if bias is None else bias[start:stop, :keys],
+            bias=_part(bias, start, stop, keys),
             activation=activation,
             published_length=published_length,
         )
         outputs.append(out)
     out = torch.cat(outputs, 1)
     return out if mask is None else out.masked_fill(~mask[..., None], 0.0)
+
+
+def _part(bias: Tensor | FactoredBias | None, start: int, stop: int, keys: int) -> Tensor | None:
+    """The bias of some queries and the first keys, [Q, K]."""
+    if isinstance(bias, FactoredBias):
+        return FactoredBias(bias.of_queries[start:stop], bias.of_keys[:keys]).dense()
+    return None if bias is None else bias[start:stop, :keys]
+
+
+def _attend_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    bias: Tensor | FactoredBias | None,
+    mask: Tensor | None,
+    activation: Activation,
+    published_length: float | Tensor | None,
+    backend: Backend,
+) -> Tensor:
+    """The same by a form that keeps no scores; padding is zero already, so that it adds nothing."""
+    compute = matmul_dtype(q, k, v)
+    result_dtype = output_dtype(v, compute)
+    if backend == "tiled":
+        q, k, v = (x.to(compute) for x in (q, k, v))
+    wide = torch.promote_types(compute, torch.float32)
+    batch, length, d_qk = q.shape
+    row_scale = torch.ones(batch, length, dtype=wide, device=q.device)
+    score_scale = d_qk**-0.5
+    if isinstance(published_length, Tensor):  # another scale for each row
+        q, score_scale = (q / published_length).to(q.dtype), 1.0
+    elif published_length is not None:
+        score_scale = 1 / published_length
+    else:
+        real = row_scale if mask is None else mask.to(wide)
+        row_scale = 1 / (real.cumsum(1) if causal else real.sum(1, keepdim=True).expand(batch, length)).clamp(min=1)
+    if isinstance(bias, FactoredBias):  # products add up: s more features of queries and keys
+        of_queries, of_keys = ((x.expand(batch, -1, -1)) for x in bias)
+        q, k = torch.cat([q, (of_queries / score_scale).to(q.dtype)], -1), torch.cat([k, of_keys.to(k.dtype)], -1)
+        bias = None
+    with without_autocast(q):
+        if backend == "tiled":
+            out = tiled_quadratic.attend(q, k, v, bias=bias, row_scale=row_scale, score_scale=score_scale, causal=causal)
+        else:
+            from lineartime.ops.triton import quadratic as kernels
+
+            out = kernels.attend(
+                q,
+                k,
+                v,
+                bias=bias,
+                row_scale=row_scale.to(torch.float32),
+                score_scale=score_scale,
+                causal=causal,
+                activation="laplace" if activation == "laplace" else "relu2",
+            )
+    return out.to(result_dtype)
 
 
 def _attend(
@@ -204,7 +285,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | FactoredBias | None,
     mask: Tensor | None,
     activation: str,
     normalization: str | int,
@@ -214,7 +295,11 @@ def _check(
         check_choice("normalization", normalization, NORMALIZATIONS)
     check_queries_keys_values({"q": q, "k": k}, v)
     check_tokens(v.shape, mask, None)
-    check_bias(bias, v.shape[1], "T")
+    for part in bias if isinstance(bias, FactoredBias) else ():
+        if part.dim() != 2 or len(part) != v.shape[1]:
+            raise ValueError(f"bias has factors of shape {list(part.shape)}, but they must be [T, f] with T = {v.shape[1]}.")
+    if not isinstance(bias, FactoredBias):
+        check_bias(bias, v.shape[1], "T")
 
 
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:

@@ -6,18 +6,18 @@ Shapes: B batch, T tokens of context.
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lineartime.data import Tokenizer, TokenStream, default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.batches import IGNORED, Batch, causal_batch, check_long_enough, masked_batch, random_windows
+from lineartime.data.batches import Batch, causal_batch, check_long_enough, masked_batch, random_windows
 from lineartime.errors import LineartimeError
-from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss, token_losses
+from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss
 from lineartime.models.heads import LanguageModel, build_model
 from lineartime.training import checkpoint as checkpoints
 from lineartime.training.config import TrainConfig, resumed_config, saved_config
@@ -99,7 +99,8 @@ class Trainer:
         # What "auto" came to is kept in the checkpoints, so that a resumed run computes the same.
         precision = choose_precision(config.precision, self.device)
         self.config = replace(config, precision=precision, compile="on" if compiled else "off")
-        self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
+        if compiled:
+            self.model.compile_blocks()
         self.step = 0
         self.summary = (
             f"{config.preset}: {parameters:,} parameters, {self.device.type}, {precision}"
@@ -150,9 +151,7 @@ class Trainer:
         for micro in range(config.accumulate):
             batch = self._batch((config.seed, self.step, micro))
             with autocast(self.device, config.precision == "bf16"):
-                logits: Tensor = self.forward(batch.inputs.to(self.device))
-            targets = batch.targets.to(self.device)
-            loss = token_losses(logits, targets).sum() / (targets != IGNORED).sum().clamp(min=1) / config.accumulate
+                loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device)) / config.accumulate
             loss.backward()
             total += loss.item()
         limit = config.clip_norm or math.inf
@@ -181,16 +180,17 @@ class Trainer:
 
     def _validation_loss(self) -> float:
         config = self.config
-        loss = mean_loss(
-            self.model,
-            self.validation_stream,
-            self.tokenizer,
-            task=config.task,
-            context_length=config.context_length,
-            windows=config.eval_windows,
-            batch_size=config.batch_size,
-            bf16=config.precision == "bf16",
-        )
+        with torch.compiler.set_stance("force_eager"):  # other shapes, and no gradients: not worth a compilation of their own
+            loss = mean_loss(
+                self.model,
+                self.validation_stream,
+                self.tokenizer,
+                task=config.task,
+                context_length=config.context_length,
+                windows=config.eval_windows,
+                batch_size=config.batch_size,
+                bf16=config.precision == "bf16",
+            )
         if not math.isfinite(loss):
             raise self._diverged(loss)
         return loss

@@ -1,0 +1,74 @@
+"""Which implementation of an op runs: chosen by device, or forced, with the reason where one cannot."""
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import Activation, check_choice
+
+Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
+BACKENDS: tuple[str, ...] = ("auto", "torch", "tiled", "triton", "oracle")
+"""auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in pieces that
+fit a processor's cache. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
+
+
+def choose_backend(
+    backend: Backend, available: tuple[Backend, ...], like: Tensor, compute: torch.dtype, activation: Activation
+) -> Backend:
+    """The implementation to run: never "auto".
+
+    Args:
+        backend: what was asked for.
+        available: the implementations of the op.
+        like: a tensor on the device in question.
+        compute: the dtype of matrix products.
+        activation: of the quadratic attention.
+
+    Raises:
+        ValueError: for a backend that the op does not have, or that cannot run here, with the reason.
+    """
+    check_choice("backend", backend, ("auto", *available))
+    if backend == "auto":
+        if "triton" in available and like.device.type == "cuda" and why_not_triton(like.device, compute, activation) is None:
+            return "triton"
+        return "tiled" if "tiled" in available and why_not_tiled(like.device, compute, activation) is None else "torch"
+    reason = None
+    if backend == "triton":
+        reason = why_not_triton(like.device, compute, activation)
+    elif backend == "tiled":
+        reason = why_not_tiled(like.device, compute, activation)
+    if reason is not None:
+        raise ValueError(f"backend is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
+    return backend
+
+
+def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
+    """Why the tiled form cannot run: the end of a sentence, or None."""
+    if device.type != "cpu":
+        return f"it is made for processors, and the tensors are on {device.type}"
+    return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
+
+
+def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
+    """Why the Triton kernels cannot run: the end of a sentence, or None."""
+    if not _is_installed("triton"):
+        return "the package triton is not installed"
+    if device.type != "cuda" and not _is_interpreted():
+        return f"it needs a GPU, and the tensors are on {device.type}"
+    if compute == torch.float64 and device.type == "cuda":
+        return "it computes in float32, and the tensors are float64"
+    return None if activation in ("relu2", "laplace") else f"it has no activation {activation!r}, only 'relu2' and 'laplace'"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_interpreted() -> bool:
+    """Whether Triton runs kernels as Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

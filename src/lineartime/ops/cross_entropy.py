@@ -1,0 +1,99 @@
+"""Logits and cross-entropy in one op, so that the logits of a large vocabulary are never in memory all at once.
+
+Shapes: B batch, T tokens, d model width, V vocabulary, n tokens of a piece.
+
+    loss = sum over tokens of  logsumexp(W h) - (W h)[target]        W [V, d], h [d]
+
+PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older ones, and in compiled code in the lean form, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.precision import autocast_dtype, without_autocast
+
+IGNORED = -100
+"""The target of tokens that have none."""
+
+LOGITS = 2**23
+"""How many logits are in memory at a time, roughly."""
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The sum of all losses in nats of logits `hidden @ weight.T`.
+
+    Args:
+        hidden: [B, T, d].
+        weight: [V, d].
+        targets: int [B, T], from 0 to V - 1, or `IGNORED`.
+
+    Returns:
+        A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, sums
+        in float32.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"hidden, weight and targets have shapes {list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}, "
+            "but must be [B, T, d], [V, d] and [B, T]."
+        )
+    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    compute = autocast_dtype(hidden) if hidden.dtype != torch.float64 else None
+    loss: Tensor = _linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), compute, keep)[0]
+    return loss
+
+
+@torch.library.custom_op("lineartime::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and, if they are to be kept, its gradients: to compute them later, the logits would be needed again."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    compute = compute or torch.promote_types(hidden.dtype, weight.dtype)
+    loss = hidden.new_zeros((), dtype=wide)
+    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if keep else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=wide)
+    size = max(1, LOGITS // len(weight))
+    with without_autocast(hidden):
+        factor = weight.to(compute)
+        for start in range(0, len(hidden), size):
+            piece, wanted = hidden[start : start + size].to(compute), targets[start : start + size]
+            logits = (piece @ factor.T).to(wide)
+            real = (wanted != IGNORED)[:, None]
+            column = wanted[:, None].clamp(min=0)
+            log_sums = logits.logsumexp(-1, keepdim=True)
+            loss += (log_sums - logits.gather(1, column)).masked_fill(~real, 0.0).sum()
+            if keep:
+                d_logits = logits.sub_(log_sums).exp_()  # softmax - one_hot(target)
+                d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))
+                d_logits = d_logits.mul_(real).to(compute)
+                d_hidden[start : start + size] = d_logits @ factor
+                d_weight += d_logits.T @ piece
+    return loss, d_hidden, d_weight.to(weight.dtype)
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    if not keep:
+        return loss, hidden.new_empty(0), weight.new_empty(0)
+    return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+    d_hidden, d_weight = ctx.saved_tensors
+    return d_hidden * d_loss.to(d_hidden.dtype), d_weight * d_loss.to(d_weight.dtype), None, None, None
+
+
+_linear_cross_entropy.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -1,0 +1,132 @@
+"""Quadratic attention some queries at a time: how `quadratic_attention` runs on processors.
+
+Shapes: B batch, T tokens, s query/key width, e value width; of a tile: b rows of the batch, Q queries, K keys.
+
+    out[t] = row_scale[t] * sum over visible j of relu(score_scale * q[t].k[j] + bias[t, j])^2 v[j]
+
+Scores of a tile stay in the cache. None is kept: the backward pass computes them once more.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.precision import without_autocast
+
+QUERIES = 256
+"""Queries of a tile."""
+SCORES = 2**20
+"""Scores of a tile, roughly, if the batch is large enough."""
+
+
+def _tiles(batch: int, length: int, causal: bool) -> Iterator[tuple[slice, slice, int]]:
+    """Rows, queries, and how many keys those queries see."""
+    n_rows = max(1, SCORES // (QUERIES * max(1, length)))
+    for row in range(0, batch, n_rows):
+        for start in range(0, length, QUERIES):
+            stop = min(start + QUERIES, length)
+            yield slice(row, min(row + n_rows, batch)), slice(start, stop), stop if causal else length
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, score_scale: float, causal: bool, wide: torch.dtype) -> Tensor:
+    """relu(score_scale * q.k + bias) where visible: [b, Q, s], [b, K, s], [Q, K] -> [b, Q, K]."""
+    if bias is not None and q.dtype == wide:
+        scores = torch.baddbmm(bias, q, k.mT, alpha=score_scale)
+    else:
+        scores = torch.bmm(q, k.mT).to(wide).mul_(score_scale)
+        scores = scores if bias is None else scores.add_(bias)
+    if causal:  # of the keys, only the last Q can lie in a query's future
+        n_queries = q.shape[1]
+        last = scores[..., -n_queries:]
+        last.mul_(torch.ones(n_queries, n_queries, dtype=wide).tril())
+    return scores.relu_()
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
+) -> Tensor:
+    """Attend with squared scores, differentiable in queries, keys, values and bias.
+
+    Args:
+        q, k: [B, T, s].
+        v: [B, T, e], zero where a key is padding.
+        bias: [T, T], or None.
+        row_scale: [B, T], float32 or better.
+        score_scale: of the products of queries and keys.
+        causal: whether a token reads only itself and earlier tokens.
+
+    Returns:
+        [B, T, e].
+    """
+    out: Tensor = _tiled_quadratic(q, k, v, bias, row_scale, score_scale, causal)
+    return out
+
+
+@torch.library.custom_op("lineartime::tiled_quadratic", mutates_args=())
+def _tiled_quadratic(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
+) -> Tensor:
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    bias = None if bias is None else bias.to(row_scale.dtype)
+    with without_autocast(q):
+        for rows, queries, n_keys in _tiles(v.shape[0], v.shape[1], causal):
+            part = None if bias is None else bias[queries, :n_keys]
+            scores = _scores(q[rows, queries], k[rows, :n_keys], part, score_scale, causal, row_scale.dtype)
+            weights = scores.mul_(scores).to(v.dtype)
+            out[rows, queries] = torch.bmm(weights, v[rows, :n_keys]).mul_(row_scale[rows, queries, None])
+    return out
+
+
+@torch.library.custom_op("lineartime::tiled_quadratic_backward", mutates_args=())
+def _tiled_quadratic_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = row_scale.dtype
+    d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    d_k, d_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    d_bias = d_q.new_zeros((0, 0) if bias is None else bias.shape, dtype=wide)
+    wide_bias = None if bias is None else bias.to(wide)
+    with without_autocast(q):
+        for rows, queries, n_keys in _tiles(v.shape[0], v.shape[1], causal):
+            part = None if wide_bias is None else wide_bias[queries, :n_keys]
+            of_queries, of_keys, values = q[rows, queries], k[rows, :n_keys], v[rows, :n_keys]
+            scores = _scores(of_queries, of_keys, part, score_scale, causal, wide)
+            d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
+            d_scores = torch.bmm(d_read, values.mT).to(wide).mul_(scores).mul_(2)
+            d_v[rows, :n_keys] += torch.bmm(scores.mul_(scores).to(v.dtype).mT, d_read)
+            if bias is not None:
+                d_bias[queries, :n_keys] += d_scores.sum(0)
+            d_scores = d_scores.mul_(score_scale).to(q.dtype)
+            d_q[rows, queries] = torch.bmm(d_scores, of_keys)
+            d_k[rows, :n_keys] += torch.bmm(d_scores.mT, of_queries)
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_bias if bias is None else d_bias.to(bias.dtype)
+
+
+@_tiled_quadratic.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@_tiled_quadratic_backward.register_fake
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return d_q, d_k, d_v, row_scale.new_empty(0, 0) if bias is None else torch.empty_like(bias)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, score_scale, causal = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.rest = (score_scale, causal)
+
+
+def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    bias = ctx.saved_tensors[3]
+    *gradients, d_bias = _tiled_quadratic_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None if bias is None else d_bias, None, None, None)
+
+
+_tiled_quadratic.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -1,0 +1,89 @@
+"""Logits and loss in one op, against the two one after the other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops import cross_entropy
+from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
+
+
+def make_inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    targets = torch.randint(0, 11, (2, tokens))
+    targets[:, ::3] = IGNORED
+    hidden, weight = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((2, tokens, 5), (11, 5)))
+    return hidden, weight, targets
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 65])
+@pytest.mark.parametrize("pieces_of", [1, 8, 1000])
+def test_loss_and_gradients_are_those_of_logits_and_cross_entropy(
+    tokens: int, pieces_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS", 11 * pieces_of)
+    hidden, weight, targets = make_inputs(tokens)
+    losses = linear_cross_entropy(hidden, weight, targets), plain(hidden, weight, targets)
+    torch.testing.assert_close(*losses, atol=1e-10, rtol=0)
+    ours, theirs = (torch.autograd.grad(3 * loss, (hidden, weight)) for loss in losses)
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden = torch.full((1, 1, 5), 1e3, requires_grad=True)
+    weight = torch.linspace(-30, 30, 55).view(11, 5).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([[0]]))
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_computes_products_in_its_dtype_and_keeps_the_gradients_own(dtype: torch.dtype) -> None:
+    hidden, weight, targets = make_inputs(64, dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    assert loss.dtype == torch.float32
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    exact = plain(hidden.double(), weight.double(), targets)
+    torch.testing.assert_close(loss.double(), exact, atol=0, rtol=1e-2)
+    assert loss.item() != exact.item()
+
+
+def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS", 11 * 16)
+    largest = 0
+    hidden, weight, targets = make_inputs(200)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max(
+                largest, *(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)), 0
+            )
+            return out
+
+    with Watch():
+        linear_cross_entropy(hidden, weight, targets).backward()
+    assert largest == hidden.numel() < 400 * 11
+
+
+def test_pytorch_can_check_and_compile_it() -> None:
+    hidden, weight, targets = make_inputs(7, torch.float32)
+    flat = hidden.detach().flatten(0, 1).requires_grad_()
+    torch.library.opcheck(cross_entropy._linear_cross_entropy, (flat, weight, targets.flatten(), None, True))
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    losses = [function(hidden, weight, targets) for function in (linear_cross_entropy, compiled)]
+    ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"hidden, weight and targets have shapes \[2, 3, 5\], \[11, 4\] and \[2, 3\]"):
+        linear_cross_entropy(torch.ones(2, 3, 5), torch.ones(11, 4), torch.ones(2, 3, dtype=torch.long))

@@ -1,0 +1,193 @@
+"""FLASH between its dense maps: the tiled form against the definition and against plain PyTorch.
+
+C = 4 and tiles of 8 tokens in most tests, so that sequences have several tiles, and tiles several rows.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.ops import gated_mixed_chunk_attention, tiled_flash
+
+CHUNK, D_QK, D_VALUE = 4, 6, 5
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_flash, "TILE_TOKENS", 8)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """PyTorch's deterministic mode, in which memory that nobody has written to is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_inputs(
+    batch: int, length: int, *, chunk: int = CHUNK, d_qk: int = D_QK, d_value: int = D_VALUE, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
+    """projected, gamma, beta, bias."""
+    torch.manual_seed(length)
+    shapes = ((batch, length, 2 * d_value + d_qk), (4, d_qk), (4, d_qk), (chunk, chunk))
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+
+
+def values_and_gradients(inputs: tuple[Tensor, ...], backend: Any, **options: Any) -> list[Tensor]:
+    projected, gamma, beta, bias = inputs
+    options = {"chunk_size": CHUNK, "positions": torch.arange(projected.shape[1]), "causal": True} | options
+    out = gated_mixed_chunk_attention(projected, gamma, beta, bias=bias, backend=backend, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-10) -> None:
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=0)
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 17, 32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: Any) -> None:
+    inputs = make_inputs(3, length)
+    tiled, oracle = (
+        values_and_gradients(inputs, backend, causal=causal, normalization=normalization) for backend in ("tiled", "oracle")
+    )
+    assert_same(tiled, oracle)
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", ["right", "left", "holes", "all"])
+def test_tiled_form_is_the_definition_under_masks(causal: bool, padding: str) -> None:
+    inputs = make_inputs(3, 21)
+    tokens, short = torch.arange(21).expand(3, -1), torch.tensor([[0], [3], [21]])
+    masks = {"right": tokens < 21 - short, "left": tokens >= short, "holes": torch.rand(3, 21) > 0.4, "all": tokens < 0}
+    options = {"mask": masks[padding], "causal": causal, "positions": masks[padding].cumsum(1)}
+    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "oracle", **options))
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+@pytest.mark.parametrize("ends", [[0, 17], [0, 5, 17], [0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiled_form_is_the_definition_for_packs(ends: list[int], causal: bool) -> None:
+    inputs = make_inputs(1, 17)
+    options = {"cu_seqlens": torch.tensor(ends), "causal": causal}
+    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "oracle", **options))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_bias_and_rotation_may_be_left_out() -> None:
+    projected, gamma, beta, _ = make_inputs(2, 11)
+
+    def run(backend: Any) -> list[Tensor]:
+        out = gated_mixed_chunk_attention(
+            projected, gamma, beta, chunk_size=CHUNK, positions=None, causal=True, backend=backend
+        )
+        return [out, *torch.autograd.grad(out.square().sum(), (projected, gamma, beta))]
+
+    assert_same(run("tiled"), run("oracle"))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 257, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool) -> None:
+    inputs = make_inputs(2, length, chunk=64, d_qk=16, d_value=24)
+    options = {"chunk_size": 64, "causal": causal}
+    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "torch", **options), 1e-9)
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""The largest error, relative to the largest value, by the dtype that is computed in."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_are_within_tolerance_and_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, causal: bool) -> None:
+    exact = tuple(x.detach().to(dtype).double().requires_grad_() for x in make_inputs(2, 200, chunk=64, d_qk=32, d_value=48))
+    rounded = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
+    options = {"chunk_size": 64, "causal": causal}
+    truth = values_and_gradients(exact, "torch", **options)
+    tiled, plain = (values_and_gradients(rounded, backend, **options) for backend in ("tiled", "torch"))
+    for true, ours, theirs in zip(truth, tiled, plain, strict=True):
+        size = true.abs().max()
+        error, plain_error = ((x.double() - true).abs().max() / size for x in (ours, theirs))
+        assert error < TOLERANCES[dtype]
+        assert error < 2 * plain_error + TOLERANCES[dtype] / 20
+
+
+def test_the_same_bits_come_twice() -> None:
+    inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24, dtype=torch.float32)
+    once, again = (values_and_gradients(inputs, "tiled", chunk_size=64) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def kept_bytes(run: Callable[[], object]) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run()
+    return sum(kept.values())
+
+
+def test_neither_rotated_maps_nor_scores_are_kept() -> None:
+    projected, gamma, beta, bias = make_inputs(1, 512, chunk=64, d_qk=32, d_value=32, dtype=torch.float32)
+
+    def run(backend: Any) -> Tensor:
+        return gated_mixed_chunk_attention(
+            projected, gamma, beta, bias=bias, chunk_size=64, positions=torch.arange(512), causal=True, backend=backend
+        )
+
+    projected_, attended, states, small = 512 * 96, 512 * 32, 8 * 32 * 32, 4 * 64 * 64
+    assert kept_bytes(lambda: run("tiled")) < 4 * (projected_ + attended + states + small)
+    assert kept_bytes(lambda: run("torch")) > 2 * kept_bytes(lambda: run("tiled"))
+
+
+def test_pytorch_can_check_compile_and_export_it() -> None:
+    projected, gamma, beta, bias = make_inputs(2, 12, dtype=torch.float32)
+    chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()
+    scale = torch.full((1, 1, 1, 1), 0.3)
+    arguments = (chunks, gamma, beta, bias, torch.arange(12).view(1, 3, CHUNK), scale, torch.ones(1, 3), 0.5, [0, 1, 3], True)
+    torch.library.opcheck(tiled_flash._tiled_flash, (*arguments, True))
+    without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
+    torch.library.opcheck(tiled_flash._tiled_flash, without)
+
+    def run(*inputs: Tensor) -> Tensor:
+        return gated_mixed_chunk_attention(
+            *inputs[:3], bias=inputs[3], chunk_size=CHUNK, positions=torch.arange(12), causal=True, backend="tiled"
+        )
+
+    inputs = (projected, gamma, beta, bias)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    pairs = [(out, *torch.autograd.grad(out.square().sum(), inputs)) for out in (run(*inputs), compiled(*inputs))]
+    assert_same(list(pairs[0]), list(pairs[1]), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fast"}, "backend is 'fast'"),
+        ({"backend": "tiled", "activation": "softmax"}, "backend is 'tiled', which cannot run here: it has no activation"),
+        ({"backend": "tiled", "normalization": "none"}, "normalization is 'none'"),
+        ({"gamma": torch.ones(3, D_QK)}, r"gamma has shape \[3, 6\], but must be \[4, s\]"),
+        ({"projected": torch.ones(1, 8, D_QK)}, r"projected has shape \[1, 8, 6\], but must be \[B, T, 2 e \+ s\] with s = 6"),
+        ({"bias": torch.ones(5, 5)}, r"bias has shape \[5, 5\]"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    projected, gamma, beta, bias = make_inputs(1, 8)
+    arguments = {"projected": projected, "gamma": gamma, "beta": beta, "bias": bias, "positions": None} | options
+    with pytest.raises(ValueError, match=message):
+        gated_mixed_chunk_attention(**arguments, chunk_size=CHUNK)
