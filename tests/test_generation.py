@@ -5,7 +5,7 @@ import torch
 
 import lineartime
 from lineartime import generation
-from lineartime.generation import Sampling, draw, generate
+from lineartime.generation import Sampling, draw, generate, generate_batch
 from lineartime.models import CausalLM
 
 GREEDY = Sampling(temperature=0.0)
@@ -32,13 +32,13 @@ def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: p
 
 def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    extend = model.extend
+    extend = model.backbone.extend
 
     def counting(ids: torch.Tensor, state: Any) -> Any:
         read.append(ids.shape[1])
         return extend(ids, state)
 
-    monkeypatch.setattr(model, "extend", counting)
+    monkeypatch.setattr(model.backbone, "extend", counting)
     monkeypatch.setattr(model, "forward", None)
     list(generate(model, [1, 2, 3], 5, GREEDY))
     assert read == [3, 1, 1, 1, 1]
@@ -47,6 +47,34 @@ def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.Mon
 def test_tokens_come_one_by_one(model: CausalLM) -> None:
     stream = generate(model, [1], 10**9, GREEDY)
     assert isinstance(next(stream), int)
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
+    model.double()
+    chunk = model.config.mixer.chunk_size  # type: ignore[attr-defined]
+    lengths = [1, chunk - 2, chunk, 2 * chunk + 5]  # some fill their chunk on the way
+    prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
+    together = generate_batch(model, prompts, 12, GREEDY)
+    assert together == [list(generate(model, prompt, 12, GREEDY)) for prompt in prompts]
+    assert generate_batch(model, [], 12, GREEDY) == []
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_a_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
+    model.double()
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    alone = [list(generate(model, prompt, 15, GREEDY)) for prompt in prompts]
+    stop = alone[0][2]
+    cut = [text[: text.index(stop)] if stop in text else text for text in alone]
+    assert generate_batch(model, prompts, 15, GREEDY, stop_token=stop) == cut
+    assert len({len(text) for text in cut}) > 1
+
+
+@pytest.mark.parametrize("model", ["flash-quad-tiny", "transformer++-tiny"], indirect=True)
+def test_a_model_that_cannot_step_says_so(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="continues streams at one position only: generate from one prompt at a time"):
+        generate_batch(model, [[1], [2, 3]], 5, GREEDY)
 
 
 def test_a_seed_repeats_a_text(model: CausalLM) -> None:

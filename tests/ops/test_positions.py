@@ -55,3 +55,11 @@ def test_sinusoid_holds_sines_then_cosines() -> None:
     table = sinusoid(torch.tensor([0, 2]), 4, torch.float64)
     expected = torch.tensor([[0, 0, 1, 1], [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02)]], dtype=torch.float64)
     torch.testing.assert_close(table, expected)
+
+
+def test_positions_that_are_changed_in_place_are_not_taken_for_the_old_ones() -> None:
+    x, positions = torch.randn(3, 8), torch.arange(3)
+    before = rope(x, positions)
+    positions += 1
+    torch.testing.assert_close(rope(x, positions), rope(x, torch.arange(1, 4)))
+    assert not torch.equal(before, rope(x, positions))

@@ -15,7 +15,9 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
-    attend_and_gate = GatedUnit.attend_and_gate  # not the single operation of `FLASH`
+    # Not the single operations of `FLASH`.
+    attend_and_gate = GatedUnit.attend_and_gate
+    join_streams = GatedUnit.join_streams
 
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Cut into chunks, attend, and join: [B, maps, T, s] and [B, T, e] -> [B, T, e]."""

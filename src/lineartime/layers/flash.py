@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, s query/key width, e value width.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from lineartime.layers.positions import build_relative_bias
 from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
-from lineartime.ops.mixed_chunk import mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops.mixed_chunk_step import MixedChunkStreams, mixed_chunk_attention_step, mixed_chunk_streams
 
 
 class FLASH(GatedUnit):
@@ -120,3 +122,25 @@ class FLASH(GatedUnit):
             activation=self.activation,
             normalization=self.normalization,
         )
+
+    def join_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
+        """Bring streams at different positions together; their size stays the same for ever."""
+        self.check_causal()
+        return mixed_chunk_streams(states)
+
+    def step(self, x: Tensor, streams: MixedChunkStreams) -> Tensor:
+        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; `streams` is brought up to date in place."""
+        gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), streams.position[:, None])
+        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
+        attended = mixed_chunk_attention_step(
+            q_quad,
+            k_quad,
+            q_lin,
+            k_lin,
+            v,
+            streams,
+            bias=self.chunk_bias(),
+            activation=self.activation,
+            normalization=self.normalization,
+        )
+        return self.add_output(x, self.gate(gate, attended))

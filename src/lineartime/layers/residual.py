@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, d model width.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +63,26 @@ class Mixer(ResidualLayer, ABC):
     @abstractmethod
     def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
+
+    def join_streams(self, states: Sequence[Any]) -> Any:
+        """Bring streams that stand at different positions together, to continue them token by token with `step`.
+
+        Args:
+            states: of one or more streams each, as `extend` returns them; they stay as they are.
+
+        Returns:
+            A NamedTuple of tensors, the last of which is `position`, int [B].
+
+        Raises:
+            ValueError: if this mixer cannot do that.
+        """
+        raise ValueError(
+            f"{type(self).__name__} continues streams at one position only: generate from one prompt at a time, or use FLASH."
+        )
+
+    def step(self, x: Tensor, streams: Any) -> Tensor:
+        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; `streams` is brought up to date in place."""
+        raise NotImplementedError  # `join_streams` has said why
 
     def check_batch(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         """Raise ValueError unless x is [B, T, d] and the mask and the document boundaries fit it."""

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ class Block(nn.Module):
         """[B, N, d] -> [B, N, d], and the mixer's state after them."""
         x, state = self.mixer.extend(x, state)
         return self.feed_forward(x), state
+
+    def step(self, x: Tensor, streams: Any) -> Tensor:
+        """[B, 1, d] -> [B, 1, d]; the mixer's streams are brought up to date in place."""
+        out: Tensor = self.feed_forward(self.mixer.step(x, streams))
+        return out
 
 
 class Backbone(nn.Module):
@@ -79,6 +84,21 @@ class Backbone(nn.Module):
             x, block_state = block.extend(x, block_state)
             states.append(block_state)
         return self.norm(x), tuple(states)
+
+    def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
+        """Bring streams at different positions together, for `step`; ValueError for mixers that cannot do that."""
+        return tuple(
+            block.mixer.join_streams(block_states)
+            for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
+        )
+
+    def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
+        """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; `streams` is updated in place."""
+        x = self._embed(ids, streams[0].position[:, None])
+        for block, block_streams in zip(self.blocks, streams, strict=True):
+            x = block.step(x, block_streams)
+        out: Tensor = self.norm(x)
+        return out
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(ids)

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,7 +35,7 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: if shapes do not fit.
         """
-        return self._logits(self.backbone(ids, mask, cu_seqlens))
+        return self.logits(self.backbone(ids, mask, cu_seqlens))
 
     def loss(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
@@ -60,7 +62,8 @@ class LanguageModel(nn.Module):
         for block in self.backbone.blocks:
             block.compile()
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden vectors [..., d] -> logits [..., V], by the transposed embedding."""
         return F.linear(hidden, self.backbone.embedding.weight)
 
 
@@ -74,7 +77,22 @@ class CausalLM(LanguageModel):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> logits [B, N, V], and the state after them."""
         hidden, state = self.backbone.extend(ids, state)
-        return self._logits(hidden), state
+        return self.logits(hidden), state
+
+    def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
+        """Bring streams that stand at different positions together, to continue them token by token with `step`.
+
+        Args:
+            states: as `extend` returns them, of one or more streams each; they stay as they are.
+
+        Raises:
+            ValueError: if the mixer of this model cannot do that.
+        """
+        return self.backbone.join_streams(states)
+
+    def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
+        """Continue joined streams by a token: ids [B, 1] -> logits [B, 1, V]; `streams` is brought up to date in place."""
+        return self.logits(self.backbone.step(ids, streams))
 
 
 class MaskedLM(LanguageModel):

@@ -25,7 +25,7 @@ from lineartime.ops.activations import (
     check_choice,
 )
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.chunks import Chunks, Reach, cut_chunks, fill, open_chunk_pieces, sum_chunks
+from lineartime.ops.chunks import Chunks, Reach, cut_chunks, exclusive_cumsum, fill, sum_chunks
 from lineartime.ops.layout import by_document, check_tokens
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic import check_bias, check_queries_keys_values
@@ -296,33 +296,80 @@ def mixed_chunk_attention_extend(
     """
     chunk_size = state.v.shape[1]
     compute = matmul_dtype(q_quad, k_quad, q_lin, k_lin, v)
-    visible = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    outputs = [v.new_zeros(v.shape[0], 0, v.shape[-1], dtype=output_dtype(v, compute))]
+    result_dtype = output_dtype(v, compute)
+    outputs = [v.new_zeros(v.shape[0], 0, v.shape[-1], dtype=result_dtype)]
     with without_autocast(v):
-        for new, first, last in open_chunk_pieces(state.position, v.shape[1], chunk_size):
-            state = MixedChunkState(
-                state.summary,
-                fill(state.k_quad, first, k_quad[:, new]),
-                fill(state.k_lin, first, k_lin[:, new]),
-                fill(state.v, first, v[:, new]),
-                state.position + last - first,
-            )
-            weights = attention_weights(
-                q_quad[:, new].to(compute) @ state.k_quad[:, :last].to(compute).mT,
-                d_qk=q_quad.shape[-1],
-                visible=visible[first:last, :last],
-                bias=None if bias is None else bias[first:last, :last],
-                activation=activation,
-                published_length=None if normalization == "count" else float(chunk_size),
-            )
-            # Complete chunks are full, so both normalisations divide by the number of their tokens.
-            complete = (state.position - 1) // chunk_size * chunk_size
-            mean = (state.summary / max(1, complete)).to(compute)
-            out = weights.to(compute) @ state.v[:, :last].to(compute) + q_lin[:, new].to(compute) @ mean
-            outputs.append(out.to(outputs[0].dtype))
-            if last == chunk_size:
-                state = _fold(state)
+        q_quad, k_quad, q_lin, k_lin, v = (x.to(compute) for x in (q_quad, k_quad, q_lin, k_lin, v))
+        start = 0
+        while start < v.shape[1]:
+            first = state.position % chunk_size
+            whole = (v.shape[1] - start) // chunk_size if first == 0 else 0
+            stop = min(start + (whole * chunk_size or chunk_size - first), v.shape[1])
+            read = _read_whole_chunks if whole else _read_open_chunk
+            new = (slice(None), slice(start, stop))
+            out, state = read(q_quad[new], k_quad[new], q_lin[new], k_lin[new], v[new], state, bias, activation, normalization)
+            outputs.append(out.to(result_dtype))
+            start = stop
     return torch.cat(outputs, 1), state
+
+
+def _read_whole_chunks(
+    q_quad: Tensor,
+    k_quad: Tensor,
+    q_lin: Tensor,
+    k_lin: Tensor,
+    v: Tensor,
+    state: MixedChunkState,
+    bias: Tensor | None,
+    activation: Activation,
+    normalization: Normalization,
+) -> tuple[Tensor, MixedChunkState]:
+    """Chunks that begin and end with the new tokens, all at once; no chunk is open."""
+    chunks = cut_chunks(v, state.v.shape[1])
+    q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x) for x in (q_quad, k_quad, q_lin, k_lin, v))
+    out = chunk_attention(q_quad, k_quad, v, chunks, causal=True, bias=bias, activation=activation, normalization=normalization)
+    sums = (k_lin.mT @ v).to(state.summary.dtype)
+    before = state.summary[:, None] + exclusive_cumsum(sums)
+    counts = state.position + chunks.chunk_size * torch.arange(sums.shape[1], device=v.device)
+    out = out + q_lin @ (before / counts.clamp(min=1)[:, None, None]).to(v.dtype)
+    after = state._replace(summary=before[:, -1] + sums[:, -1], position=state.position + chunks.length)
+    return chunks.join(out), after
+
+
+def _read_open_chunk(
+    q_quad: Tensor,
+    k_quad: Tensor,
+    q_lin: Tensor,
+    k_lin: Tensor,
+    v: Tensor,
+    state: MixedChunkState,
+    bias: Tensor | None,
+    activation: Activation,
+    normalization: Normalization,
+) -> tuple[Tensor, MixedChunkState]:
+    """Tokens that the open chunk has room for."""
+    chunk_size = state.v.shape[1]
+    first = state.position % chunk_size
+    last = first + v.shape[1]
+    state = MixedChunkState(
+        state.summary,
+        fill(state.k_quad, first, k_quad),
+        fill(state.k_lin, first, k_lin),
+        fill(state.v, first, v),
+        state.position + v.shape[1],
+    )
+    weights = attention_weights(
+        q_quad @ state.k_quad[:, :last].to(v.dtype).mT,
+        d_qk=q_quad.shape[-1],
+        visible=torch.ones(v.shape[1], last, dtype=torch.bool, device=v.device).tril(first),
+        bias=None if bias is None else bias[first:last, :last],
+        activation=activation,
+        published_length=None if normalization == "count" else float(chunk_size),
+    )
+    # Complete chunks are full, so both normalisations divide by the number of their tokens.
+    mean = (state.summary / max(1, state.position - last)).to(v.dtype)
+    out = weights.to(v.dtype) @ state.v[:, :last].to(v.dtype) + q_lin @ mean
+    return out, _fold(state) if last == chunk_size else state
 
 
 def _fold(state: MixedChunkState) -> MixedChunkState:

@@ -36,7 +36,7 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
         if others == [n_frequencies, dtype] and torch.equal(last, positions):
             return table
     table = _compute_table(positions, n_frequencies, dtype)
-    _last_table = (positions, n_frequencies, dtype, table)
+    _last_table = (positions.clone(), n_frequencies, dtype, table)  # a stream's positions are written to in place
     return table
 
 
