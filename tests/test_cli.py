@@ -16,6 +16,7 @@ import pytest
 
 import lineartime
 from lineartime.__main__ import main as run_command
+from lineartime.bench import BenchConfig
 from lineartime.cli import EvalConfig, GenerateConfig, main
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
@@ -173,7 +174,9 @@ def test_a_model_without_absolute_positions_can_be_asked_for(folder: Path, tmp_p
     assert lineartime.load(tmp_path / "none").config.absolute_position == "none"
 
 
-@pytest.mark.parametrize(("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig)])
+@pytest.mark.parametrize(
+    ("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig), ("bench", BenchConfig)]
+)
 def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -211,6 +214,11 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["presets", "zebra"], "no preset has zebra in its name", 1),
         (["presets", "--context-length", "0"], "--context-length is 0, but must be at least 1", 1),
         (["presets", "reformer", "--verify"], "the paper counts the parameters of none of these", 1),
+        (["bench", "flash-giant"], "preset is 'flash-giant', but must be a name that .* lists", 1),
+        (["bench", "--dtypes", "fp8"], "--dtypes", 2),
+        (["bench", "--peers", "nobody"], "--peers", 2),
+        (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1", 1),
+        (["bench", "--out", ""], "--out is empty: give a path", 1),
         (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
         (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),

@@ -19,6 +19,7 @@ FLOORS: list[set[str]] = [
     {"data"},
     {"evaluation", "generation", "catalogue"},
     {"training"},
+    {"bench", "info"},
     {"cli"},
     {"__main__"},
 ]
@@ -90,7 +91,7 @@ except AttributeError as error:
 
 
 def test_every_package_lists_only_names_it_has() -> None:
-    for name in ("ops", "layers", "baselines", "models", "data", "evaluation"):
+    for name in ("ops", "layers", "baselines", "models", "data", "evaluation", "bench"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])
         assert all(hasattr(package, exported) for exported in package.__all__)
 

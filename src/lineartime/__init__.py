@@ -17,7 +17,7 @@ _HOMES = {
     "presets": "lineartime.models",
     "load": "lineartime.training.checkpoint",
 }
-_ROOMS = ("baselines", "data", "evaluation", "generation", "layers", "models", "ops", "training")
+_ROOMS = ("baselines", "bench", "data", "evaluation", "generation", "layers", "models", "ops", "training")
 
 
 def __getattr__(name: str) -> Any:

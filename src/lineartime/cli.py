@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lineartime.bench import BenchConfig, run_benchmark
 from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.corpora import Split
 from lineartime.errors import LineartimeError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
+from lineartime.info import InfoConfig, show_info
 from lineartime.models import CausalLM
 from lineartime.models.heads import LanguageModel
 from lineartime.training import checkpoint as checkpoints
@@ -91,6 +93,8 @@ Command = (
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
     | Annotated[GenerateConfig, tyro.conf.subcommand("generate")]
     | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
+    | Annotated[BenchConfig, tyro.conf.subcommand("bench")]
+    | Annotated[InfoConfig, tyro.conf.subcommand("info")]
 )
 
 
@@ -117,6 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _generate(command)
             case PresetsConfig():
                 show_presets(command)
+            case BenchConfig():
+                run_benchmark(command)
+            case InfoConfig():
+                show_info(command)
     except LineartimeError as error:
         return _fail(str(error))
     except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough

@@ -77,7 +77,7 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
 def test_pytorch_can_check_and_compile_it() -> None:
     hidden, weight, targets = make_inputs(7, torch.float32)
     flat = hidden.detach().flatten(0, 1).requires_grad_()
-    torch.library.opcheck(cross_entropy._linear_cross_entropy, (flat, weight, targets.flatten(), None, True))
+    torch.library.opcheck(cross_entropy._operator, (flat, weight, targets.flatten(), None, True))
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     losses = [function(hidden, weight, targets) for function in (linear_cross_entropy, compiled)]
     ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)

@@ -160,9 +160,9 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()
     scale = torch.full((1, 1, 1, 1), 0.3)
     arguments = (chunks, gamma, beta, bias, torch.arange(12).view(1, 3, CHUNK), scale, torch.ones(1, 3), 0.5, [0, 1, 3], True)
-    torch.library.opcheck(tiled_flash._tiled_flash, (*arguments, True))
+    torch.library.opcheck(tiled_flash._forward_operator, (*arguments, True))
     without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
-    torch.library.opcheck(tiled_flash._tiled_flash, without)
+    torch.library.opcheck(tiled_flash._forward_operator, without)
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(

@@ -245,7 +245,7 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(2, 10))
     bias = torch.randn(10, 10, requires_grad=True)
     for arguments in ((q, k, v, bias), (q, k, v, None)):
-        torch.library.opcheck(tiled_quadratic._tiled_quadratic, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
+        torch.library.opcheck(tiled_quadratic._forward_operator, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
 
     def run(*x: Tensor) -> Tensor:
         return quadratic_attention(*x[:3], bias=x[3], causal=True, backend="tiled")

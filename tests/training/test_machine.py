@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 def test_bf16_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for bf16, expected in ((1.0, "bf16"), (3.9, "fp32"), (40.0, "fp32")):
         times = {torch.bfloat16: bf16, torch.float32: 4.0}
-        monkeypatch.setattr(machine, "_product_seconds", times.__getitem__)
+        monkeypatch.setattr(machine, "product_seconds", times.__getitem__)
         assert choose_precision("auto", CPU) == expected
         assert choose_precision("fp32", CPU) == "fp32"
         assert choose_precision("bf16", CPU) == "bf16"

@@ -63,12 +63,11 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
     return None if activation in ("relu2", "laplace") else f"it has no activation {activation!r}, only 'relu2' and 'laplace'"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    # What torch.compile makes for a GPU needs Triton as well, and it cannot look into importlib.
+    return torch.compiler.is_compiling() or importlib.util.find_spec(package) is not None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_interpreted() -> bool:
     """Whether Triton runs kernels as Python, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"

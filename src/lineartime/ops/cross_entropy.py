@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import autocast_dtype, without_autocast
 
 IGNORED = -100
@@ -43,11 +44,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         )
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     compute = autocast_dtype(hidden) if hidden.dtype != torch.float64 else None
-    loss: Tensor = _linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), compute, keep)[0]
+    loss: Tensor = _operator(hidden.flatten(0, 1), weight, targets.flatten(), compute, keep)[0]
     return loss
 
 
-@torch.library.custom_op("lineartime::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,8 +76,7 @@ def _linear_cross_entropy(
     return loss, d_hidden, d_weight.to(weight.dtype)
 
 
-@_linear_cross_entropy.register_fake
-def _(
+def _fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -96,4 +95,4 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tupl
     return d_hidden * d_loss.to(d_hidden.dtype), d_weight * d_loss.to(d_weight.dtype), None, None, None
 
 
-_linear_cross_entropy.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_operator = register_operator(_linear_cross_entropy, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate)

@@ -27,7 +27,7 @@ from lineartime.ops.activations import (
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.chunks import Chunks, Reach, cut_chunks, exclusive_cumsum, fill, sum_chunks
 from lineartime.ops.layout import by_document, check_tokens
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic import check_bias, check_queries_keys_values
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def mixed_chunk_attention(
             normalization=normalization,
         )
 
-    result_dtype = output_dtype(v, compute)
+    result_dtype, kernel_dtype = output_dtype(v, compute), common_dtype(*inputs)
     with without_autocast(v):
         chunks = cut_chunks(v, chunk_size, mask, cu_seqlens)
         if backend == "triton":
@@ -154,7 +154,7 @@ def mixed_chunk_attention(
 
             scales = chunk_scales(chunks, q_quad.shape[-1], causal, normalization, v)
             out = kernels.attend(
-                *(chunks.cut(x) for x in inputs),
+                *(chunks.cut(x.to(kernel_dtype)) for x in inputs),
                 bias=bias,
                 row_scale=scales.row.expand(-1, len(scales.state[0]), chunk_size).contiguous(),
                 state_scale=scales.state,

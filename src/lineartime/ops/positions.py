@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import without_autocast
 
 
@@ -40,15 +41,16 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
     return table
 
 
-@torch.library.custom_op("lineartime::rotary_table", mutates_args=())
-def _opaque_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
-    """`rotary_table` for compiled code, which would otherwise compute each cosine anew for every map and row."""
+def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
     return rotary_table(positions, n_frequencies, dtype).clone()
 
 
-@_opaque_table.register_fake
-def _(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
     return positions.new_empty(2, *positions.shape, n_frequencies, dtype=dtype)
+
+
+_opaque_table = register_operator(_rotary_table, _fake_table)
+"""`rotary_table` for compiled code, which would otherwise compute each cosine anew for every map and row."""
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:

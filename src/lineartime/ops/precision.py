@@ -12,10 +12,14 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
 
     Never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32.
     """
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    if dtype != torch.float64:
-        dtype = autocast_dtype(tensors[0]) or dtype
+    dtype = common_dtype(*tensors)
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype that holds all of them, or that of autocast where it is on; for kernels, which widen float16 themselves."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return dtype if dtype == torch.float64 else autocast_dtype(tensors[0]) or dtype
 
 
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ from lineartime.ops.activations import (
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.layout import by_document, check_tokens
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ def _attend_fused(
     """The same by a form that keeps no scores; padding is zero already, so that it adds nothing."""
     compute = matmul_dtype(q, k, v)
     result_dtype = output_dtype(v, compute)
-    if backend == "tiled":
-        q, k, v = (x.to(compute) for x in (q, k, v))
+    computed = compute if backend == "tiled" else common_dtype(q, k, v)
+    q, k, v = (x.to(computed) for x in (q, k, v))
     wide = torch.promote_types(compute, torch.float32)
     batch, length, d_qk = q.shape
     row_scale = torch.ones(batch, length, dtype=wide, device=q.device)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.ops.operator import register_operator
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import without_autocast
 
@@ -31,10 +32,20 @@ TILE_TOKENS = 1024
 
 
 class _Tile(NamedTuple):
-    """Some rows, and some chunks of one document."""
+    """Some chunks of one row, or the only chunks of several rows: of one document each."""
 
     rows: slice
     chunks: slice
+    first: bool
+    last: bool
+
+    def readers(self, causal: bool) -> slice:
+        """Which of the N chunks read sums: causal, the first of a document has nothing to read."""
+        return slice(self.rows.stop - self.rows.start if causal and self.first else 0, None)
+
+    def sources(self, causal: bool) -> slice:
+        """Which of the N chunks are in sums that are read: causal, the last of a document is in none."""
+        return slice(0, self.rows.start - self.rows.stop if causal and self.last else None)
 
     def of(self, x: Tensor) -> Tensor:
         """[B, G, ...] -> [N, ...]."""
@@ -51,15 +62,15 @@ class _Tile(NamedTuple):
 
 
 def _stretches(batch: int, chunk_size: int, document_starts: Sequence[int]) -> Iterator[tuple[int, list[_Tile]]]:
-    """A document and its tiles, first to last, for some rows after the other."""
+    """A document and its tiles, first to last, for one row after the other, or for some if each is but one chunk."""
     at_once = max(1, TILE_TOKENS // chunk_size)
     for document, (first, last) in enumerate(pairwise(document_starts)):
         if first < last:
-            # Several rows only where they are one piece of memory: results are written through views.
-            n_rows = max(1, at_once // (last - first)) if len(document_starts) == 2 else 1
+            n_rows = at_once if document_starts[-1] == 1 else 1
             for row in range(0, batch, n_rows):
                 rows = slice(row, min(row + n_rows, batch))
-                yield document, [_Tile(rows, slice(g, min(g + at_once, last))) for g in range(first, last, at_once)]
+                parts = [slice(g, min(g + at_once, last)) for g in range(first, last, at_once)]
+                yield document, [_Tile(rows, part, part.start == first, part.stop == last) for part in parts]
 
 
 # 2. What is computed for a tile, in both passes -----------------------------------------------------------------------
@@ -136,11 +147,9 @@ class _Core:
         scores = torch.bmm(q, k.mT).to(self.wide).mul_(self.score_scale)
         return (scores if self.bias is None else scores.add_(self.bias)).relu_()
 
-    def sums(self, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
-        """k^T v for every chunk of a tile, [N, C, s] and [N, C, e] -> [b, n, s, e]."""
-        b = tile.rows.stop - tile.rows.start
-        sums: Tensor = torch.bmm(k.mT, v).to(self.wide).unflatten(0, (b, -1))
-        return sums
+    def sums(self, k: Tensor, v: Tensor) -> Tensor:
+        """k^T v for every chunk, [N, C, s] and [N, C, e] -> [N, s, e]."""
+        return torch.bmm(k.mT, v).to(self.wide)
 
     def silu_backward(self, gradients: tuple[Tensor, ...], tile: _Tile, out: Tensor) -> None:
         """From the gradients of U, V and Z to that of `projected`, written where it belongs."""
@@ -165,30 +174,39 @@ def _forward(core: _Core, document_starts: Sequence[int], causal: bool, keep: bo
         if not causal:
             for tile in tiles:
                 _, v, z = core.activated(tile)
-                total += core.sums(core.maps(z, tile)[3], v, tile).sum(1)
+                total += _over_chunks(core.sums(core.maps(z, tile)[3], v), tile)
             read[rows, document] = total
         for tile in tiles:
             gate, v, z = core.activated(tile)
             q_quad, k_quad, q_lin, k_lin = core.maps(z, tile)
+            readers, sources = tile.readers(causal), tile.sources(causal)
             if causal:
-                sums = core.sums(k_lin, v, tile)
+                sums = core.sums(k_lin[sources], v[sources])
                 for i, chunk in enumerate(range(tile.chunks.start, tile.chunks.stop)):
                     read[rows, chunk] = total
-                    total += sums[:, i]
+                    if i < len(sums):
+                        total += sums[i]
             scores = core.scores(q_quad, k_quad)
             weights = (scores * scores).mul_(tile.of_shared(core.weight_scale)).to(core.compute)
             out = tile.of(attended if keep else gated)
-            torch.bmm(q_lin, _read_by(tile, read, document, causal), out=out).baddbmm_(weights, v)
+            out[: readers.start].zero_()
+            torch.bmm(q_lin[readers], _read_by(tile, read, document, causal), out=out[readers])
+            out.baddbmm_(weights, v)
             torch.mul(out, gate, out=tile.of(gated))
     return gated, attended, read if keep else projected.new_empty(0)
 
 
+def _over_chunks(sums: Tensor, tile: _Tile) -> Tensor:
+    """[N, s, e] -> [b, s, e], the sum over the chunks of each row."""
+    summed: Tensor = sums.unflatten(0, (tile.rows.stop - tile.rows.start, -1)).sum(1)
+    return summed
+
+
 def _read_by(tile: _Tile, sums: Tensor, document: int, causal: bool) -> Tensor:
-    """The sums that the chunks of a tile read, [N, s, e]."""
+    """The sums that the chunks of a tile read, [readers, s, e]."""
     if causal:
-        return tile.of(sums)
-    n = tile.chunks.stop - tile.chunks.start
-    return sums[tile.rows, document].repeat_interleave(n, 0)
+        return tile.of(sums)[tile.readers(causal)]
+    return sums[tile.rows, document].repeat_interleave(tile.chunks.stop - tile.chunks.start, 0)
 
 
 # 4. Backward ----------------------------------------------------------------------------------------------------------
@@ -209,7 +227,7 @@ def _backward(
         if not causal:
             for tile in tiles:
                 gate, _, z = core.activated(tile)
-                total += core.sums(core.maps(z, tile)[2], tile.of(d_gated) * gate, tile).sum(1)
+                total += _over_chunks(core.sums(core.maps(z, tile)[2], tile.of(d_gated) * gate), tile)
         for tile in reversed(tiles):
             gate, v, z = core.activated(tile)
             maps = core.maps(z, tile)
@@ -230,18 +248,22 @@ def _backward(
             torch.bmm(d_scores.mT, q_quad, out=products[1])
 
             # Linear part: out = q (sum of k^T v), q being scaled.
-            torch.bmm(d_out, _read_by(tile, read, document, causal).mT, out=products[2])
+            readers, sources = tile.readers(causal), tile.sources(causal)
+            products[2, : readers.start].zero_()
+            torch.bmm(d_out[readers], _read_by(tile, read, document, causal).mT, out=products[2, readers])
             if causal:
-                sums = core.sums(q_lin, d_out, tile)
-                d_read = torch.empty_like(sums)
-                for i in reversed(range(sums.shape[1])):
-                    d_read[:, i] = total
-                    total += sums[:, i]
+                sums = core.sums(q_lin[readers], d_out[readers])
+                d_sums = projected.new_empty(len(v[sources]), core.d_qk, core.d_value)
+                for i in reversed(range(tile.chunks.stop - tile.chunks.start)):
+                    if i < len(d_sums):
+                        d_sums[i] = total[0]
+                    if i >= readers.start:
+                        total += sums[i - readers.start]
             else:
-                d_read = total[:, None].expand(-1, tile.chunks.stop - tile.chunks.start, -1, -1)
-            d_sums = d_read.flatten(0, 1).to(core.compute)
-            torch.bmm(v, d_sums.mT, out=products[3])
-            d_v.baddbmm_(k_lin, d_sums)
+                d_sums = total.repeat_interleave(tile.chunks.stop - tile.chunks.start, 0).to(core.compute)
+            products[3, len(d_sums) :].zero_()
+            torch.bmm(v[sources], d_sums.mT, out=products[3, sources])
+            d_v[sources].baddbmm_(k_lin[sources], d_sums)
 
             d_maps = products.to(core.wide)
             d_maps[:2].mul_(core.score_scale)
@@ -288,11 +310,10 @@ def tiled_flash(
     """
     arguments = (projected, gamma, beta, bias, positions, weight_scale, state_scale, score_scale, document_starts, causal)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (projected, gamma, beta, bias))
-    gated: Tensor = _tiled_flash(*arguments, keep)[0]
+    gated: Tensor = _forward_operator(*arguments, keep)[0]
     return gated
 
 
-@torch.library.custom_op("lineartime::tiled_flash", mutates_args=())
 def _tiled_flash(
     projected: Tensor,
     gamma: Tensor,
@@ -312,7 +333,6 @@ def _tiled_flash(
         return _forward(core, document_starts, causal, keep)
 
 
-@torch.library.custom_op("lineartime::tiled_flash_backward", mutates_args=())
 def _tiled_flash_backward(
     d_gated: Tensor,
     attended: Tensor,
@@ -336,8 +356,7 @@ def _tiled_flash_backward(
         return d_projected, d_gamma, d_beta, d_bias
 
 
-@_tiled_flash.register_fake
-def _(
+def _fake(
     projected: Tensor,
     gamma: Tensor,
     beta: Tensor,
@@ -360,8 +379,7 @@ def _(
     return gated, torch.empty_like(gated), sums
 
 
-@_tiled_flash_backward.register_fake
-def _(
+def _fake_backward(
     d_gated: Tensor,
     attended: Tensor,
     read: Tensor,
@@ -385,8 +403,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, d_gated: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
     bias = ctx.saved_tensors[5]
-    *gradients, d_bias = _tiled_flash_backward(d_gated, *ctx.saved_tensors, *ctx.rest)
+    *gradients, d_bias = _backward_operator(d_gated, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, *(None,) * 7)
 
 
-_tiled_flash.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_forward_operator = register_operator(_tiled_flash, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate)
+_backward_operator = register_operator(_tiled_flash_backward, _fake_backward)

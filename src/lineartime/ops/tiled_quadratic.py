@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import without_autocast
 
 QUERIES = 256
@@ -60,11 +61,10 @@ def attend(
     Returns:
         [B, T, e].
     """
-    out: Tensor = _tiled_quadratic(q, k, v, bias, row_scale, score_scale, causal)
+    out: Tensor = _forward_operator(q, k, v, bias, row_scale, score_scale, causal)
     return out
 
 
-@torch.library.custom_op("lineartime::tiled_quadratic", mutates_args=())
 def _tiled_quadratic(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> Tensor:
@@ -79,7 +79,6 @@ def _tiled_quadratic(
     return out
 
 
-@torch.library.custom_op("lineartime::tiled_quadratic_backward", mutates_args=())
 def _tiled_quadratic_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -104,13 +103,11 @@ def _tiled_quadratic_backward(
     return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_bias if bias is None else d_bias.to(bias.dtype)
 
 
-@_tiled_quadratic.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@_tiled_quadratic_backward.register_fake
-def _(
+def _fake_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -125,8 +122,11 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     bias = ctx.saved_tensors[3]
-    *gradients, d_bias = _tiled_quadratic_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+    *gradients, d_bias = _backward_operator(d_out, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, None, None, None)
 
 
-_tiled_quadratic.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_forward_operator = register_operator(
+    _tiled_quadratic, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+)
+_backward_operator = register_operator(_tiled_quadratic_backward, _fake_backward)

@@ -32,10 +32,11 @@ def choose_precision(precision: Precision, device: torch.device) -> Precision:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     # Between the two lies a factor of 4 or a loss, so that a short trial decides reliably.
-    return "bf16" if _product_seconds(torch.bfloat16) < 0.8 * _product_seconds(torch.float32) else "fp32"
+    return "bf16" if product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32) else "fp32"
 
 
-def _product_seconds(dtype: torch.dtype) -> float:
+def product_seconds(dtype: torch.dtype) -> float:
+    """How long a processor takes to multiply two matrices of 512 x 512, at best."""
     a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
     times = []
     for _ in range(8):
@@ -57,10 +58,16 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
     Raises:
         LineartimeError: for "on" without the C++ compiler that it needs on a CPU.
     """
-    compiler = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    if choice == "on" and not compiler:
-        raise LineartimeError("--compile is on, but there is no C++ compiler here: install g++ or use --compile off.")
+    missing = compiler_missing(device)
+    if choice == "on" and missing:
+        raise LineartimeError(f"--compile is on, but {missing}: install g++ or use --compile off.")
     if choice != "auto":
         return choice == "on"
     seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
-    return compiler and seconds * _COMPILE_SAVES[device.type] > _COMPILE_SECONDS[device.type]
+    return not missing and seconds * _COMPILE_SAVES[device.type] > _COMPILE_SECONDS[device.type]
+
+
+def compiler_missing(device: torch.device) -> str:
+    """What torch.compile lacks on this machine, or nothing."""
+    present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return "" if present else "there is no C++ compiler here"

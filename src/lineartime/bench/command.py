@@ -1,0 +1,224 @@
+"""One benchmark from its options to its files: every case in turn, saved as soon as it is measured."""
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lineartime.bench import memory
+from lineartime.bench.config import BenchConfig, Plan
+from lineartime.bench.measure import (
+    forget,
+    interleaved,
+    is_out_of_memory,
+    peak_flops,
+    release,
+    repetitions,
+    separate_compilations,
+    synchronized,
+    timed,
+)
+from lineartime.bench.plots import draw_plots
+from lineartime.bench.quality import read_quality
+from lineartime.bench.report import print_results, write_report
+from lineartime.bench.results import RESULTS_FILE, Entry, Results
+from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
+from lineartime.errors import LineartimeError
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def run_benchmark(config: BenchConfig) -> None:
+    """Measure what the options ask for, print it, and leave results.json, results.md and plots.
+
+    Raises:
+        LineartimeError: for options that cannot be measured, or files that cannot be written.
+        KeyboardInterrupt: after what was measured is saved and shown.
+    """
+    plan = config.plan()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
+    folder = config.folder()
+    results = Results(folder, config.to_dict(), plan.device)
+    results.save()
+    with _Progress(plan) as progress:
+        try:
+            with _quiet(), separate_compilations():
+                _Run(config, plan, results, progress).all_cells()
+        except KeyboardInterrupt:
+            progress.say(f"interrupted: what was measured is in {folder / RESULTS_FILE}")
+            raise
+        finally:
+            results.save()
+            write_report(results)
+            _draw(results, quality, progress)
+    print_results(results)
+    print(f"results: {folder}")
+
+
+def _draw(results: Results, quality: dict[str, float], progress: "_Progress") -> None:
+    try:
+        draw_plots(results, quality)
+    except LineartimeError as error:
+        progress.say(f"no plots: {error}")
+
+
+class _Progress:
+    """A bar on standard error, or a line for each case where that is no terminal."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(text, soft_wrap=True)
+
+    def doing(self, case: Case, what: str) -> None:
+        """Show what is going on."""
+        self._bar.update(self._task, description=f"{title(case)}: {what}")
+
+    def done(self, case: Case, subjects: Sequence[Subject]) -> None:
+        """Count the subjects of a case as measured."""
+        self._bar.advance(self._task, len(subjects))
+        if not self._console.is_terminal:
+            self.say(f"measured {title(case)}")
+
+
+def title(case: Case) -> str:
+    """What a case measures, in words."""
+    return f"{case.measure} {'at' if case.measure == 'decode' else 'of'} {case.length:,} in {case.dtype}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep off the screen what PyTorch and the peers say about their insides, of which a reader can change nothing."""
+    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo", "torch")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+class _Run:
+    """All cases of a plan, one after another."""
+
+    def __init__(self, config: BenchConfig, plan: Plan, results: Results, progress: _Progress) -> None:
+        self._config, self._plan, self._results, self._progress = config, plan, results, progress
+        self._device = plan.device
+        self._clock = partial(synchronized, plan.device)
+        self._flops: dict[tuple[Subject, int], float | None] = {}
+
+    def all_cells(self) -> None:
+        """Measure every case between two measurements of the peaks."""
+        if any(subject.mode == "compiled" for subject in self._plan.subjects):
+            torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # what only the first compilation costs
+        self._measure_peaks()
+        for case, subjects in self._plan.cells:
+            self._cell(case, subjects)
+            self._results.save()
+            write_report(self._results)
+            self._progress.done(case, subjects)
+        self._measure_peaks()
+
+    def _measure_peaks(self) -> None:
+        for dtype in dict.fromkeys(case.dtype for case, _ in self._plan.cells):
+            self._results.peaks.setdefault(dtype, []).append(peak_flops(self._device, dtype))
+
+    def _cell(self, case: Case, subjects: Sequence[Subject]) -> None:
+        entries = [Entry(case, subject, flops_per_token=self._flops_per_token(subject, case)) for subject in subjects]
+        self._results.entries += entries  # now, so that an interrupt keeps the rounds that were finished
+        if self._config.memory and case.measure != "decode" and self._device.type == "cpu":
+            for entry in entries:
+                self._memory_in_process(entry)
+        left = [entry for entry in entries if entry.problem is None]
+        self._together(left)
+        for entry in left if len(left) > 1 else []:  # those for which there was no room beside the others
+            if entry.problem == OUT_OF_MEMORY:
+                entry.problem, entry.alone = None, True
+                self._together([entry])
+
+    def _together(self, entries: Sequence[Entry]) -> None:
+        """Time entries in turn, as far as memory allows."""
+        steps = {index: (step, entry.calls) for index, entry in enumerate(entries) if (step := self._warm(entry)) is not None}
+        for index, seconds in interleaved(steps, self._config.rounds, self._clock):
+            entry = entries[index]
+            if isinstance(seconds, Exception):
+                self._failed(entry, seconds)
+            else:
+                entry.seconds.append(seconds)
+                self._progress.doing(entry.case, f"{entry.subject}, round {len(entry.seconds)}")
+        steps.clear()
+        forget(self._device)
+
+    def _warm(self, entry: Entry) -> Callable[[], object] | None:
+        """A step that is ready to be timed, or None if it fails; how often to call it is noted in the entry."""
+        self._progress.doing(entry.case, f"{entry.subject}, warming up")
+        try:
+            ready = prepare(entry.subject, entry.case, self._device)
+            entry.state_bytes = ready.state_bytes
+            entry.first_seconds = seconds = timed(ready.step, 1, self._clock)
+            for _ in range(self._config.warmup):
+                seconds = timed(ready.step, 1, self._clock)
+            entry.calls = repetitions(seconds, self._config.min_seconds)
+            if self._config.memory and entry.case.measure != "decode" and self._device.type == "cuda":
+                entry.memory = memory.of_ready(ready, self._device)
+        except Exception as error:
+            self._failed(entry, error)
+            return None
+        return ready.step
+
+    def _failed(self, entry: Entry, error: Exception) -> None:
+        """Note why an entry has no numbers."""
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        entry.seconds.clear()
+        entry.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {type(error).__name__}: {first_line}"
+        release(self._device)
+
+    def _memory_in_process(self, entry: Entry) -> None:
+        self._progress.doing(entry.case, f"{entry.subject}, memory")
+        try:
+            entry.memory = memory.in_process(entry.subject, entry.case)
+        except memory.OutOfMemoryError:
+            entry.problem = OUT_OF_MEMORY
+        except RuntimeError as error:
+            self._progress.say(f"{title(entry.case)}: no memory of {entry.subject}: {error}")
+
+    def _flops_per_token(self, subject: Subject, case: Case) -> float | None:
+        """Operations of the model for a token; a backward pass has twice those of a forward pass."""
+        if case.measure == "decode":
+            return None
+        key = (dataclasses.replace(subject, mode="eager"), case.length)
+        if key not in self._flops:
+            self._flops[key] = forward_flops_per_token(subject, case.length)
+        forward = self._flops[key]
+        return forward if forward is None or case.measure != "train" else 3 * forward

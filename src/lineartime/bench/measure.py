@@ -1,0 +1,142 @@
+"""How time is measured: in turn, repeatedly, against the fastest matrix product of the same machine in the same run."""
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import torch
+
+Key = TypeVar("Key")
+Clock = Callable[[], float]
+
+PRODUCTS = {
+    "cpu": ((256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024), (4096, 256, 1024), (2048, 2048, 2048)),
+    "cuda": ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384)),
+}
+"""Sizes m, n, k of the products of [m, k] and [k, n] of which the fastest is the peak: square ones, and such as models have.
+
+From small to large: those that would take too long at the speed of the ones before are left out."""
+LONGEST_PRODUCT = 1.0
+"""Seconds that a single product may take."""
+
+
+def synchronized(device: torch.device) -> float:
+    """The time in seconds at which everything asked of a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory does not suffice."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error).lower() for words in ("allocate memory", "out of memory", "cuda_error_out_of_memory")
+    )
+
+
+def repetitions(seconds: float, min_seconds: float) -> int:
+    """How often to repeat what takes so many seconds for a measurement to last `min_seconds`."""
+    return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
+
+
+def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
+    """Seconds of one of so many calls."""
+    start = clock()
+    for _ in range(calls):
+        step()
+    return (clock() - start) / calls
+
+
+def interleaved(
+    steps: Mapping[Key, tuple[Callable[[], object], int]], rounds: int, clock: Clock
+) -> Iterator[tuple[Key, float | Exception]]:
+    """Time all steps in turn, A B A B, so that noise of the machine meets all alike.
+
+    Args:
+        steps: what to time, and how many calls make one measurement.
+        rounds: how many measurements of each.
+        clock: tells the time, in seconds, at which everything asked for is done.
+
+    Yields:
+        Which step was measured, and the seconds of one call; or the error in which it ended, after which it has no more turns.
+    """
+    failed = set()
+    for _ in range(rounds):
+        for key, (step, calls) in steps.items():
+            if key in failed:
+                continue
+            try:
+                yield key, timed(step, calls, clock)
+            except Exception as error:
+                failed.add(key)
+                yield key, error
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """The median, and the distance between the quartiles; of a single value there is no distance."""
+    if len(values) < 2:
+        return values[0], None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return statistics.median(values), high - low
+
+
+def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
+    """Operations per second of the fastest of several matrix products, each repeated for about so many seconds."""
+    clock = lambda: synchronized(device)  # noqa: E731
+    number = torch.bfloat16 if dtype == "bf16" else torch.float32
+    best = 0.0
+    for m, n, k in PRODUCTS[device.type]:
+        if best and 2 * m * n * k / best > LONGEST_PRODUCT:
+            continue
+        a, b = torch.randn(m, k, dtype=number, device=device), torch.randn(k, n, dtype=number, device=device)
+        out = torch.empty(m, n, dtype=number, device=device)
+
+        def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
+            torch.mm(a, b, out=out)
+
+        product()
+        first = timed(product, 1, clock)
+        calls = repetitions(first, seconds / 3)
+        best = max(best, *(2 * m * n * k / timed(product, calls, clock) for _ in range(3)))
+    return best
+
+
+@contextmanager
+def separate_compilations() -> Iterator[None]:
+    """Compile each subject for its own sizes, and without the caches of earlier runs."""
+    import torch._dynamo
+
+    own_sizes = torch._dynamo.config.patch(  # otherwise shapes become general, and after some of them all is left eager
+        automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
+    )
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with TemporaryDirectory(prefix="lineartime-bench-", ignore_cleanup_errors=True) as folder, own_sizes:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def release(device: torch.device) -> None:
+    """Give back memory that nothing refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def forget(device: torch.device) -> None:
+    """Free what the subjects of a case left behind, compiled code included."""
+    torch.compiler.reset()
+    release(device)

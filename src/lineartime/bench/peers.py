@@ -1,0 +1,76 @@
+"""Implementations of others, built at the sizes of one of our models; each is imported only where it is asked for."""
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.errors import LineartimeError, missing_extra
+from lineartime.models.config import ModelConfig
+
+Peer = Literal["flash-pytorch", "fla"]
+
+
+def check_peer(peer: Peer, device: torch.device) -> None:
+    """Raise LineartimeError for a peer that is not installed, or cannot run on a device."""
+    if peer == "flash-pytorch":
+        if find_spec("flash_pytorch") is None:
+            raise missing_extra("FLASH-pytorch", "peers", "--peers flash-pytorch")
+        return
+    if device.type != "cuda":
+        raise LineartimeError("--peers fla needs a GPU, for it has no kernels for a CPU: leave it out.")
+    if find_spec("fla") is None:
+        raise LineartimeError("--peers fla needs flash-linear-attention, which is not installed: pip install it.")
+
+
+def build_peer(peer: str, config: ModelConfig) -> nn.Module:
+    """A peer at the sizes of one of our models, ids [B, T] -> logits [B, T, V]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about their own code, of which a reader of results can change nothing
+        return PEERS[peer](config)
+
+
+def _flash_pytorch(config: ModelConfig) -> nn.Module:
+    from flash_pytorch import FLASHTransformer
+
+    sizes: Any = config.mixer
+    model: nn.Module = FLASHTransformer(
+        dim=config.d_model,
+        num_tokens=config.vocab_size,
+        depth=config.n_blocks,
+        group_size=sizes.chunk_size,
+        query_key_dim=sizes.d_qk,
+        expansion_factor=float(sizes.expansion),
+        causal=config.task == "clm",
+        norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
+    )
+    return model
+
+
+class _GatedLinearAttentionBlock(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        from fla.layers import GatedLinearAttention
+
+        self.norm = nn.LayerNorm(d_model)
+        self.attention: nn.Module = GatedLinearAttention(hidden_size=d_model, num_heads=max(1, d_model // 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.attention(self.norm(x))[0]
+        return out
+
+
+def _fla(config: ModelConfig) -> nn.Module:
+    """Gated linear attention, as many layers as the model has blocks: fla has no FLASH."""
+    blocks = [_GatedLinearAttentionBlock(config.d_model) for _ in range(config.n_blocks)]
+    embedding, logits = (
+        nn.Embedding(config.vocab_size, config.d_model),
+        nn.Linear(config.d_model, config.vocab_size, bias=False),
+    )
+    return nn.Sequential(embedding, *blocks, nn.LayerNorm(config.d_model), logits)
+
+
+PEERS: dict[str, Callable[[ModelConfig], nn.Module]] = {"flash-pytorch": _flash_pytorch, "fla": _fla}

@@ -1,0 +1,171 @@
+"""The pictures of a benchmark: time, memory and the latency of decode by length, and quality by cost."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lineartime.bench.results import Entry, Results
+from lineartime.bench.subjects import Measure
+from lineartime.errors import cannot, missing_extra
+
+WIDTH, HEIGHT = 4.6, 3.4
+AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
+
+
+def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
+    """Draw what there are numbers for: latency.png, memory.png, decode.png and pareto.png; the files are returned.
+
+    Args:
+        results: what was measured.
+        quality: bits per byte by preset.
+
+    Raises:
+        LineartimeError: without matplotlib, or where a file cannot be written.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise missing_extra("matplotlib", "plot", "A plot") from None
+    timed = [entry for entry in results.finished if entry.median is not None]
+    at_once = [entry for entry in timed if entry.case.measure in AT_ONCE]
+    pictures: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
+        ("latency", at_once, "tokens of context", "µs per token", _microseconds),
+        ("memory", results.finished, "tokens of context", "MB of a step, above the weights", _megabytes),
+        ("decode", [e for e in timed if e.case.measure == "decode"], "tokens read before", "ms per token", _milliseconds),
+    ]
+    colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(e.subject.name for e in results.finished))}
+    files = []
+    for name, entries, x, y, value in pictures:
+        shown = [entry for entry in entries if value(entry) is not None]
+        if shown:
+            files.append(_by_length(results.folder / f"{name}.png", shown, x, y, value, colours))
+    if quality:
+        costs = _costs(at_once, quality)
+        if costs:
+            files.append(_pareto(results.folder / "pareto.png", costs, quality, colours))
+    return files
+
+
+def _microseconds(entry: Entry) -> float | None:
+    return None if entry.median is None else 1e6 * entry.median / entry.case.tokens
+
+
+def _milliseconds(entry: Entry) -> float | None:
+    return None if entry.median is None else 1e3 * entry.median
+
+
+def _megabytes(entry: Entry) -> float | None:
+    return None if entry.memory is None or entry.problem else max(entry.memory.peak, 1) / 1e6
+
+
+def _by_length(
+    file: Path, entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
+) -> Path:
+    """Curves by length, a panel for each measure and precision, with one legend for all."""
+    from matplotlib.figure import Figure
+
+    measures = list(dict.fromkeys(entry.case.measure for entry in entries))
+    dtypes = list(dict.fromkeys(entry.case.dtype for entry in entries))
+    subjects = list(dict.fromkeys(entry.subject for entry in entries))
+    rows, columns = (len(dtypes), len(measures)) if len(measures) > 1 else (1, len(dtypes))
+    figure = Figure(
+        figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + 0.25 * -(-len(subjects) // (2 * columns))), layout="constrained"
+    )
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = [(measure, dtype) for dtype in dtypes for measure in measures]
+    marks = round_marks([value(entry) or 0.0 for entry in entries])
+    lines: dict[str, Any] = {}
+    for (measure, dtype), axes in zip(panels, grid.flat, strict=True):
+        shown = [entry for entry in entries if (entry.case.measure, entry.case.dtype) == (measure, dtype)]
+        for subject in subjects:
+            points = sorted((e.case.length, value(e) or 0.0) for e in shown if e.subject == subject)
+            if points:
+                style = "o-" if subject.mode == "eager" else "s--"
+                colour = colours[subject.name]
+                (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
+        modes = " and ".join(dict.fromkeys(entry.subject.mode for entry in shown))
+        lengths = sorted({entry.case.length for entry in shown})
+        _logarithmic(axes, lengths, marks)
+        axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
+        axes.yaxis.set_tick_params(labelleft=True)
+    for row in grid:
+        row[0].set_ylabel(y)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
+    return _save(figure, file)
+
+
+def _logarithmic(axes: Any, lengths: Sequence[int], marks: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=0 if len(lengths) < 6 else 30)
+    axes.set_yticks(marks, [f"{mark:,.6g}" for mark in marks])
+    axes.set_ylim(marks[0], marks[-1])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def round_marks(values: Sequence[float]) -> list[float]:
+    """Round numbers, evenly spread on a logarithmic axis, the first below and the last above all (positive) values."""
+    low, high = min(values), max(values)
+    steps = (1.0, 2.0, 5.0) if high / low > 10 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    marks = [
+        step * 10.0**power
+        for power in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+        for step in steps
+    ]
+    first = max(index for index, mark in enumerate(marks) if mark < low)
+    last = min(index for index, mark in enumerate(marks) if mark > high)
+    return marks[first : last + 1]
+
+
+def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
+    """By measure, context and precision, the µs per token of every preset whose quality is known: its fastest mode."""
+    measures = [measure for measure in AT_ONCE if any(entry.case.measure == measure for entry in entries)]
+    costs: dict[str, dict[str, float]] = {}
+    if not measures:
+        return {}
+    chosen = [entry for entry in entries if entry.case.measure == measures[0] and entry.subject.name in quality]
+    longest = max((entry.case.length for entry in chosen), default=0)
+    for entry in chosen:
+        cost = _microseconds(entry)
+        if entry.case.length == longest and cost is not None:
+            panel = costs.setdefault(f"{measures[0]}, {entry.case.dtype}, {longest:,} tokens of context", {})
+            panel[entry.subject.name] = min(cost, panel.get(entry.subject.name, cost))
+    return costs
+
+
+def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Path:
+    """Quality by cost, a panel for each precision, with a line through what nothing is both better and faster than."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH * len(costs) + 0.4, HEIGHT + 0.4), layout="constrained")
+    for (title, points), axes in zip(costs.items(), figure.subplots(1, len(costs), squeeze=False).flat, strict=True):
+        best = pareto_front({name: (cost, quality[name]) for name, cost in points.items()})
+        axes.plot([points[name] for name in best], [quality[name] for name in best], "-", color="0.75", zorder=0)
+        middle = (min(points.values()) + max(points.values())) / 2
+        for name, cost in points.items():
+            axes.plot(cost, quality[name], "o", color=colours[name])
+            offset, side = (5, "left") if cost <= middle else (-5, "right")  # names stay inside the axes
+            axes.annotate(name, (cost, quality[name]), xytext=(offset, 6), textcoords="offset points", fontsize=8, ha=side)
+        axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
+        axes.margins(x=0.3, y=0.15)
+        axes.grid(alpha=0.3)
+    return _save(figure, file)
+
+
+def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
+    """The names of those (cost, loss) than which no other is at least as good in both, from the cheapest on."""
+    front: list[str] = []
+    for name in sorted(points, key=lambda name: points[name]):
+        if not front or points[name][1] < points[front[-1]][1]:
+            front.append(name)
+    return front
+
+
+def _save(figure: Any, file: Path) -> Path:
+    try:
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise cannot("write", file, error) from None
+    return file

@@ -1,0 +1,170 @@
+"""The tables of a benchmark: Markdown in its folder, and the same on the screen."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from lineartime.bench.results import Entry, Results, write
+from lineartime.bench.subjects import Measure
+
+REPORT_FILE = "results.md"
+WHAT: dict[Measure, str] = {
+    "train": "train: one step, forward and backward",
+    "forward": "forward: all positions at once",
+    "prefill": "prefill: reading a prompt",
+    "decode": "decode: one more token of each stream",
+}
+LEGEND = {
+    "spread": "distance between the quartiles of the rounds",
+    "x first": "time compared with the first row of the same length: the median over the rounds",
+    "MFU": "model FLOP/s, of the peak of matrix products",
+    "peak": "memory of a step above the weights (on a CPU: good to some MB)",
+    "state": "memory of a stream",
+    "compile": "what the first step took longer",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table: what it is about, the names of its columns, and its rows; `problems` are about rows without numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def sections(results: Results) -> Iterator[Section]:
+    """The tables of all that was measured, by what was measured and in which precision."""
+    groups: dict[tuple[Measure, str], list[Entry]] = {}
+    for entry in results.finished:
+        groups.setdefault((entry.case.measure, entry.case.dtype), []).append(entry)
+    for (measure, dtype), entries in groups.items():
+        rows = [_row(results, entry) for entry in entries]
+        kept = [name for name in rows[0] if name in ("model", "ms") or any(row[name] for row in rows)]
+        table = [tuple(row[name] or "-" for name in kept) for row in rows]
+        yield Section(f"{WHAT[measure]}, {dtype}", tuple(kept), table)
+
+
+def _row(results: Results, entry: Entry) -> dict[str, str]:
+    """The cells of an entry by column; empty where there is nothing to tell."""
+    case, memory = entry.case, entry.memory
+    first = results.first_of(case)
+    ratio = None if first is None else entry.ratio(first)
+    use = results.use_of_peak(entry)
+    first_column = "position" if case.measure == "decode" else "context"
+    return {
+        first_column: f"{case.length:,}",
+        "batch": f"{case.batch:,}",
+        "model": str(entry.subject) + ("*" if entry.alone else ""),
+        "ms": entry.problem or ("" if entry.median is None else _milliseconds(entry.median)),
+        "spread": "" if entry.spread is None else _milliseconds(entry.spread),
+        "tokens/s": "" if entry.tokens_per_second is None else _short(entry.tokens_per_second),
+        "x first": "" if ratio is None else f"{ratio:.2f}",
+        "MFU": "" if use is None else f"{use:.1%}",
+        "peak": "" if memory is None else _size(memory.peak),
+        "state": "" if entry.state_bytes is None else _size(entry.state_bytes),
+        "compile": "" if entry.compile_seconds is None else f"{entry.compile_seconds:.1f} s",
+    }
+
+
+def write_report(results: Results) -> Path:
+    """Write the tables as Markdown."""
+    blocks = ["# Benchmark\n", _facts(results)]
+    used: set[str] = set()
+    for section in sections(results):
+        used |= set(section.columns)
+        blocks.append(f"## {section.title[0].upper()}{section.title[1:]}\n\n" + _markdown(section))
+    blocks.append(_markdown(_models(results)))
+    blocks += _notes(results, used)
+    return write(results.folder / REPORT_FILE, "\n".join(blocks))
+
+
+def print_results(results: Results) -> None:
+    """Print the tables; where there is no terminal, 100 columns wide."""
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
+    used: set[str] = set()
+    for section in sections(results):
+        used |= set(section.columns)
+        left = ("model",)
+        columns = [
+            Column(name, justify="left" if name in left else "right", no_wrap=name not in ("model", "ms"))
+            for name in section.columns
+        ]
+        table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=section.title, title_justify="left")
+        for row, after in zip_longest(section.rows, section.rows[1:]):
+            table.add_row(*row, end_section=after is not None and after[0] != row[0])
+        console.print(table)
+    for note in _notes(results, used):
+        console.print(note.strip(), soft_wrap=True)
+    console.print(_facts(results).strip(), soft_wrap=True)
+
+
+def _facts(results: Results) -> str:
+    machine = results.machine
+    device = machine["gpu"] if machine["device"] == "cuda" else f"{machine['cpu']}, {machine['threads']} threads"
+    peaks = ", ".join(
+        f"{dtype} {_operations(max(runs))} ({' and '.join(_operations(run) for run in runs)})"
+        for dtype, runs in results.peaks.items()
+    )
+    lines = [f"machine: {device}, torch {machine['torch']}, Python {machine['python']}"]
+    if peaks:
+        lines.append(f"peak of matrix products, measured at the beginning and the end, the larger taken: {peaks}")
+    return "\n".join(lines) + "\n"
+
+
+def _models(results: Results) -> Section:
+    """How large the models are."""
+    weights = {entry.subject.name: entry.memory.weights for entry in results.finished if entry.memory is not None}
+    rows: list[tuple[str, ...]] = []
+    for subject in dict.fromkeys(entry.subject for entry in results.finished):
+        config, name = subject.config, subject.name
+        if name not in (row[0] for row in rows):
+            rows.append((name, f"{config.n_blocks} x {config.d_model}", _size(weights[name]) if name in weights else "-"))
+    return Section("models", ("model", "blocks x width", "weights"), rows)
+
+
+def _notes(results: Results, used: set[str]) -> list[str]:
+    notes = [f"{name}: {meaning}.\n" for name, meaning in LEGEND.items() if name in used]
+    if any(entry.alone for entry in results.finished):
+        notes.append("*: measured after the others, for all together did not fit into memory.\n")
+    wanted = results.options["tokens_per_batch"]
+    longer = sorted(
+        {e.case.length for e in results.finished if e.case.measure in ("train", "forward") and e.case.length > wanted}
+    )
+    if longer:
+        lengths = ", ".join(f"{length:,}" for length in longer)
+        notes.append(f"Batches of {wanted:,} tokens; of context {lengths}, one sequence, which is more.\n")
+    return notes
+
+
+def _markdown(section: Section) -> str:
+    """A table: text to the left, numbers to the right."""
+    lines = [section.columns, ["---" if name == "model" else "---:" for name in section.columns], *section.rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _size(n_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if n_bytes < 999.5:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:,.3g} GB" if n_bytes < 999.5 else f"{n_bytes:,.0f} GB"
+
+
+def _operations(number: float) -> str:
+    return f"{number / 1e12:,.1f} TFLOP/s" if number >= 1e12 else f"{number / 1e9:,.1f} GFLOP/s"

@@ -1,0 +1,204 @@
+"""What was measured, and the file that keeps it: results.json is whole at any moment and grows with every case."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineartime.bench.measure import median_and_spread
+from lineartime.bench.memory import Memory
+from lineartime.bench.subjects import Case, Subject
+from lineartime.errors import cannot
+
+RESULTS_FILE = "results.json"
+
+
+@dataclass
+class Entry:
+    """What was measured of one subject in one case.
+
+    Attributes:
+        case: what was done.
+        subject: who did it.
+        seconds: of one step, a number for each round.
+        calls: steps that each of these is the mean of.
+        first_seconds: of the very first step, which compiles.
+        alone: whether it was measured after the others, for all together did not fit into memory.
+        problem: why there are no numbers: "out of memory", or what failed.
+        memory: of a step, if it was measured.
+        state_bytes: of a stream, for decode.
+        flops_per_token: operations of the model for a token, those of the backward pass included; None if not known.
+    """
+
+    case: Case
+    subject: Subject
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 1
+    first_seconds: float | None = None
+    alone: bool = False
+    problem: str | None = None
+    memory: Memory | None = None
+    state_bytes: int | None = None
+    flops_per_token: float | None = None
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step."""
+        return median_and_spread(self.seconds)[0] if self.seconds else None
+
+    @property
+    def spread(self) -> float | None:
+        """Seconds between the quartiles."""
+        return median_and_spread(self.seconds)[1] if self.seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all sequences together."""
+        return None if self.median is None else self.case.tokens / self.median
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """What the first step took longer than one does, where it compiled."""
+        if self.subject.mode == "eager" or self.first_seconds is None or self.median is None:
+            return None
+        return max(0.0, self.first_seconds - self.median)
+
+    def ratio(self, first: "Entry") -> float | None:
+        """How many times as long a step takes as that of the first subject: the median over the rounds they share."""
+        if self.alone or first.alone:
+            return None
+        ratios = [own / other for own, other in zip(self.seconds, first.seconds, strict=False)]
+        return statistics.median(ratios) if ratios else None
+
+
+class Results:
+    """All entries of a benchmark, the machine it ran on and the peaks it is compared with.
+
+    Args:
+        folder: where results.json goes.
+        options: the options of the benchmark, for JSON.
+        device: where it ran.
+    """
+
+    def __init__(self, folder: Path, options: dict[str, Any], device: torch.device) -> None:
+        self.folder = folder
+        self.options = options
+        self.machine = describe_machine(device)
+        self.entries: list[Entry] = []
+        self.peaks: dict[str, list[float]] = {}
+
+    @property
+    def finished(self) -> list[Entry]:
+        """The entries with something to show."""
+        return [entry for entry in self.entries if entry.seconds or entry.problem]
+
+    def peak(self, dtype: str) -> float | None:
+        """The peak of matrix products in operations per second: the larger of those at the beginning and at the end."""
+        return max(self.peaks.get(dtype, []), default=None)
+
+    def use_of_peak(self, entry: Entry) -> float | None:
+        """The part of the peak that the operations of the model make, from 0 to 1."""
+        peak, speed = self.peak(entry.case.dtype), entry.tokens_per_second
+        if peak is None or speed is None or entry.flops_per_token is None:
+            return None
+        return entry.flops_per_token * speed / peak
+
+    def first_of(self, case: Case) -> Entry | None:
+        """The entry that others of a case are compared with."""
+        return next((entry for entry in self.finished if entry.case == case), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        subjects = dict.fromkeys(entry.subject for entry in self.finished)
+        return {
+            "options": self.options,
+            "machine": self.machine,
+            "peak_flops": {dtype: {"runs": runs, "taken": max(runs)} for dtype, runs in self.peaks.items()},
+            "subjects": [subject.to_dict() for subject in subjects],
+            "entries": [self._entry_dict(entry) for entry in self.finished],
+        }
+
+    def _entry_dict(self, entry: Entry) -> dict[str, Any]:
+        first = self.first_of(entry.case)
+        memory = entry.memory
+        return {
+            "measure": entry.case.measure,
+            "length": entry.case.length,
+            "dtype": entry.case.dtype,
+            "batch": entry.case.batch,
+            "tokens": entry.case.tokens,
+            "subject": entry.subject.name,
+            "mode": entry.subject.mode,
+            "problem": entry.problem,
+            "alone": entry.alone,
+            "seconds": entry.seconds,
+            "calls": entry.calls,
+            "median_seconds": entry.median,
+            "spread_seconds": entry.spread,
+            "tokens_per_second": entry.tokens_per_second,
+            "ratio_to_first": None if first is None else entry.ratio(first),
+            "flops_per_token": entry.flops_per_token,
+            "use_of_peak": self.use_of_peak(entry),
+            "peak_bytes": None if memory is None else memory.peak,
+            "weights_bytes": None if memory is None else memory.weights,
+            "gradients_bytes": None if memory is None else memory.gradients,
+            "state_bytes": entry.state_bytes,
+            "first_seconds": entry.first_seconds,
+            "compile_seconds": entry.compile_seconds,
+        }
+
+    def save(self) -> Path:
+        """Write results.json, so that a process killed at any moment leaves the new one or the one before."""
+        return write(self.folder / RESULTS_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def write(file: Path, text: str) -> Path:
+    """Replace a file as a whole; LineartimeError where the system refuses."""
+    partial = file.with_suffix(file.suffix + ".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        partial.replace(file)
+    except OSError as error:
+        raise cannot("write", file, error) from None
+    return file
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": device.type,
+        "fp32_products": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": _installed("triton")}
+    return facts
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines: Sequence[str] = info.read_text().splitlines() if info.exists() else ()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,206 @@
+"""What is measured: a model, ours or a peer's, made ready to take a step.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lineartime.bench.peers import build_peer
+from lineartime.evaluation.perplexity import autocast
+from lineartime.models.config import ModelConfig
+from lineartime.models.cost import cost, state_bytes
+from lineartime.models.heads import CausalLM, LanguageModel, build_model
+
+Measure = Literal["train", "forward", "prefill", "decode"]
+Dtype = Literal["fp32", "bf16"]
+Mode = Literal["eager", "compiled"]
+STREAMED: tuple[Measure, ...] = ("prefill", "decode")
+"""What continues a stream, and so needs a state."""
+PIECE = 1024
+"""Tokens of a prompt that are read at a time, as in generation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: `length` is the context, or for decode the position; `batch` sequences or streams at once."""
+
+    measure: Measure
+    length: int
+    dtype: Dtype
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch if self.measure == "decode" else self.batch * self.length
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A preset or a peer, eager or compiled; a peer has the sizes of `config`."""
+
+    name: str
+    mode: Mode
+    config: ModelConfig
+    is_peer: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.mode == "eager" else f"{self.name} {self.mode}"
+
+    def build(self) -> nn.Module:
+        """The model, freshly initialised, on PyTorch's default device."""
+        return build_peer(self.name, self.config) if self.is_peer else build_model(self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON, from which `from_dict` makes an equal subject."""
+        return {**asdict(self), "config": self.config.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Subject":
+        """The subject that `to_dict` described."""
+        return cls(**{**data, "config": ModelConfig.from_dict(data["config"])})
+
+
+@dataclass
+class Ready:
+    """A subject that can take steps of a case.
+
+    Attributes:
+        model: its module.
+        step: does once what is measured.
+        state_bytes: of one stream, as large as it is before a step of decode; None elsewhere.
+    """
+
+    model: nn.Module
+    step: Callable[[], object]
+    state_bytes: int | None = None
+
+
+def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
+    """Build a subject and what a step of a case needs; nothing is compiled before the first step."""
+    torch.manual_seed(0)
+    with device:
+        model = subject.build()
+        ids = torch.randint(0, subject.config.vocab_size, (case.batch, case.length + 1))
+    model.train(case.measure == "train")
+    bf16 = case.dtype == "bf16"
+    if case.measure in STREAMED:
+        assert isinstance(model, CausalLM)
+        return _streaming(model, case, ids, bf16)
+    if subject.mode == "compiled":
+        _compile(model)
+    loss = _loss_of(model)
+
+    def train() -> None:
+        model.zero_grad()
+        with autocast(device, bf16):
+            value = loss(ids[:, :-1], ids[:, 1:])
+        value.backward()
+
+    @torch.no_grad()
+    def read() -> None:
+        with autocast(device, bf16):
+            model(ids[:, :-1])
+
+    return Ready(model, train if case.measure == "train" else read)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _loss_of(model: nn.Module) -> Loss:
+    """The mean loss of targets [B, T] in nats: our models' own, as in training; of a peer's logits, the usual one."""
+    if isinstance(model, LanguageModel):
+        return model.loss
+
+    def cross_entropy(ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
+
+    return cross_entropy
+
+
+def _compile(model: nn.Module) -> None:
+    """Compile a model in place, as training does: our models block by block, a peer as a whole."""
+    if isinstance(model, LanguageModel):
+        model.compile_blocks()
+    else:
+        model.compile()
+
+
+def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
+    with torch.no_grad(), autocast(ids.device, bf16):
+        state = state_after(model, ids[:, :-1]) if case.measure == "decode" else None
+
+    @torch.no_grad()
+    def decode() -> None:
+        with autocast(ids.device, bf16):
+            model.extend(ids[:, -1:], state)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def prefill() -> None:
+        with autocast(ids.device, bf16):
+            _read(model, ids[:, :-1])
+
+    if state is None:
+        return Ready(model, prefill)
+    return Ready(model, decode, state_bytes(state) // case.batch)
+
+
+def _read(model: CausalLM, ids: Tensor) -> Any:
+    """The state after ids [B, T], read in pieces."""
+    state = model.init_state(ids.shape[0])
+    for piece in ids.split(PIECE, dim=1):
+        _, state = model.extend(piece, state)
+    return state
+
+
+def state_after(model: CausalLM, ids: Tensor) -> Any:
+    """A state as it is after ids [B, T]: of the same shapes and dtypes and at the same position, but filled with zeros.
+
+    Where the shapes cannot be foretold, the ids are read.
+    """
+    batch, tokens = ids.shape
+    with torch.device("meta"):
+        shadow = build_model(model.config.override(n_blocks=1))
+        assert isinstance(shadow, CausalLM)
+        try:  # shapes without values: as long a context as one likes costs nothing
+            _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))
+        except (RuntimeError, NotImplementedError):
+            shape = None
+    if shape is None:
+        return _read(model, ids)
+    state = model.init_state(batch)
+    for at in range(min(2, tokens)):  # by the second token, every part has the dtype that it keeps
+        _, state = model.extend(ids[:, at : at + 1], state)
+    return tuple(_zeros(shape[0], block) for block in state)
+
+
+def _zeros(shape: Any, like: Any) -> Any:
+    """The nested tuples of `shape` with zeros for its tensors, in the dtypes and on the device of those in `like`."""
+    if isinstance(shape, Tensor):
+        return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
+    if isinstance(shape, tuple):
+        parts = [_zeros(*pair) for pair in zip(shape, like, strict=True)]
+        return type(shape)(*parts) if hasattr(shape, "_fields") else tuple(parts)
+    return shape
+
+
+def forward_flops_per_token(subject: Subject, length: int) -> float | None:
+    """Operations in matrix products of a forward pass over `length` tokens, for each; None where they cannot be counted."""
+    if not subject.is_peer:
+        return cost(subject.config, length).flops_per_token
+    if subject.name == "fla":  # its kernels do not tell
+        return None
+    with warnings.catch_warnings(), torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        warnings.simplefilter("ignore")
+        subject.build()(torch.zeros(1, length, dtype=torch.long))
+    flops: int = counter.get_total_flops()
+    return flops / length

@@ -1,0 +1,38 @@
+"""Functions as operators of PyTorch, which torch.compile and torch.export take as they are instead of looking inside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
+
+
+def register_operator(
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    keep_for_backward: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Make `lineartime::name` of a function called `_name`, whose types tell its schema.
+
+    `torch.library.custom_op` does the same, but imports the compiler at the first call, which takes seconds.
+
+    Args:
+        function: computes on real tensors; it changes none of its arguments and returns none of them.
+        fake: gives tensors of the same shapes and dtypes, without computing.
+        keep_for_backward: (ctx, inputs, output), saves what the gradient needs; None for a function without gradient.
+        differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
+
+    Returns:
+        The operator, to be called like the function.
+    """
+    name = function.__name__.removeprefix("_")
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lineartime::{name}", fake, lib=_LIBRARY)
+    if differentiate is not None:
+        torch.library.register_autograd(f"lineartime::{name}", differentiate, setup_context=keep_for_backward, lib=_LIBRARY)
+    operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
+    return operator

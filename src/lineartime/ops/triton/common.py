@@ -1,0 +1,143 @@
+"""What the Triton kernels have in common: number formats, memory, tuning, and how a tile is read, written and activated.
+
+A kernel sees row-major matrices [n_rows, n_columns] and works on tiles of them. What lies beyond the edges of a matrix reads as
+zero and is never written, so no size has to be a multiple of anything.
+
+    relu2:    f(x) = max(x, 0)^2                                   f'(x) = 2 max(x, 0)
+    laplace:  f(x) = (1 + erf(sqrt(2 pi) (x - sqrt(1/2)))) / 2     f'(x) = sqrt(2) exp(-2 pi (x - sqrt(1/2))^2)
+"""
+
+# Triton may be absent, has no types, and writes the constants of a kernel in capitals.
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+# ruff: noqa: N803
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run as Python on the CPU: a matter of the environment variable TRITON_INTERPRET when they are imported."""
+
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+"""`triton.jit`, with a type."""
+
+# 1. On the host -------------------------------------------------------------------------------------------------------
+
+
+def workspace(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory; every result and every intermediate of the kernels is allocated here."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of intermediates in memory, for inputs of `dtype`: the same, but float32 instead of float16, for its range."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def number_formats(dtype: torch.dtype) -> dict[str, Any]:
+    """The constants that tell a kernel how to multiply tiles of `dtype`: COMPUTE, the operands', ACC, the sums', PRECISION.
+
+    float16 is widened to float32, because a squared score overflows it, and multiplied as tf32, which has all of its digits.
+    """
+    if dtype == torch.bfloat16:
+        return {"COMPUTE": tl.bfloat16, "ACC": tl.float32, "PRECISION": "ieee"}
+    if dtype == torch.float64:
+        return {"COMPUTE": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "ieee" if exact else "tf32"}
+
+
+def width_block(width: int) -> int:
+    """The columns of queries and keys that a kernel holds at a time: all of them, up to 128."""
+    padded: int = triton.next_power_of_2(max(width, 16))
+    return min(padded, 32 if INTERPRETED else 128)
+
+
+def length_bucket(length: int) -> int:
+    """A length as the autotuner sees it: within a bucket, the same blocks are best."""
+    return 64 if length <= 64 else 256 if length <= 256 else 1024
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which kernels are launched on the device of the tensor."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def tuned(configs: list[Any], key: list[str], interpreted: dict[str, int]) -> Callable[[Any], Any]:
+    """`triton.autotune`, with small blocks for float32 and short sequences, and without a choice for the interpreter."""
+    if INTERPRETED:
+        return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
+
+    def fitting(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
+        # Exact float32 is not for the tensor cores: every number is in a register, and larger blocks take minutes to compile.
+        exact = constants["COMPUTE"] != tl.bfloat16 and constants["PRECISION"] == "ieee"
+        largest = 32 if exact else 256 if constants["COMPUTE"] == tl.bfloat16 else 64
+        longest = arguments.get("bucket", largest)
+        lengths = ("BLOCK_M", "BLOCK_N")
+        return [
+            config
+            for config in configs
+            if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
+        ]
+
+    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": fitting})  # type: ignore[no-any-return]
+
+
+# 2. In a kernel -------------------------------------------------------------------------------------------------------
+
+_LAPLACE_MEAN = tl.constexpr(math.sqrt(1 / 2))
+_LAPLACE_STEEPNESS = tl.constexpr(math.sqrt(2 * math.pi))
+_LAPLACE_PEAK = tl.constexpr(math.sqrt(2))
+
+
+@jit
+def load_tile(matrix, rows, columns, n_rows, n_columns, DTYPE: tl.constexpr):
+    """matrix[rows, columns], zero beyond the edges."""
+    # In 64 bits, because a long sequence of wide values has more than 2^31 elements.
+    offsets = rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+    inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+    return tl.load(matrix + offsets, mask=inside, other=0.0).to(DTYPE)
+
+
+@jit
+def store_tile(matrix, tile, rows, columns, n_rows, n_columns):
+    """matrix[rows, columns] = tile, within the edges."""
+    offsets = rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
+    inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
+    tl.store(matrix + offsets, tile.to(matrix.dtype.element_ty), mask=inside)
+
+
+@jit
+def as_operand(tile, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums as the operand of another product: rounded, where tf32 alone might cut their last digits off and bias the result."""
+    if PRECISION == "tf32":
+        tile = ((tile.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return tile.to(COMPUTE)
+
+
+@jit
+def activate(scores, ACTIVATION: tl.constexpr):
+    """f(scores)."""
+    if ACTIVATION == "relu2":
+        positive = tl.maximum(scores, 0.0)
+        weights = positive * positive
+    else:
+        weights = 0.5 * (1.0 + tl.erf((scores - _LAPLACE_MEAN) * _LAPLACE_STEEPNESS))
+    return weights
+
+
+@jit
+def activation_slope(scores, ACTIVATION: tl.constexpr):
+    """f'(scores)."""
+    if ACTIVATION == "relu2":
+        slopes = 2.0 * tl.maximum(scores, 0.0)
+    else:
+        distance = (scores - _LAPLACE_MEAN) * _LAPLACE_STEEPNESS
+        slopes = _LAPLACE_PEAK * tl.exp(-distance * distance)
+    return slopes

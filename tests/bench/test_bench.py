@@ -1,0 +1,412 @@
+"""Benchmarks: what is timed against what, what is kept when something goes wrong, and what is shown."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.bench import command, memory, subjects
+from lineartime.bench.command import run_benchmark
+from lineartime.bench.config import BenchConfig
+from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, repetitions
+from lineartime.bench.memory import Memory
+from lineartime.bench.plots import draw_plots, pareto_front, round_marks
+from lineartime.bench.report import sections, write_report
+from lineartime.bench.results import Entry, Results
+from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
+from lineartime.errors import LineartimeError
+from lineartime.models.cost import cost
+from lineartime.models.presets import presets
+
+CPU = torch.device("cpu")
+SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
+    """Options of a benchmark of a second, in which the peak costs nothing."""
+    monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
+
+    def make(**values: Any) -> BenchConfig:
+        defaults: dict[str, Any] = {
+            "presets": ("flash-tiny", "transformer++-tiny"),
+            "override": SMALL,
+            "context_lengths": (8, 16),
+            "positions": (8, 20),
+            "tokens_per_batch": 32,
+            "rounds": 3,
+            "min_seconds": 0.0,
+            "memory": False,
+            "device": "cpu",
+            "out": tmp_path / "bench",
+        }
+        return BenchConfig(**{**defaults, **values})
+
+    return make
+
+
+def saved(config: BenchConfig) -> dict[str, Any]:
+    assert config.out is not None
+    results: dict[str, Any] = json.loads((config.out / "results.json").read_text())
+    return results
+
+
+def subject(name: str = "flash-tiny", mode: str = "eager", **values: Any) -> Subject:
+    config = presets("clm")[name].override(d_model=16, n_blocks=2, vocab_size=20, **values)
+    return Subject(name, mode, config)  # type: ignore[arg-type]
+
+
+def entry(name: str, seconds: list[float], measure: Measure = "train", length: int = 8, **values: Any) -> Entry:
+    return Entry(Case(measure, length, "fp32", 32 // length), subject(name), seconds, **values)
+
+
+def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
+    ticks = itertools.count()
+    order: list[str] = []
+
+    def fail() -> None:
+        order.append("c")
+        if order.count("c") == 2:
+            raise RuntimeError("no")
+
+    steps: dict[str, tuple[Callable[[], object], int]] = {
+        "a": (lambda: order.append("a"), 2),
+        "b": (lambda: order.append("b"), 1),
+        "c": (fail, 1),
+    }
+    found = list(interleaved(steps, 3, lambda: float(next(ticks))))
+    assert "".join(order) == "aabc" + "aabc" + "aab"
+    assert [key for key, _ in found] == list("abcabcab")
+    assert [seconds for key, seconds in found if key == "a"] == [0.5, 0.5, 0.5]  # a tick for two calls
+    assert isinstance(found[5][1], RuntimeError)
+
+
+def test_medians_spreads_and_ratios_of_rounds() -> None:
+    assert median_and_spread([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0)
+    assert median_and_spread([4.0]) == (4.0, None)
+    first, second = entry("flash-tiny", [1.0, 2.0, 4.0]), entry("transformer++-tiny", [2.0, 4.0, 4.0])
+    assert second.ratio(first) == 2.0  # of the rounds, 2, 2 and 1: noise that meets both alike does not count
+    assert second.tokens_per_second == 32 / 4
+    assert entry("flash-tiny", [1.0], alone=True).ratio(first) is None
+    assert repetitions(0.1, 0.25) == 3
+    assert repetitions(9.0, 0.25) == 1
+
+
+def test_every_length_has_equally_many_tokens_and_the_ratio_is_to_the_first(options: Callable[..., BenchConfig]) -> None:
+    config = options(
+        context_lengths=(8, 64), positions=(20,), measure=("train", "forward", "prefill", "decode"), dtypes=("fp32", "bf16")
+    )
+    run_benchmark(config)
+    entries = saved(config)["entries"]
+    assert len(entries) == 2 * 2 * (2 + 2 + 2 + 1)
+    tokens = {(e["measure"], e["length"]): (e["batch"], e["tokens"]) for e in entries}
+    assert tokens["train", 8] == (4, 32)
+    assert tokens["train", 64] == (1, 64)
+    assert tokens["prefill", 8] == (1, 8)
+    assert tokens["decode", 20] == (1, 1)
+    assert all(len(e["seconds"]) == 3 and e["problem"] is None for e in entries)
+    assert all(e["ratio_to_first"] == 1.0 for e in entries if e["subject"] == "flash-tiny")
+    report = (config.out / "results.md").read_text()  # type: ignore[operator]
+    assert "of context 64, one sequence, which is more" in report
+    assert "## Train: one step, forward and backward, bf16" in report
+
+
+def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
+    results = Results(tmp_path, {}, CPU)
+    results.peaks = {"fp32": [50.0, 100.0]}
+    found = entry("flash-tiny", [2.0], flops_per_token=3.0)
+    assert results.use_of_peak(found) == 3.0 * 32 / 2 / 100
+    assert results.use_of_peak(entry("flash-tiny", [2.0])) is None
+    assert forward_flops_per_token(subject(), 16) == cost(subject().config, 16).flops_per_token
+
+
+def test_results_hold_the_options_the_machine_and_no_paths(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
+    (tmp_path / "quality.json").write_text('{"flash-tiny": 1.5, "other": 2}')
+    config = options(measure=("forward",), metrics=(tmp_path / "quality.json",))
+    run_benchmark(config)
+    results = saved(config)
+    assert results["options"]["rounds"] == 3
+    assert results["peak_flops"]["fp32"] == {"runs": [1e9, 1e9], "taken": 1e9}
+    assert {"cpu", "cores", "threads", "torch", "python"} <= set(results["machine"])
+    assert str(tmp_path) not in json.dumps(results)
+    assert results["subjects"][0]["config"]["mixer"]["kind"] == "flash"
+    assert {path.name for path in config.out.iterdir()} == {"results.json", "results.md", "latency.png", "pareto.png"}  # type: ignore[union-attr]
+
+
+def failing(case_of: Callable[[Subject, Case], BaseException | None]) -> Callable[..., Ready]:
+    """`prepare`, but steps of some cases end in an error."""
+
+    def make(subject: Subject, case: Case, device: torch.device) -> Ready:
+        ready = prepare(subject, case, device)
+        error = case_of(subject, case)
+        if error is not None:
+
+            def step() -> None:
+                raise error
+
+            ready.step = step
+        return ready
+
+    return make
+
+
+def test_too_little_memory_is_an_entry_and_the_others_are_measured(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(command, "prepare", failing(lambda s, c: error if (s.name, c.length) == ("flash-tiny", 16) else None))
+    config = options(measure=("train",))
+    run_benchmark(config)
+    problems = {(e["subject"], e["length"]): (e["problem"], len(e["seconds"])) for e in saved(config)["entries"]}
+    assert problems == {
+        ("flash-tiny", 8): (None, 3),
+        ("transformer++-tiny", 8): (None, 3),
+        ("flash-tiny", 16): ("out of memory", 0),
+        ("transformer++-tiny", 16): (None, 3),
+    }
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_beside_the_others_is_measured_alone(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: Iterator[BaseException | None] = iter([None, MemoryError(), None])
+    monkeypatch.setattr(command, "prepare", failing(lambda *_: next(errors)))
+    config = options(measure=("forward",), context_lengths=(8,))
+    run_benchmark(config)
+    first, second = saved(config)["entries"]
+    assert (first["alone"], second["alone"], second["problem"]) == (False, True, None)
+    assert second["ratio_to_first"] is None
+    assert "| transformer++-tiny* |" in (config.out / "results.md").read_text()  # type: ignore[operator]
+
+
+def test_a_subject_that_fails_is_named_with_the_reason(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "prepare", failing(lambda s, _: ValueError("odd\nlong") if s.name == "flash-tiny" else None))
+    config = options(measure=("forward",), context_lengths=(8,))
+    run_benchmark(config)
+    assert saved(config)["entries"][0]["problem"] == "failed: ValueError: odd"
+    assert saved(config)["entries"][1]["problem"] is None
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "prepare", failing(lambda _, c: KeyboardInterrupt() if c.length == 16 else None))
+    config = options(measure=("train",))
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(config)
+    assert [e["length"] for e in saved(config)["entries"]] == [8, 8]
+    assert {path.name for path in config.out.iterdir()} == {"results.json", "results.md", "latency.png"}  # type: ignore[union-attr]
+    assert re.search(r"interrupted: what was measured is in .*results.json", capsys.readouterr().err)
+
+
+def test_results_are_never_overwritten(options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = options(measure=("forward",), context_lengths=(8,))
+    run_benchmark(config)
+    with pytest.raises(LineartimeError, match="already holds results, which are never overwritten: give another folder"):
+        run_benchmark(config)
+    monkeypatch.chdir(config.out)  # type: ignore[arg-type]
+    assert options(out=None).folder() == Path("runs/bench")
+    Path("runs/bench").mkdir(parents=True)
+    assert options(out=None).folder() == Path("runs/bench-2")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        *((name, False) for name in presets("clm") if name.endswith("-tiny")),
+        *((name, True) for name in ("flash-tiny", "flash-quad-tiny", "transformer++-tiny", "performer-tiny")),
+    ],
+)
+def test_a_foretold_state_is_like_the_real_one(name: str, bf16: bool) -> None:
+    model = lineartime.build(name, n_blocks=2, d_model=64)
+    ids = torch.randint(0, 200, (2, 260))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        foretold, real = state_after(model, ids), subjects._read(model, ids)
+        assert shapes(foretold) == shapes(real)
+        assert foretold[0].position == 260
+        model.extend(ids[:, :1], foretold)
+
+
+def shapes(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.shape, state.dtype
+    return tuple(shapes(part) for part in state) if isinstance(state, tuple) else state
+
+
+def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
+    states = [prepare(subject("transformer++-tiny"), Case("decode", n, "fp32", 3), CPU).state_bytes for n in (10, 20)]
+    assert states == [2 * 2 * n * 16 * 4 for n in (10, 20)]  # keys and values of two blocks, of one stream of the three
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"presets": ("flash-giant",)}, "preset is 'flash-giant', but must be a name that"),
+        ({"presets": ("flash-pytorch",)}, "flash-pytorch is no preset: give it after --peers"),
+        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use --task mlm"),
+        ({"presets": ()}, "presets is empty"),
+        ({"measure": ()}, "--measure is empty"),
+        ({"task": "mlm"}, "--measure prefill needs causal models: use --task clm, or --measure train forward"),
+        ({"context_lengths": (8, 0)}, "--context-lengths is 0, but must be at least 1"),
+        ({"positions": (-1,)}, "--positions is -1"),
+        ({"tokens_per_batch": 0}, "--tokens-per-batch is 0"),
+        ({"rounds": 0}, "--rounds is 0"),
+        ({"threads": 0}, "--threads is 0"),
+        ({"warmup": -1}, "--warmup is -1"),
+        ({"min_seconds": float("nan")}, "--min-seconds is nan"),
+        ({"presets": ("transformer-tiny",), "context_lengths": (1025,), "override": ()}, "read 1025 tokens, but it .* 1024"),
+        ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "--positions make .* read 1025 tokens"),
+        ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of any of these models; they have d_model"),
+        ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
+        ({"override": ("d_qk=-3",)}, "--override: .*d_qk is -3"),
+        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: use --vocab-size"),
+        ({"peers": ("fla",)}, "--peers fla needs a GPU"),
+        ({"presets": ("transformer++-tiny",), "override": (), "peers": ("flash-pytorch",)}, "takes its sizes from a preset"),
+        ({"metrics": (Path("/does/not/exist"),)}, "Cannot read /does/not/exist"),
+    ],
+)
+def test_wrong_options_are_named(values: dict[str, Any], message: str, options: Callable[..., BenchConfig]) -> None:
+    config = options(**values)
+    with pytest.raises(LineartimeError, match=message):
+        run_benchmark(config)
+    assert not config.out.exists()  # type: ignore[union-attr]
+
+
+def test_metrics_are_read_from_files_and_have_to_fit(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
+    file = tmp_path / "quality.json"
+    for text, message in (
+        ("[1]", "is not JSON of the form"),
+        ('{"flash-tiny": "good"}', "is not JSON of the form"),
+        ('{"gau-tiny": 2}', "is about gau-tiny, of which none is measured here"),
+    ):
+        file.write_text(text)
+        with pytest.raises(LineartimeError, match=message):
+            run_benchmark(options(metrics=(file,)))
+    file.write_text('{"flash-tiny": 2}')
+    with pytest.raises(LineartimeError, match="--metrics has two numbers for flash-tiny"):
+        run_benchmark(options(metrics=(file, file)))
+
+
+def test_a_peer_that_is_not_installed_is_named_with_its_extra(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lineartime.bench.peers.find_spec", lambda _: None)
+    with pytest.raises(LineartimeError, match=r"needs FLASH-pytorch, .*: pip install 'lineartime\[peers\]'"):
+        run_benchmark(options(peers=("flash-pytorch",)))
+
+
+def test_a_peer_runs_beside_ours_at_the_same_sizes(options: Callable[..., BenchConfig]) -> None:
+    pytest.importorskip("flash_pytorch")
+    config = options(measure=("train", "forward", "decode"), peers=("flash-pytorch",), context_lengths=(16,), positions=(8,))
+    run_benchmark(config)
+    found = {(e["measure"], e["subject"]): e for e in saved(config)["entries"]}
+    assert ("decode", "flash-pytorch") not in found  # it does not stream
+    ours, theirs = found["train", "flash-tiny"], found["train", "flash-pytorch"]
+    assert (theirs["problem"], theirs["batch"]) == (None, ours["batch"])
+    assert theirs["flops_per_token"] == pytest.approx(ours["flops_per_token"], rel=0.3)
+
+
+def test_without_matplotlib_only_the_plots_are_missing(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    config = options(measure=("forward",), context_lengths=(8,))
+    run_benchmark(config)
+    assert "no plots: A plot needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert len(saved(config)["entries"]) == 2
+
+
+def test_memory_that_does_not_suffice_in_its_process_is_not_tried_again(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_process(subject: Subject, case: Case) -> Memory:
+        if subject.name == "flash-tiny":
+            raise memory.OutOfMemoryError
+        return Memory(10, 20, 30)
+
+    monkeypatch.setattr(memory, "in_process", in_process)
+    config = options(measure=("train",), memory=True, context_lengths=(8,))
+    run_benchmark(config)
+    first, second = saved(config)["entries"]
+    assert (first["problem"], first["seconds"]) == ("out of memory", [])
+    assert (second["peak_bytes"], second["weights_bytes"], second["gradients_bytes"]) == (10, 20, 30)
+
+
+def test_a_process_that_is_killed_had_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(memory, "_COMMAND", ["-c", "kill -9 $$"])
+    with pytest.raises(memory.OutOfMemoryError):
+        memory.in_process(subject(), Case("train", 8, "fp32", 1))
+    monkeypatch.setattr(memory, "_COMMAND", ["-c", "echo first >&2; echo last >&2; exit 3"])
+    with pytest.raises(RuntimeError, match=r"^last$"):
+        memory.in_process(subject(), Case("train", 8, "fp32", 1))
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
+    small, large = (memory.in_process(subject(), Case("train", 64, "fp32", batch)) for batch in (64, 512))
+    parameters = sum(p.numel() for p in subject().build().parameters())
+    assert small.weights == small.gradients == 4 * parameters
+    assert large.peak > 4 * small.peak > 4 * small.gradients
+
+
+@pytest.mark.slow
+def test_compiled_subjects_say_what_compiling_costs(options: Callable[..., BenchConfig]) -> None:
+    modes = ("eager", "compiled")
+    config = options(override=SMALL[:4], presets=("flash-tiny",), measure=("forward",), modes=modes, context_lengths=(8,))
+    run_benchmark(config)
+    eager, compiled = saved(config)["entries"]
+    assert eager["compile_seconds"] is None
+    assert compiled["problem"] is None
+    assert compiled["compile_seconds"] > 10 * compiled["median_seconds"]
+
+
+def test_out_of_memory_is_told_from_other_errors() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shapes"))
+
+
+def test_the_front_holds_what_nothing_is_both_better_and_cheaper_than() -> None:
+    assert pareto_front({"a": (1, 3), "b": (2, 2), "c": (3, 2.5), "d": (4, 1), "e": (4, 1.5)}) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("values", [[2.7, 3.46], [53, 204], [1.0], [0.001, 1e5], [10, 100]])
+def test_marks_enclose_all_values(values: list[float]) -> None:
+    marks = round_marks(values)
+    assert marks == sorted(marks)
+    assert marks[0] < min(values) <= max(values) < marks[-1]
+    assert marks[1] >= min(values) and marks[-2] <= max(values)  # noqa: PT018
+
+
+def test_tables_have_a_column_only_where_it_has_something_to_tell(tmp_path: Path) -> None:
+    results = Results(tmp_path, {"tokens_per_batch": 32}, CPU)
+    results.entries = [
+        entry("flash-tiny", [1.0, 2.0], memory=Memory(2_500_000, 1000, 1000)),
+        entry("transformer++-tiny", [], problem="out of memory"),
+        entry("flash-tiny", [0.001], "decode", state_bytes=400),
+        entry("flash-quad-tiny", []),  # was not reached
+    ]
+    train, decode = sections(results)
+    assert train.columns == ("context", "batch", "model", "ms", "spread", "tokens/s", "x first", "peak")
+    assert train.rows[0] == ("8", "4", "flash-tiny", "1,500", "500", "21.3", "1.00", "2.5 MB")
+    assert train.rows[1] == ("8", "4", "transformer++-tiny", "out of memory", "-", "-", "-", "-")
+    assert decode.columns[-1] == "state"
+    text = write_report(results).read_text()
+    assert "| 8 | 4 | flash-tiny | 1,500 | 500 | 21.3 | 1.00 | 2.5 MB |" in text
+    assert "flash-quad-tiny" not in text
+    assert [file.name for file in draw_plots(results, {"flash-tiny": 1.0})] == [
+        "latency.png",
+        "memory.png",
+        "decode.png",
+        "pareto.png",
+    ]

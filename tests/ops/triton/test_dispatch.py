@@ -1,0 +1,97 @@
+"""The ops with backend="triton": what they hand to the kernels, for masks, packs, normalisations and dtypes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.ops import FactoredBias, mixed_chunk_attention, quadratic_attention
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def make_inputs(maps: int, batch: int, length: int, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    widths = [16] * maps + [24]
+    return [torch.randn(batch, length, width, device=device, dtype=dtype).requires_grad_() for width in widths]
+
+
+def assert_same(op: Any, inputs: list[Tensor], atol: float = 1e-5, **options: Any) -> None:
+    """Values and gradients of the kernels are those of plain PyTorch in float64."""
+    results = []
+    for backend in ("triton", "torch"):
+        args = [x.detach().to(torch.float64 if backend == "torch" else x.dtype).requires_grad_() for x in inputs]
+        biases = {key: value.double() if backend == "torch" else value for key, value in options.items() if key == "bias"}
+        out = op(*args, backend=backend, **options | biases)
+        results.append([x.double() for x in (out, *torch.autograd.grad(out.square().sum(), args))])
+    for fast, exact in zip(*results, strict=True):
+        torch.testing.assert_close(fast, exact, atol=atol * max(1.0, float(exact.detach().abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str) -> None:
+    mask = torch.rand(2, 37, device=device) > 0.3
+    bias = torch.randn(16, 16, device=device)
+    inputs = make_inputs(4, 2, 37, device)
+    assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, bias=bias, mask=mask, normalization=normalization)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mixed_chunks_of_packed_documents(causal: bool, device: str) -> None:
+    inputs = make_inputs(4, 1, 50, device)
+    ends = torch.tensor([0, 5, 5, 38, 50], device=device)
+    assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper", 9])
+def test_quadratic_attention_under_masks(causal: bool, normalization: Any, device: str) -> None:
+    mask = torch.rand(2, 37, device=device) > 0.3
+    bias = torch.randn(37, 37, device=device)
+    inputs = make_inputs(2, 2, 37, device)
+    assert_same(quadratic_attention, inputs, causal=causal, bias=bias, mask=mask, normalization=normalization)
+
+
+def test_a_factored_bias_is_its_product(device: str) -> None:
+    factors = FactoredBias(*torch.randn(2, 20, 8, device=device).unbind(0))
+    inputs = make_inputs(2, 1, 20, device)
+    out = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=factors, causal=True, backend="triton")
+    dense = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=factors.dense(), causal=True, backend="torch")
+    torch.testing.assert_close(out, dense, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision_keeps_its_dtype_and_its_accuracy(dtype: torch.dtype, atol: float, device: str) -> None:
+    inputs = make_inputs(4, 1, 33, device, dtype)
+    assert mixed_chunk_attention(*inputs, chunk_size=16, causal=True, backend="triton").dtype == dtype
+    assert_same(mixed_chunk_attention, inputs, atol, chunk_size=16, causal=True)
+
+
+def test_autocast_reaches_the_kernels(device: str) -> None:
+    layer = FLASH(16, d_qk=16, chunk_size=16, causal=True).to(device)
+    set_backend(layer, "triton")
+    x = torch.randn(1, 40, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = layer(x)
+    exact = layer(x)
+    torch.testing.assert_close(out.float(), exact, atol=3e-2, rtol=0)
+    assert not torch.equal(out.float(), exact)
+
+
+@pytest.mark.parametrize("layer", [GAU(16, d_qk=16, causal=True), FLASH(16, d_qk=16, chunk_size=16, causal=True)])
+def test_a_layer_set_to_the_kernels_is_the_same_function(layer: GAU | FLASH, device: str) -> None:
+    layer.to(device)
+    torch.nn.init.normal_(layer.gamma)
+    x = torch.randn(2, 37, 16, device=device)
+    mask = torch.arange(37, device=device).expand(2, -1) < torch.tensor([[37], [20]], device=device)
+    results = []
+    for backend in ("torch", "triton"):
+        set_backend(layer, backend)  # type: ignore[arg-type]
+        out = layer(x, mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
+    set_backend(layer, "auto")
+    for plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, atol=1e-4 * max(1.0, float(plain.detach().abs().max())), rtol=0)

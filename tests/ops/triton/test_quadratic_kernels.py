@@ -1,0 +1,245 @@
+"""The kernels of quadratic attention against its definition, which is a line of PyTorch in float64.
+
+The same line in the dtype under test is the measure of how much error is allowed there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import laplace
+
+kernels = pytest.importorskip("lineartime.ops.triton.quadratic")
+# Triton 3.9 announces another default for 3.10 whenever it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+Attention = Callable[..., Tensor]
+WIDTH, COLUMNS = 16, 16
+ODD = {"width": 24, "columns": 40}  # not powers of two, and more columns than the interpreter has in a block
+SCALE = 0.25  # the same in float32 and in float64
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    row_scale: Tensor,
+    score_scale: float,
+    causal: bool,
+    activation: str,
+) -> Tensor:
+    """In float64 the definition, in another dtype what plain PyTorch makes of it: `lineartime.ops.quadratic`, in short."""
+    compute = torch.float32 if v.dtype == torch.float16 else v.dtype
+    scores = (q.to(compute) @ k.to(compute).mT).to(torch.promote_types(compute, torch.float32)) * score_scale
+    if bias is not None:
+        scores = scores + bias
+    weights = (scores.relu().square() if activation == "relu2" else laplace(scores)) * row_scale[..., None]
+    return ((weights.tril() if causal else weights).to(compute) @ v.to(compute)).to(v.dtype)
+
+
+def make_inputs(
+    length: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    batch: int = 2,
+    with_bias: bool = True,
+    width: int = WIDTH,
+    columns: int = COLUMNS,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """[q, k, v, bias], and the options that are constants."""
+    shapes = [(batch, length, width), (batch, length, width), (batch, length, columns), (length, length)]
+    inputs = [torch.randn(shape).to(device, dtype) for shape in shapes[: 4 if with_bias else 3]]
+    return inputs, {"row_scale": torch.rand(batch, length).to(device), "score_scale": SCALE}
+
+
+def run(attention: Attention, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """The output, and the gradients of all inputs for a fixed output gradient."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    q, k, v, *bias = inputs
+    out = attention(q, k, v, bias=bias[0] if bias else None, **options)
+    direction = (torch.arange(out.numel()) * 7 % 17 - 8).view(out.shape).to(out) / 8  # the same in every dtype
+    return [out, *torch.autograd.grad(out, inputs, direction, materialize_grads=True)]
+
+
+def assert_close(fast: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(fast, exact, strict=True):
+        assert x.shape == y.shape
+        assert (x - y).abs().max() <= tolerance * (1 + y.abs().max())
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("activation", "with_bias"), [("relu2", True), ("relu2", False), ("laplace", True)])
+def test_values_and_gradients_are_the_definition(
+    length: int, causal: bool, activation: str, with_bias: bool, device: str
+) -> None:
+    dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
+    inputs, options = make_inputs(length, dtype, device, with_bias=with_bias, batch=1, **ODD)
+    options |= {"causal": causal, "activation": activation}
+    exact = run(definition, [x.double() for x in inputs], **options)
+    assert_close(run(kernels.attend, inputs, **options), exact, tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "length", "width"), [(1, 257, 16), (3, 17, 16), (1, 17, 72)])
+def test_several_blocks_and_several_sequences_are_the_definition(
+    causal: bool, batch: int, length: int, width: int, device: str
+) -> None:
+    dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
+    inputs, options = make_inputs(length, dtype, device, batch=batch, width=width)
+    options |= {"causal": causal, "activation": "relu2"}
+    exact = run(definition, [x.double() for x in inputs], **options)
+    assert_close(run(kernels.attend, inputs, **options), exact, tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter, whose own blocks are small enough")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_thousand_tokens_and_wide_heads_are_the_definition(causal: bool, dtype: torch.dtype, device: str) -> None:
+    inputs, options = make_inputs(1000, dtype, device, batch=1, width=160, columns=300)
+    options |= {"causal": causal, "activation": "relu2", "score_scale": 0.0625}
+    exact = run(definition, [x.double() for x in inputs], **options)
+    assert_close(run(kernels.attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+# Plain PyTorch multiplies float16 in float32: tf32 rounds as coarsely as float16, but does so inside too.
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 3)])
+@pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
+def test_errors_are_close_to_those_of_plain_pytorch(
+    dtype: torch.dtype, factor: int, causal: bool, activation: str, device: str
+) -> None:
+    inputs, options = make_inputs(33, dtype, device, **ODD)
+    options |= {"causal": causal, "activation": activation}
+    exact = run(definition, [x.double() for x in inputs], **options)
+    plain, fast = run(definition, inputs, **options), run(kernels.attend, inputs, **options)
+    for x, y, z in zip(fast, plain, exact, strict=True):
+        assert x.dtype == dtype
+        tiny = torch.finfo(torch.float32).eps * z.abs().max()
+        assert (x - z).abs().max() <= factor * (y - z).abs().max() + 8 * tiny
+
+
+def test_a_bias_may_be_more_exact_than_the_rest(device: str) -> None:
+    (*inputs, bias), options = make_inputs(33, torch.bfloat16, device)
+    options |= {"causal": True, "activation": "relu2"}
+    *_, d_bias = run(kernels.attend, [*inputs, bias.float()], **options)
+    assert d_bias.dtype == torch.float32
+    *_, exact = run(definition, [x.double() for x in (*inputs, bias)], **options)
+    assert (d_bias - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+def test_large_float16_scores_do_not_overflow(device: str) -> None:
+    inputs, options = make_inputs(17, torch.float16, device)
+    inputs[0], inputs[1] = 40 * inputs[0], 40 * inputs[1]  # scores of some 2000, squares of some 4 million
+    options |= {"causal": True, "activation": "relu2"}
+    options["row_scale"] = options["row_scale"] * 1e-5
+    outputs = run(kernels.attend, inputs, **options)
+    assert all(x.isfinite().all() for x in outputs)
+    assert_close(outputs[:1], run(definition, [x.double() for x in inputs], **options)[:1], 2e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_inputs_give_the_same_bits(causal: bool, device: str) -> None:
+    inputs, options = make_inputs(65, torch.bfloat16, device, batch=1)
+    options |= {"causal": causal, "activation": "relu2"}
+    first, second = (run(kernels.attend, inputs, **options) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_inputs_and_output_gradients_may_be_strided(device: str) -> None:
+    inputs, options = make_inputs(33, torch.float32, device)
+    options |= {"causal": False, "activation": "relu2"}
+    strided = [x.mT.contiguous().mT for x in inputs]
+    assert not any(x.is_contiguous() for x in strided)
+    for x, y in zip(run(kernels.attend, strided, **options), run(kernels.attend, inputs, **options), strict=True):
+        assert torch.equal(x, y)
+
+    leaves = [x.requires_grad_() for x in inputs]
+    out = kernels.attend(*leaves[:3], bias=leaves[3], **options)
+    expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    for x, y in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("batch", "length", "columns"), [(0, 5, 4), (2, 0, 4), (2, 5, 0)])
+def test_nothing_to_attend_to_gives_empty_outputs_and_zero_gradients(
+    batch: int, length: int, columns: int, device: str
+) -> None:
+    inputs, options = make_inputs(length, torch.float32, device, batch=batch, columns=columns)
+    out, *gradients = run(kernels.attend, inputs, causal=True, activation="relu2", **options)
+    assert out.shape == (batch, length, columns)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    assert not any(x.any() for x in gradients)
+
+
+def test_a_bias_that_is_a_constant_gets_no_gradient_and_no_memory(allocations: list[tuple[int, ...]], device: str) -> None:
+    (q, k, v, bias), options = make_inputs(33, torch.float32, device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    kernels.attend(*inputs, bias=bias, causal=True, activation="relu2", **options).sum().backward()
+    assert bias.grad is None
+    assert all(x.grad is not None for x in inputs)
+    assert not any(shape[-2:] == (33, 33) for shape in allocations)
+
+
+def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], device: str) -> None:
+    inputs, options = make_inputs(65, torch.float32, device, with_bias=False)
+    run(kernels.attend, inputs, causal=False, activation="relu2", **options)
+    assert sorted(allocations) == sorted([(2, 65, COLUMNS)] * 2 + [(2, 65, WIDTH)] * 2)  # out, dv; dq, dk
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) -> None:
+    (q, k, v, *bias), options = make_inputs(17, torch.float32, device, with_bias=with_bias)
+    for x in (q, k, v, *bias):
+        x.requires_grad_()
+    arguments = (q, k, v, bias[0] if bias else None, options["row_scale"], SCALE, True, "relu2")
+    torch.library.opcheck(torch.ops.lineartime.quadratic_attention.default, arguments)
+
+
+def test_a_compiled_graph_holds_it_whole(device: str) -> None:
+    inputs, options = make_inputs(17, torch.float32, device)
+    options |= {"causal": True, "activation": "relu2"}
+    compiled = torch.compile(kernels.attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(run(compiled, inputs, **options), run(kernels.attend, inputs, **options), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_it_can_be_exported(device: str) -> None:
+    inputs, options = make_inputs(17, torch.float32, device)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            return kernels.attend(q, k, v, bias=bias, causal=True, activation="relu2", **options)
+
+    exported = torch.export.export(Module(), tuple(inputs))
+    assert torch.equal(exported.module()(*inputs), Module()(*inputs))
+
+
+def test_autocast_changes_nothing(device: str) -> None:
+    inputs, options = make_inputs(17, torch.float32, device)
+    options |= {"causal": True, "activation": "relu2"}
+    plain = run(kernels.attend, inputs, **options)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        cast = run(kernels.attend, inputs, **options)
+    assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [
+        (torch.float32, "highest", "ieee"),
+        (torch.float32, "high", "tf32"),
+        (torch.float16, "highest", "tf32"),
+        (torch.bfloat16, "high", "ieee"),
+    ],
+)
+def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(
+    dtype: torch.dtype, precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert kernels.number_formats(dtype)["PRECISION"] == expected

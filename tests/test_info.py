@@ -1,0 +1,43 @@
+"""`lineartime info`: what is said of this machine is what would run on it."""
+
+import json
+
+import pytest
+import torch
+
+from lineartime import info
+from lineartime.cli import main
+from lineartime.info import describe_machine
+from lineartime.ops.backends import choose_backend
+
+
+def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts = {fact.name: fact for fact in describe_machine()}
+    chosen = choose_backend("auto", ("torch", "tiled", "triton"), torch.empty(0), torch.float32, "relu2")
+    assert facts["attention, fp32"].value == chosen == "tiled"
+    assert facts["attention, fp32"].why.startswith("not triton: ")
+    assert facts["device"].value == "cpu"
+
+
+def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for bf16, expected, word in ((0.25, "bf16", "4.0 times faster"), (2.0, "fp32", "2.0 times slower")):
+        monkeypatch.setattr(info, "product_seconds", {torch.float32: 1.0, torch.bfloat16: bf16}.__getitem__)
+        fact = next(fact for fact in describe_machine() if fact.name == "precision")
+        assert (fact.value, word in fact.why) == (expected, True)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(info.importlib.util, "find_spec", lambda package: None)
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["matplotlib"] == {"value": "not installed", "why": "pip install 'lineartime[plot]'"}
+
+
+def test_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["torch.compile"]["value"] in ("yes", "no")
