@@ -16,7 +16,7 @@ import pytest
 
 import lineartime
 from lineartime.__main__ import main as run_command
-from lineartime.bench import BenchConfig
+from lineartime.bench.config import BenchConfig
 from lineartime.cli import EvalConfig, GenerateConfig, main
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints

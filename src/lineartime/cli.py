@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lineartime.bench import BenchConfig, run_benchmark
+from lineartime.bench.command import run_benchmark
+from lineartime.bench.config import BenchConfig
 from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.corpora import Split

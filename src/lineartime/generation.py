@@ -109,7 +109,7 @@ def generate_batch(
         read = [prefill(model, _checked(prompt)) for prompt in prompts]
         logits = torch.stack([last for last, _ in read])
         streams = model.join_streams([state for _, state in read])
-        step = _recorded_step(model, streams, len(prompts)) if logits.is_cuda else partial(model.step, streams=streams)
+        step = recorded_step(model, streams, len(prompts)) if logits.is_cuda else partial(model.step, streams=streams)
         for drawn in range(max_tokens):
             tokens = [draw(row, sampling, generator) if text in growing else 0 for text, row in enumerate(logits.float().cpu())]
             growing -= {text for text in growing if tokens[text] == stop_token}
@@ -121,7 +121,7 @@ def generate_batch(
     return texts
 
 
-def _recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
+def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
     """`model.step` as a CUDA graph: the hundreds of kernels of a token are launched at once."""
     ids = torch.zeros(batch, 1, dtype=torch.long, device=streams[0].position.device)
     before = [tensor.clone() for state in streams for tensor in state]

@@ -7,14 +7,13 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
-from lineartime.training.machine import choose_device, compiler_missing, product_seconds
+from lineartime.training.machine import choose_device, compiler_missing, processor_name, product_seconds
 
 EXTRAS = {"matplotlib": "plot", "tokenizers": "tokenizers", "triton": "triton", "flash_pytorch": "peers"}
 """Packages that add something, and the extra that installs each."""
@@ -58,7 +57,7 @@ def describe_machine() -> Iterator[Fact]:
     else:
         threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
         yield Fact(
-            "device", "cpu", f"PyTorch sees no GPU; {_processor()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
+            "device", "cpu", f"PyTorch sees no GPU; {processor_name()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
         )
     yield _precision(device)
     missing = compiler_missing(device)
@@ -87,11 +86,3 @@ def _backends(device: torch.device) -> Iterator[Fact]:
         others = {"triton": why_not_triton(device, dtype, "relu2"), "tiled": why_not_tiled(device, dtype, "relu2")}
         why = "; ".join(f"not {name}: {reason}" for name, reason in others.items() if reason and name != chosen)
         yield Fact(f"attention, {label}", chosen, why)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -265,7 +265,12 @@ def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
         ({"min_seconds": float("nan")}, "--min-seconds is nan"),
         ({"presets": ("transformer-tiny",), "context_lengths": (1025,), "override": ()}, "read 1025 tokens, but it .* 1024"),
         ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "--positions make .* read 1025 tokens"),
-        ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of any of these models; they have d_model"),
+        ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of any of these models; there are d_model"),
+        (
+            {"override": ("other-tiny.d_qk=8",)},
+            "'other-tiny' in 'other-tiny.d_qk=8' is none of the presets to compare: flash-tiny",
+        ),
+        ({"override": ("flash-tiny.n_heads=8",)}, "'n_heads' is not a field of flash-tiny; there are d_model"),
         ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
         ({"override": ("d_qk=-3",)}, "--override: .*d_qk is -3"),
         ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: use --vocab-size"),
@@ -279,6 +284,17 @@ def test_wrong_options_are_named(values: dict[str, Any], message: str, options: 
     with pytest.raises(LineartimeError, match=message):
         run_benchmark(config)
     assert not config.out.exists()  # type: ignore[union-attr]
+
+
+def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchConfig]) -> None:
+    config = options(
+        presets=("flash-tiny", "transformer++-tiny"),
+        override=("n_blocks=2", "d_model=16", "flash-tiny.n_blocks=3"),
+        vocab_size=9,
+    )
+    plan = config.plan()
+    blocks = {subject.name: subject.config.n_blocks for subject in plan.subjects}
+    assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
 
 
 def test_metrics_are_read_from_files_and_have_to_fit(options: Callable[..., BenchConfig], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def test_loss_and_gradients_are_those_of_logits_and_cross_entropy(
     tokens: int, pieces_of: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS", 11 * pieces_of)
+    monkeypatch.setattr(cross_entropy, "LOGITS", {"cpu": 11 * pieces_of})
     hidden, weight, targets = make_inputs(tokens)
     losses = linear_cross_entropy(hidden, weight, targets), plain(hidden, weight, targets)
     torch.testing.assert_close(*losses, atol=1e-10, rtol=0)
@@ -56,7 +56,7 @@ def test_autocast_computes_products_in_its_dtype_and_keeps_the_gradients_own(dty
 
 
 def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS", 11 * 16)
+    monkeypatch.setattr(cross_entropy, "LOGITS", {"cpu": 11 * 16})
     largest = 0
     hidden, weight, targets = make_inputs(200)
 
@@ -69,19 +69,40 @@ def test_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatc
             )
             return out
 
-    with Watch():
-        linear_cross_entropy(hidden, weight, targets).backward()
+    with Watch():  # around the function: what happens inside an operator cannot be seen from outside
+        cross_entropy._linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), torch.float64, True)
     assert largest == hidden.numel() < 400 * 11
 
 
 def test_pytorch_can_check_and_compile_it() -> None:
     hidden, weight, targets = make_inputs(7, torch.float32)
     flat = hidden.detach().flatten(0, 1).requires_grad_()
-    torch.library.opcheck(cross_entropy._operator, (flat, weight, targets.flatten(), None, True))
+    torch.library.opcheck(cross_entropy._operator, (flat, weight, targets.flatten(), torch.float32, True))
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     losses = [function(hidden, weight, targets) for function in (linear_cross_entropy, compiled)]
     ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_half_precision_does_not_overflow() -> None:
+    hidden = torch.full((1, 20000, 4), 4.0, dtype=torch.float16)
+    weight = torch.zeros(258, 4, dtype=torch.float16, requires_grad=True)
+    (linear_cross_entropy(hidden, weight, torch.zeros(1, 20000, dtype=torch.long)) / 20000).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[0].float(), torch.full((4,), 4 * (1 / 258 - 1)), atol=1e-2, rtol=0)
+
+
+def test_a_target_outside_the_vocabulary_is_no_target() -> None:
+    hidden, weight, targets = make_inputs(4)
+    targets[0, 1] = -1
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    hidden, weight, targets = make_inputs(4)
+    with pytest.raises(RuntimeError, match=r"model\.loss can be differentiated only once: .* cross-entropy of model"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), weight, create_graph=True)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

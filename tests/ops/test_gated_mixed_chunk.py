@@ -42,7 +42,7 @@ def values_and_gradients(inputs: tuple[Tensor, ...], backend: Any, **options: An
     projected, gamma, beta, bias = inputs
     options = {"chunk_size": CHUNK, "positions": torch.arange(projected.shape[1]), "causal": True} | options
     out = gated_mixed_chunk_attention(projected, gamma, beta, bias=bias, backend=backend, **options)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    weights = (torch.arange(out.numel()) * 7 % 17 - 8).view_as(out)  # whole numbers, exact in every dtype
     return [out, *torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)]
 
 
@@ -163,6 +163,10 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     torch.library.opcheck(tiled_flash._forward_operator, (*arguments, True))
     without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
     torch.library.opcheck(tiled_flash._forward_operator, without)
+    kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
+    strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
+    fixed = (strided, gamma.detach(), beta.detach(), bias.detach(), *arguments[4:])
+    torch.library.opcheck(tiled_flash._backward_operator, (*kept, *fixed))
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(
@@ -173,6 +177,46 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     pairs = [(out, *torch.autograd.grad(out.square().sum(), inputs)) for out in (run(*inputs), compiled(*inputs))]
     assert_same(list(pairs[0]), list(pairs[1]), 1e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_row_of_positions_serves_all_rows_also_under_a_mask(causal: bool) -> None:
+    inputs = make_inputs(2, 9)
+    options = {"mask": torch.rand(2, 9) > 0.3, "positions": torch.arange(9), "causal": causal}
+    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "torch", **options))
+
+
+def test_without_rotation_widths_may_be_odd() -> None:
+    inputs = make_inputs(1, 9, d_qk=5)
+    assert_same(*(values_and_gradients(inputs, backend, positions=None) for backend in ("tiled", "oracle")))
+
+
+def test_a_second_derivative_is_refused_with_what_to_do() -> None:
+    projected, gamma, beta, _ = make_inputs(1, 8)
+    out = gated_mixed_chunk_attention(projected, gamma, beta, chunk_size=CHUNK, positions=None)
+    with pytest.raises(
+        RuntimeError, match=r"backend 'tiled' can be differentiated only once: .* set_backend\(model, 'torch'\)"
+    ):
+        torch.autograd.grad(out.sum(), gamma, create_graph=True)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "torch"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": torch.ones(1, 8, dtype=torch.bool), "projected": torch.ones(2, 8, 16)}, r"mask has shape \[1, 8\]"),
+        ({"mask": torch.ones(1, 8)}, "mask has dtype"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[0, 5\]"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
+    ],
+)
+def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], message: str, backend: Any) -> None:
+    projected, gamma, beta, _ = make_inputs(1, 8)
+    arguments = {"projected": projected, "gamma": gamma, "beta": beta, "positions": None, "chunk_size": CHUNK} | options
+    with pytest.raises(ValueError, match=message):
+        gated_mixed_chunk_attention(**arguments, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lineartime.ops import rope, rotary_bias, sinusoid, table_bias
 
@@ -55,6 +56,16 @@ def test_sinusoid_holds_sines_then_cosines() -> None:
     table = sinusoid(torch.tensor([0, 2]), 4, torch.float64)
     expected = torch.tensor([[0, 0, 1, 1], [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02)]], dtype=torch.float64)
     torch.testing.assert_close(table, expected)
+
+
+def test_inference_mode_and_tracing_leave_nothing_behind() -> None:
+    x, positions = torch.randn(5, 8), torch.arange(5)
+    with torch.inference_mode():
+        rope(x, torch.arange(5))
+    rope(x.requires_grad_(), positions).sum().backward()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        rope(fake.from_tensor(x.detach()), fake.from_tensor(positions))
+    assert type(rope(x.detach(), positions)) is Tensor
 
 
 def test_positions_that_are_changed_in_place_are_not_taken_for_the_old_ones() -> None:

@@ -240,7 +240,9 @@ def test_a_small_text_needs_no_whole_context_to_validate_on(config: MakeConfig) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # PyTorch's own, within torch.compile
+# PyTorch's own, within torch.compile, where a user does not see them.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_path: Path) -> None:
     plain = train(config(steps=3, compile="off", out=tmp_path / "plain"))
     compiled = train(config(steps=3, compile="on", out=tmp_path / "compiled"))

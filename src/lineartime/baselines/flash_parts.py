@@ -15,6 +15,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
+    has_backends = False
     # Not the single operations of `FLASH`.
     attend_and_gate = GatedUnit.attend_and_gate
     join_streams = GatedUnit.join_streams

@@ -1,6 +1,4 @@
-"""What models cost in time and memory: `lineartime bench`."""
+"""What models cost in time and memory: `lineartime bench`.
 
-from lineartime.bench.command import run_benchmark
-from lineartime.bench.config import BenchConfig
-
-__all__ = ["BenchConfig", "run_benchmark"]
+Nothing is imported here: `lineartime.bench.measure` and `lineartime.bench.subjects` need no more than PyTorch and numpy.
+"""

@@ -1,7 +1,6 @@
 """Everything a benchmark is told, which is also what `lineartime bench --help` shows, and the plan that follows from it."""
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import build_model
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import Device, TrainConfig
-from lineartime.training.machine import choose_device
+from lineartime.training.machine import choose_device, compiler_missing
 
 FOLDER = Path("runs") / "bench"
 
@@ -42,7 +41,7 @@ class BenchConfig:
     presets: tyro.conf.Positional[tuple[str, ...]] = ("flash-tiny", "flash-quad-tiny", "transformer++-tiny")
     """Models to compare: names that `lineartime presets` lists. Ratios are to the first one."""
     override: tuple[str, ...] = ()
-    """Other values for fields of the models, for those that have them: --override n_blocks=12 dropout=0.1"""
+    """Other values for fields of the models that have them, or of one: --override dropout=0.1 flash-tiny.n_blocks=12"""
     vocab_size: int | None = None
     """Tokens of the vocabulary; the default is that of each preset."""
     task: Task = "clm"
@@ -135,20 +134,26 @@ class BenchConfig:
         bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
         if "bf16" in self.dtypes and not bf16:
             raise LineartimeError("--dtypes has bf16, which this GPU does not know: leave it out.")
-        compilers = ("c++", "g++", "clang++")
-        if "compiled" in self.modes and device.type == "cpu" and not any(map(shutil.which, compilers)):
-            raise LineartimeError("--modes has compiled, but there is no C++ compiler here: install g++ or leave it out.")
+        missing = compiler_missing(device)
+        if "compiled" in self.modes and missing:
+            raise LineartimeError(f"--modes has compiled, but {missing}: install g++ or leave it out.")
 
     def _model_configs(self) -> dict[str, ModelConfig]:
         names = tuple(dict.fromkeys(self.presets))
         fields = {name: self._fields(name) for name in names}
         for item in self.override:
             key, equals, _ = item.partition("=")
-            if key == "vocab_size":
+            preset, dot, field = key.rpartition(".")
+            if dot and preset not in fields:
+                raise LineartimeError(
+                    f"--override: {preset!r} in {item!r} is none of the presets to compare: {', '.join(names)}."
+                )
+            known = fields[preset] if dot else dict.fromkeys(name for each in fields.values() for name in each)
+            if field == "vocab_size":
                 raise LineartimeError("--override cannot set vocab_size: use --vocab-size.")
-            if equals and not any(key in known for known in fields.values()):
-                every = ", ".join(dict.fromkeys(field for known in fields.values() for field in known))
-                raise LineartimeError(f"--override: {key!r} is not a field of any of these models; they have {every}.")
+            if equals and field not in known:
+                whose = preset if dot else "any of these models"
+                raise LineartimeError(f"--override: {field!r} is not a field of {whose}; there are {', '.join(known)}.")
         return {name: self._model_config(name, fields[name]) for name in names}
 
     def _fields(self, preset: str) -> dict[str, None]:
@@ -163,7 +168,9 @@ class BenchConfig:
         return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
 
     def _model_config(self, preset: str, fields: dict[str, None]) -> ModelConfig:
-        override = tuple(item for item in self.override if "=" not in item or item.partition("=")[0] in fields)
+        shared = [item for item in self.override if "." not in item.partition("=")[0]]
+        override = tuple(item for item in shared if "=" not in item or item.partition("=")[0] in fields)
+        override += tuple(item.removeprefix(f"{preset}.") for item in self.override if item.startswith(f"{preset}."))
         # Read as the options of training are, with the same answers to what is wrong.
         options = TrainConfig(preset=preset, override=override, task=self.task, context_length=1)
         config = options.model_config(self.vocab_size or resolve(preset, self.task).vocab_size)

@@ -5,7 +5,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -97,6 +96,8 @@ def _most_held() -> int:
         if "VmHWM" in lines:
             return 1024 * int(lines["VmHWM"].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
+    import resource  # not on Windows, where this process is never started
+
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +15,7 @@ from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import cannot
+from lineartime.training.machine import processor_name
 
 RESULTS_FILE = "results.json"
 
@@ -177,7 +177,7 @@ def write(file: Path, text: str) -> Path:
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on."""
     facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.system(),
@@ -196,9 +196,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines: Sequence[str] = info.read_text().splitlines() if info.exists() else ()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

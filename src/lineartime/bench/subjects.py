@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.peers import build_peer
 from lineartime.evaluation.perplexity import autocast
+from lineartime.generation import PREFILL
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
@@ -24,8 +25,6 @@ Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
 """What continues a stream, and so needs a state."""
-PIECE = 1024
-"""Tokens of a prompt that are read at a time, as in generation."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,9 @@ def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
 def _read(model: CausalLM, ids: Tensor) -> Any:
     """The state after ids [B, T], read in pieces."""
     state = model.init_state(ids.shape[0])
-    for piece in ids.split(PIECE, dim=1):
-        _, state = model.extend(piece, state)
+    for piece in ids.split(PREFILL, dim=1):
+        hidden, state = model.backbone.extend(piece, state)
+    model.logits(hidden[:, -1])  # as generation does it: for the last token alone
     return state
 
 

@@ -129,7 +129,16 @@ class FLASH(GatedUnit):
         return mixed_chunk_streams(states)
 
     def step(self, x: Tensor, streams: MixedChunkStreams) -> Tensor:
-        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; `streams` is brought up to date in place."""
+        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; `streams` is brought up to date in place.
+
+        Raises:
+            ValueError: unless x is one token for each stream.
+        """
+        self.check_input(x)
+        if x.shape[:2] != (len(streams.position), 1):
+            raise ValueError(
+                f"x has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
+            )
         gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), streams.position[:, None])
         q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
         attended = mixed_chunk_attention_step(

@@ -28,6 +28,8 @@ class GatedUnit(Mixer):
 
     backend: Backend = "auto"
     """Which implementation of its attention a layer uses: see `set_backend`."""
+    has_backends: ClassVar[bool] = True
+    """Whether there is more than one."""
     n_maps: ClassVar[int] = 2
     """How many queries and keys are made of Z, each by its own gamma and beta."""
 
@@ -130,7 +132,7 @@ class GatedUnit(Mixer):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Have all GAU and FLASH layers of a model, or a layer itself, compute their attention by one backend.
 
-    The streaming forms have but one implementation, and do not change.
+    Streaming, and the variants of FLASH in `lineartime.baselines`, have but one implementation, and do not change.
 
     Args:
         module: a layer, or anything that contains layers.
@@ -142,5 +144,5 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
     """
     check_choice("backend", backend, BACKENDS)
     for layer in module.modules():
-        if isinstance(layer, GatedUnit):
+        if isinstance(layer, GatedUnit) and layer.has_backends:
             layer.backend = backend

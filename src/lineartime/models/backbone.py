@@ -94,6 +94,7 @@ class Backbone(nn.Module):
 
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; `streams` is updated in place."""
+        self._check_ids(ids)
         x = self._embed(ids, streams[0].position[:, None])
         for block, block_streams in zip(self.blocks, streams, strict=True):
             x = block.step(x, block_streams)

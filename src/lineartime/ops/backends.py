@@ -60,7 +60,16 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
         return f"it needs a GPU, and the tensors are on {device.type}"
     if compute == torch.float64 and device.type == "cuda":
         return "it computes in float32, and the tensors are float64"
+    if _is_old(device):
+        return "it needs a GPU of compute capability 8.0 or more"
     return None if activation in ("relu2", "laplace") else f"it has no activation {activation!r}, only 'relu2' and 'laplace'"
+
+
+def _is_old(device: torch.device) -> bool:
+    """Whether a GPU lacks the units that the kernels need; compiled code leaves that to its compiler."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _is_installed(package: str) -> bool:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.ops.operator import register_operator
-from lineartime.ops.precision import autocast_dtype, without_autocast
+from lineartime.ops.operator import refuse_second_derivative, register_operator
+from lineartime.ops.precision import matmul_dtype, without_autocast
 
 IGNORED = -100
 """The target of tokens that have none."""
 
-LOGITS = 2**23
-"""How many logits are in memory at a time, roughly."""
+LOGITS = {"cpu": 2**23, "cuda": 2**28}
+"""How many logits are in memory at a time, roughly; fewer would keep a GPU waiting."""
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         targets: int [B, T], from 0 to V - 1, or `IGNORED`.
 
     Returns:
-        A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, sums
-        in float32.
+        A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, but
+        never in float16, which gradients of a sum overflow; sums in float32. It can be differentiated once.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -43,28 +43,26 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
             "but must be [B, T, d], [V, d] and [B, T]."
         )
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    compute = autocast_dtype(hidden) if hidden.dtype != torch.float64 else None
-    loss: Tensor = _operator(hidden.flatten(0, 1), weight, targets.flatten(), compute, keep)[0]
+    loss: Tensor = _operator(hidden.flatten(0, 1), weight, targets.flatten(), matmul_dtype(hidden, weight), keep)[0]
     return loss
 
 
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and, if they are to be kept, its gradients: to compute them later, the logits would be needed again."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    compute = compute or torch.promote_types(hidden.dtype, weight.dtype)
     loss = hidden.new_zeros((), dtype=wide)
-    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if keep else hidden.new_empty(0)
+    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=wide)
     d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=wide)
-    size = max(1, LOGITS // len(weight))
+    size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
     with without_autocast(hidden):
         factor = weight.to(compute)
         for start in range(0, len(hidden), size):
             piece, wanted = hidden[start : start + size].to(compute), targets[start : start + size]
             logits = (piece @ factor.T).to(wide)
             real = (wanted != IGNORED)[:, None]
-            column = wanted[:, None].clamp(min=0)
+            column = wanted[:, None].masked_fill(~real, 0)
             log_sums = logits.logsumexp(-1, keepdim=True)
             loss += (log_sums - logits.gather(1, column)).masked_fill(~real, 0.0).sum()
             if keep:
@@ -73,26 +71,29 @@ def _linear_cross_entropy(
                 d_logits = d_logits.mul_(real).to(compute)
                 d_hidden[start : start + size] = d_logits @ factor
                 d_weight += d_logits.T @ piece
-    return loss, d_hidden, d_weight.to(weight.dtype)
+    return loss, d_hidden, d_weight
 
 
-def _fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype | None, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    if not keep:
-        return loss, hidden.new_empty(0), weight.new_empty(0)
-    return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weight)
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_empty((), dtype=wide)
+    return (
+        loss,
+        hidden.new_empty(hidden.shape if keep else 0, dtype=wide),
+        weight.new_empty(weight.shape if keep else 0, dtype=wide),
+    )
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.dtypes = [x.dtype for x in inputs[:2]]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    d_hidden, d_weight = ctx.saved_tensors
-    return d_hidden * d_loss.to(d_hidden.dtype), d_weight * d_loss.to(d_weight.dtype), None, None, None
+    refuse_second_derivative(d_loss, "model.loss", "take the cross-entropy of model(ids)")
+    gradients = [(d_loss * kept).to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    return *gradients, None, None, None
 
 
 _operator = register_operator(_linear_cross_entropy, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate)

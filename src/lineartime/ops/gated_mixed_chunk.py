@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lineartime.ops.activations import NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.chunks import cut_chunks
-from lineartime.ops.mixed_chunk import chunk_scales, mixed_chunk_attention
+from lineartime.ops.chunks import Chunks, cut_chunks
+from lineartime.ops.layout import check_tokens
+from lineartime.ops.mixed_chunk import check_chunk_size, chunk_scales, mixed_chunk_attention
 from lineartime.ops.positions import rope
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic import check_bias
@@ -53,7 +54,11 @@ def gated_mixed_chunk_attention(
         ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
             or cannot run here.
     """
+    check_choice("normalization", normalization, NORMALIZATIONS)
     d_qk = _check(projected, gamma, beta)
+    check_chunk_size(chunk_size)
+    check_tokens(projected.shape, mask, cu_seqlens)
+    check_bias(bias, chunk_size, "C")
     compute = matmul_dtype(projected, gamma)
     backend = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), projected, compute, activation)
     if backend != "tiled":
@@ -78,8 +83,6 @@ def gated_mixed_chunk_attention(
         gated: Tensor = gate * attended
         return gated
 
-    check_choice("normalization", normalization, NORMALIZATIONS)
-    check_bias(bias, chunk_size, "C")
     with without_autocast(projected):
         chunks = cut_chunks(projected, chunk_size, mask, cu_seqlens)
         scales = chunk_scales(chunks, d_qk, causal, normalization, projected)
@@ -91,7 +94,7 @@ def gated_mixed_chunk_attention(
             gamma,
             beta,
             bias,
-            None if positions is None else chunks.cut(torch.atleast_2d(positions)[..., None]).squeeze(-1),
+            None if positions is None else _cut_positions(positions, chunks),
             weight_scale,
             scales.state,
             scales.score,
@@ -109,12 +112,22 @@ def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, positions: Tensor |
     return rope(maps, positions if positions.dim() == 1 else positions[:, None])
 
 
+def _cut_positions(positions: Tensor, chunks: Chunks) -> Tensor:
+    """[T] or [B, T] -> [B or 1, G, C]: one row is enough where all rows are cut alike."""
+    positions = torch.atleast_2d(positions)
+    if chunks.layout is not None:
+        positions = positions.expand(len(chunks.layout.slots), -1)
+    return chunks.cut(positions[..., None]).squeeze(-1)
+
+
 def _check(projected: Tensor, gamma: Tensor, beta: Tensor) -> int:
     """Raise ValueError unless the shapes fit; s, if they do."""
     for name, tensor in (("gamma", gamma), ("beta", beta)):
         if tensor.dim() != 2 or tensor.shape[0] != 4:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be [4, s].")
     d_qk = gamma.shape[1]
+    if beta.shape[1] != d_qk:
+        raise ValueError(f"beta has shape {list(beta.shape)}, but must be that of gamma, {list(gamma.shape)}.")
     if projected.dim() != 3 or (projected.shape[-1] - d_qk) % 2 or projected.shape[-1] <= d_qk:
         raise ValueError(f"projected has shape {list(projected.shape)}, but must be [B, T, 2 e + s] with s = {d_qk}.")
     return d_qk

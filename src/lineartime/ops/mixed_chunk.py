@@ -122,8 +122,7 @@ def mixed_chunk_attention(
     """
     check_choice("activation", activation, ACTIVATIONS)
     check_choice("normalization", normalization, NORMALIZATIONS)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1.")
+    check_chunk_size(chunk_size)
     check_queries_keys_values({"q_quad": q_quad, "k_quad": k_quad, "q_lin": q_lin, "k_lin": k_lin}, v)
     check_tokens(v.shape, mask, cu_seqlens)
     check_bias(bias, chunk_size, "C")
@@ -156,9 +155,9 @@ def mixed_chunk_attention(
             out = kernels.attend(
                 *(chunks.cut(x.to(kernel_dtype)) for x in inputs),
                 bias=bias,
-                row_scale=scales.row.expand(-1, len(scales.state[0]), chunk_size).contiguous(),
+                row_scale=scales.row.expand(-1, scales.state.shape[1], chunk_size).contiguous(),
                 state_scale=scales.state,
-                document_starts=torch.tensor(chunks.document_starts, dtype=torch.int32, device=v.device),
+                document_starts=_on_device(chunks.document_starts, v.device),
                 score_scale=scales.score,
                 causal=causal,
                 activation="laplace" if activation == "laplace" else "relu2",
@@ -171,6 +170,12 @@ def mixed_chunk_attention(
         reach: Reach = "before" if causal else "all"
         out = out + summary_attention(q_lin, k_lin, v, chunks, reach=reach, normalization=normalization)
         return chunks.join(out.to(result_dtype))
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Raise ValueError unless it is positive."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, but must be at least 1.")
 
 
 def chunk_attention(
@@ -209,6 +214,13 @@ def summary_attention(
         size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
     return q @ (total / count.clamp(min=1)).to(q.dtype)
+
+
+def _on_device(starts: list[int], device: torch.device) -> Tensor:
+    """Where documents begin and end, int32 [D + 1]."""
+    if len(starts) == 2:  # nothing is copied to a GPU, which would have to wait for it
+        return starts[1] * torch.arange(2, dtype=torch.int32, device=device)
+    return torch.tensor(starts, dtype=torch.int32, device=device)
 
 
 class ChunkScales(NamedTuple):

@@ -37,7 +37,8 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
     """Bring streams together, each state being that of one or more streams at one position; the states stay as they are."""
     summary, k, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
-    return MixedChunkStreams(summary, k_lin.mT @ v, k, v, torch.tensor(positions, device=v.device))
+    with without_autocast(v):
+        return MixedChunkStreams(summary, k_lin.mT @ v, k, v, torch.tensor(positions, device=v.device))
 
 
 def mixed_chunk_attention_step(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
 
@@ -36,3 +37,12 @@ def register_operator(
         torch.library.register_autograd(f"lineartime::{name}", differentiate, setup_context=keep_for_backward, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
     return operator
+
+
+def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:
+    """Raise RuntimeError in a backward pass, of this gradient, that is itself to be differentiated (create_graph=True)."""
+    traced = (
+        type(gradient) is not Tensor
+    )  # the compiler records a backward pass with gradients on, and does not differentiate it
+    if torch.is_grad_enabled() and not traced and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{what} can be differentiated only once: for second derivatives, {instead}.")

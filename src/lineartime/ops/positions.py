@@ -30,7 +30,10 @@ _last_table: tuple[Tensor, int, torch.dtype, Tensor] | None = None
 def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of all angles, [2, ..., n_frequencies] for positions [...]; not to be written to."""
     global _last_table
-    if positions.device.type != "cpu":  # comparing would make the device wait, and computing costs it nothing
+    # On other devices, comparing would mean waiting, and computing costs nothing; tensors of inference mode, and those that
+    # stand for others while something is traced, must not be met by whoever comes next.
+    plain = type(positions) is Tensor and positions.device.type == "cpu" and not torch.is_inference_mode_enabled()
+    if not plain or torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         return _compute_table(positions, n_frequencies, dtype)
     if _last_table is not None:
         last, *others, table = _last_table
@@ -80,7 +83,10 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
 
 
 class FactoredBias(NamedTuple):
-    """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s]."""
+    """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s].
+
+    Fused forms multiply it as they do queries and keys, in bfloat16 too, where the bias is then rounded as much as they are.
+    """
 
     of_queries: Tensor
     of_keys: Tensor

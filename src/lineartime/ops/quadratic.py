@@ -177,6 +177,8 @@ def _attend_fused(
     row_scale = torch.ones(batch, length, dtype=wide, device=q.device)
     score_scale = d_qk**-0.5
     if isinstance(published_length, Tensor):  # another scale for each row
+        if q.dtype == torch.float16:  # in which small queries would vanish
+            q, k, v = (x.float() for x in (q, k, v))
         q, score_scale = (q / published_length).to(q.dtype), 1.0
     elif published_length is not None:
         score_scale = 1 / published_length

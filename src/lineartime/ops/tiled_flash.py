@@ -17,10 +17,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.operator import register_operator
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import without_autocast
 
@@ -117,18 +116,32 @@ class _Core:
         self.wide = torch.promote_types(self.compute, torch.float32)
         self.d_qk = gamma.shape[1]
         self.d_value = (projected.shape[-1] - self.d_qk) // 2
-        self.gamma, self.beta = (_pairs(x.to(self.wide))[:, None, None] for x in (gamma, beta))
         self.bias = None if bias is None else bias.to(self.wide)
         self.weight_scale = weight_scale.to(self.wide)
         self.state_scale = state_scale.to(self.wide)[..., None, None]
+        at_once = max(1, TILE_TOKENS // projected.shape[2])
+        self._activated = projected.new_empty(at_once, *projected.shape[2:])
         self.turns: Tensor | None = None
         if positions is not None:
             self.turns = torch.complex(*rotary_table(positions, self.d_qk // 2, self.wide).unbind(0))
+        self.gamma, self.beta = (self.in_pairs(x.to(self.wide))[:, None, None] for x in (gamma, beta))
+
+    def in_pairs(self, x: Tensor) -> Tensor:
+        """`_pairs`, where anything is to be rotated."""
+        return x if self.turns is None else _pairs(x)
+
+    def in_halves(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x if self.turns is None else _halves(x)
 
     def activated(self, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """U and V, [N, C, e], and Z in pairs, [N, C, s]."""
-        gate, v, z = F.silu(tile.of(self.projected)).split([self.d_value, self.d_value, self.d_qk], -1)
-        return gate, v, _pairs(z.to(self.wide))
+        """U and V, [N, C, e], and Z in pairs, [N, C, s]; the next call overwrites U and V."""
+        before = tile.of(self.projected)
+        # Into the same memory for every tile: fresh memory would have to be given by the system each time.
+        activated = self._activated.narrow(0, 0, len(before))
+        torch.ops.aten.silu.out(before, out=activated)
+        gate, v, z = activated.split([self.d_value, self.d_value, self.d_qk], -1)
+        return gate, v, self.in_pairs(z).to(self.wide)
 
     def maps(self, z: Tensor, tile: _Tile) -> Tensor:
         """The queries and keys [4, N, C, s], those of the linear part already scaled."""
@@ -269,12 +282,12 @@ def _backward(
             d_maps[:2].mul_(core.score_scale)
             d_maps[2].mul_(tile.of_shared(core.state_scale))
             turns = core.turns_of(tile)
-            _turn(d_maps, None if turns is None else turns.conj())
+            _turn(d_maps, None if turns is None else turns.conj_physical())
             d_beta += d_maps.sum((1, 2))
             d_gamma += (d_maps * z).sum((1, 2))
-            d_z = _halves(d_maps.mul_(core.gamma).sum(0)).to(core.compute)
+            d_z = core.in_halves(d_maps.mul_(core.gamma).sum(0)).to(core.compute)
             core.silu_backward((d_gate, d_v, d_z), tile, d_projected)
-    return d_projected, _halves(d_gamma), _halves(d_beta), d_bias
+    return d_projected, core.in_halves(d_gamma), core.in_halves(d_beta), d_bias
 
 
 # 5. As an operator of PyTorch -----------------------------------------------------------------------------------------
@@ -389,8 +402,8 @@ def _fake_backward(
     bias: Tensor | None,
     *_rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_bias = gamma.new_empty(0, projected.shape[2]) if bias is None else torch.empty_like(bias)
-    return torch.empty_like(projected), torch.empty_like(gamma), torch.empty_like(beta), d_bias
+    d_bias = gamma.new_empty(0, projected.shape[2]) if bias is None else bias.new_empty(bias.shape)
+    return projected.new_empty(projected.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -402,6 +415,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_gated: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_gated, "backend 'tiled'", "use set_backend(model, 'torch')")
     bias = ctx.saved_tensors[5]
     *gradients, d_bias = _backward_operator(d_gated, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, *(None,) * 7)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.ops.operator import register_operator
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import without_autocast
 
 QUERIES = 256
@@ -104,14 +104,14 @@ def _tiled_quadratic_backward(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return v.new_empty(v.shape)
 
 
 def _fake_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return d_q, d_k, d_v, row_scale.new_empty(0, 0) if bias is None else torch.empty_like(bias)
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    return d_q, d_k, d_v, row_scale.new_empty(0, 0) if bias is None else bias.new_empty(bias.shape)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -121,6 +121,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_out, "backend 'tiled'", "use set_backend(model, 'torch')")
     bias = ctx.saved_tensors[3]
     *gradients, d_bias = _backward_operator(d_out, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, None, None, None)

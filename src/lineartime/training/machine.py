@@ -1,7 +1,9 @@
 """What this machine is faster with: the decisions behind every "auto"."""
 
+import platform
 import shutil
 import time
+from pathlib import Path
 
 import torch
 
@@ -65,6 +67,13 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
         return choice == "on"
     seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
     return not missing and seconds * _COMPILE_SAVES[device.type] > _COMPILE_SECONDS[device.type]
+
+
+def processor_name() -> str:
+    """What the CPU calls itself, where the system tells; otherwise its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def compiler_missing(device: torch.device) -> str:

@@ -1,0 +1,152 @@
+"""The figures of docs/speed.md: `python benchmarks/speed.py` (about an hour on 2 cores), or only some parts of them by name.
+
+Each part is a `lineartime bench`, which leaves results.json and results.md in benchmarks/results/speed-PART. What the figures
+come to, beside what they were meant to reach, is in benchmarks/results/speed.md. Other parts keep their earlier results.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from measure import RESULTS, markdown
+
+from lineartime.bench.command import run_benchmark
+from lineartime.bench.config import BenchConfig
+
+SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", "chunk_size=256")
+"""12 blocks of FLASH, and the 6 of a Transformer that cost as much; both d = 256."""
+
+
+def part(name: str, **options: Any) -> BenchConfig:
+    values: dict[str, Any] = {
+        "presets": ("flash-tiny", "transformer++-tiny"),
+        "override": SIZES,
+        "vocab_size": 256,
+        "memory": False,
+    }
+    return BenchConfig(**values | options, out=RESULTS / f"speed-{name}")
+
+
+PARTS = {
+    "train": part(
+        "train",
+        measure=("train",),
+        context_lengths=(1024, 8192),
+        modes=("eager", "compiled"),
+        peers=("flash-pytorch",),
+        rounds=5,
+    ),
+    "long": part(
+        "long",
+        presets=("flash-tiny",),
+        override=("n_blocks=12", *SIZES[2:]),
+        measure=("train",),
+        context_lengths=(1024, 65536),
+        rounds=2,
+    ),
+    "forward": part("forward", measure=("forward",), context_lengths=(65536,), rounds=1, warmup=0),
+    "decode": part("decode", measure=("decode",), positions=(1024, 65536), rounds=15),
+    "memory": part(
+        "memory", measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True
+    ),
+}
+
+
+def measure_import() -> None:
+    """Seconds that importing lineartime and its layers takes beyond torch, in processes of their own."""
+    script = (
+        "import time, torch; start = time.perf_counter(); import lineartime; lineartime.FLASH, lineartime.build; "
+        "print(time.perf_counter() - start)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)]
+    seconds = [float(run.stdout) for run in runs]
+    (RESULTS / "speed-import.json").write_text(json.dumps({"seconds": seconds}) + "\n")
+
+
+def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """What a part measured, by model and length or position."""
+    path = RESULTS / f"speed-{name}" / "results.json"
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    suffix = {"eager": "", "compiled": " compiled"}
+    return {(entry["subject"] + suffix[entry["mode"]], entry["length"]): entry for entry in found["entries"]}
+
+
+def figures() -> list[list[str]]:
+    """Rows of what, goal, measured; "not measured" where a part has not been run."""
+    train, long, forward, decode, memory = (entries(name) for name in ("train", "long", "forward", "decode", "memory"))
+
+    def ratio(of: dict[tuple[str, int], dict[str, Any]], slow: str, fast: str, length: int, key: str = "seconds") -> str:
+        """The median over the rounds of one model's time over another's."""
+        a, b = of.get((slow, length)), of.get((fast, length))
+        if not a or not b or not a[key] or not b[key]:
+            return "not measured"
+        values = [a[key]] if key != "seconds" else a[key]
+        others = [b[key]] if key != "seconds" else b[key]
+        return f"{statistics.median(x / y for x, y in zip(values, others, strict=True)):.2f}"
+
+    def per_token(model: str) -> str:
+        short, longer = long.get((model, 1024)), long.get((model, 65536))
+        if not short or not longer or not longer["seconds"]:
+            return "not measured"
+        return f"{longer['median_seconds'] / longer['tokens'] / (short['median_seconds'] / short['tokens']):.2f}"
+
+    def growth(model: str) -> str:
+        short, longer = decode.get((model, 1024)), decode.get((model, 65536))
+        if not short or not longer:
+            return "not measured"
+        paired = zip(longer["seconds"], short["seconds"], strict=True)
+        state = f"{longer['state_bytes']:,} / {short['state_bytes']:,} bytes"
+        return f"{statistics.median(x / y for x, y in paired):.2f}; state {state}"
+
+    rows = []
+    for length in (1024, 8192):
+        for peer, goal in (("flash-pytorch", "1.25"), ("flash-pytorch compiled", "1.25")):
+            rows.append(
+                [f"{peer} / flash, a training step, T = {length:,}", f">= {goal}", ratio(train, peer, "flash-tiny", length)]
+            )
+    for length, goal in ((1024, "1.25"), (8192, "4.5")):
+        what = f"transformer++ compiled / flash, T = {length:,}"
+        rows.append([what, f">= {goal} (bf16)", ratio(train, "transformer++-tiny compiled", "flash-tiny", length)])
+    what = "transformer++ / flash, T = 65,536, forward alone"
+    rows.append([what, ">= 25 (bf16, training)", ratio(forward, "transformer++-tiny", "flash-tiny", 65536)])
+    rows.append(["flash, time per token at 65,536 / at 1,024", "<= 1.15", per_token("flash-tiny")])
+    for length in (1024, 8192):
+        entry = train.get(("flash-tiny", length))
+        use = "not measured" if entry is None else f"{entry['use_of_peak']:.0%}"
+        rows.append([f"flash, share of the peak of matrix products, T = {length:,}", ">= 50 % (bf16)", use])
+    rows.append(
+        [
+            "flash-pytorch / flash, peak memory, T = 8,192",
+            ">= 1.7",
+            ratio(memory, "flash-pytorch", "flash-tiny", 8192, "peak_bytes"),
+        ]
+    )
+    rows.append(["flash, a token at position 65,536 / at 1,024", "<= 1.05; equal", growth("flash-tiny")])
+    file = RESULTS / "speed-import.json"
+    seconds = f"{statistics.median(json.loads(file.read_text())['seconds']):.2f} s" if file.is_file() else "not measured"
+    rows.append(["importing lineartime, beyond torch", "<= 0.3 s", seconds])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; all, if nothing is named")
+    for name in parser.parse_args().parts or [*PARTS, "import"]:
+        if name == "import":
+            measure_import()
+            continue
+        shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)
+        run_benchmark(PARTS[name])
+    table = markdown(["figure", "goal", "measured"], figures())
+    (RESULTS / "speed.md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

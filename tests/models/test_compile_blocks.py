@@ -1,0 +1,32 @@
+"""Compiling a model block by block."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import lineartime
+
+
+@pytest.mark.slow
+# PyTorch's own, within torch.compile, where a user does not see them.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
+def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(preset: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    sizes = {"n_heads": 2} if preset.startswith("transformer") else {"d_qk": 8, "chunk_size": 16}
+    model = lineartime.build(preset, d_model=16, n_blocks=4, vocab_size=30, **sizes)
+    ids = torch.randint(0, 30, (2, 41))
+    results = []
+    names = list(model.state_dict())
+    for compiled in (False, True):
+        if compiled:
+            model.compile_blocks()
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)))
+    for eager, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert list(model.state_dict()) == names
+    torch._dynamo.reset()
