@@ -141,7 +141,11 @@ class Run:
             if self.small
             else [(1, 128, 256), (63, 128, 256), (257, 64, 96), (1000, 128, 1536), (2048, 512, 1024)]
         )
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        if self.device.type == "cpu":
+            print("bfloat16 is left out: Triton's interpreter cannot multiply it")
+            dtypes = dtypes[1:]
+        for dtype in dtypes:
             for length, d_qk, d_value in sizes:
                 chunk = 16 if self.small else 256
                 maps = [torch.randn(2, length, width, device=self.device) for width in (d_qk, d_qk, d_qk, d_qk, d_value)]
@@ -165,7 +169,8 @@ class Run:
             [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
             for result in (kernels, plain)
         ]
-        worst = max(a / max(b, 1e-9) for a, b in zip(*errors, strict=True))
+        smallest = torch.finfo(dtype).eps / 8  # where PyTorch happens to be exact, nothing is asked of the kernels
+        worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
         same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
         self.expect(same_bits, f"{what}, {dtype}: the same bits twice")
         self.expect(self.small or worst <= 2, f"{what}, {dtype}: errors at most twice those of PyTorch, not {worst:.1f} times")

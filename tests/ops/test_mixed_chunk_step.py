@@ -38,8 +38,10 @@ def test_joined_streams_continue_as_each_would_alone(activation: Any, normalizat
         tokens = [
             torch.cat([whole[part][:, read + new, None] for whole, read in zip(inputs, READ, strict=True)]) for part in range(5)
         ]
-        out = mixed_chunk_attention_step(*tokens, streams, **options)
-        expected = torch.cat([rows[:, read + new, None] for rows, read in zip(alone, READ, strict=True)])
+        bias = options["bias"]
+        rows = {} if bias is None else {"bias": bias[streams.position % CHUNK]}
+        out = mixed_chunk_attention_step(*tokens, streams, **options | rows)
+        expected = torch.cat([whole[:, read + new, None] for whole, read in zip(alone, READ, strict=True)])
         torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
     assert streams.position.tolist() == [read + 10 for read in READ]
     after = [part for state in states for part in state if isinstance(part, Tensor)]

@@ -148,7 +148,9 @@ class FLASH(GatedUnit):
             k_lin,
             v,
             streams,
-            bias=self.chunk_bias(),
+            bias=None
+            if self.bias is None
+            else self.bias(streams.position % self.chunk_size, new_positions(0, self.chunk_size, x.device)),
             activation=self.activation,
             normalization=self.normalization,
         )

@@ -58,7 +58,7 @@ def mixed_chunk_attention_step(
     Args:
         q_quad, k_quad, q_lin, k_lin, v: [B, 1, s] and [B, 1, e] of the new tokens.
         streams: what came before; it is brought up to date in place.
-        bias: [C, C].
+        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
 
     Returns:
         [B, 1, e].
@@ -77,7 +77,7 @@ def mixed_chunk_attention_step(
             q_quad @ keys.to(compute).mT,
             d_qk=q_quad.shape[-1],
             visible=(torch.arange(chunk_size, device=v.device) <= slot[:, None])[:, None],
-            bias=None if bias is None else bias[slot][:, None],
+            bias=None if bias is None else bias[:, None],
             activation=activation,
             published_length=None if normalization == "count" else float(chunk_size),
         )
