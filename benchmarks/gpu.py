@@ -141,7 +141,7 @@ class Run:
             if self.small
             else [(1, 128, 256), (63, 128, 256), (257, 64, 96), (1000, 128, 1536), (2048, 512, 1024)]
         )
-        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        dtypes = [torch.bfloat16, torch.float16, torch.float32]
         if self.device.type == "cpu":
             print("bfloat16 is left out: Triton's interpreter cannot multiply it")
             dtypes = dtypes[1:]
