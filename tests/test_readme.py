@@ -45,6 +45,15 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
 
 
+def test_the_tables_of_speed_are_those_of_the_benchmarks() -> None:
+    results, document = ROOT / "benchmarks" / "results", (ROOT / "docs" / "speed.md").read_text()
+    assert (results / "speed.md").read_text() in document
+    for part in ("train", "decode"):
+        table = re.search(r"(?:^\|.*\n)+", (results / f"speed-{part}" / "results.md").read_text(), re.MULTILINE)
+        assert table is not None
+        assert table[0] in document, part
+
+
 def test_the_table_of_systems_is_that_of_the_registry() -> None:
     assert systems_table() in (ROOT / "README.md").read_text(), "README.md shows an old table: run `make tables`"
 

@@ -10,10 +10,11 @@ import torch
 from lineartime.errors import LineartimeError
 from lineartime.training.config import Device, Precision
 
-# What compiling costs and what part of a step it then saves: measured on a CPU by benchmarks/compile.py; for GPUs, where
+# What compiling costs and what part of a step it then saves: on a CPU, benchmarks/speed.py measured 3 to 13 seconds, and a
+# few percent of a Transformer's step, next to nothing of FLASH's, whose tiles leave little to fuse; for GPUs, where
 # it has not been measured yet, a guess.
-_COMPILE_SECONDS = {"cpu": 40.0, "cuda": 90.0}
-_COMPILE_SAVES = {"cpu": 0.15, "cuda": 0.30}
+_COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
+_COMPILE_SAVES = {"cpu": 0.03, "cuda": 0.30}
 # Training arithmetic per second that eager steps reach, to foretell how long a run takes.
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 
