@@ -336,9 +336,8 @@ def test_an_interrupt_while_everything_is_still_being_imported_is_no_traceback(m
 
 @pytest.mark.slow
 def test_text_appears_as_it_is_produced(folder: Path) -> None:
-    process = lineartime_process(
-        "generate", str(folder / "run"), "--max-tokens", "1000000", "--temperature", "1.5", "--top-p", "1"
-    )
+    # The likeliest token is never the end of the document, which a random one can be at any moment.
+    process = lineartime_process("generate", str(folder / "run"), "--max-tokens", "1000000", "--temperature", "0")
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), True)
     assert os.read(process.stdout.fileno(), 1)  # long before the millionth token

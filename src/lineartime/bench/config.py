@@ -41,7 +41,7 @@ class BenchConfig:
     presets: tyro.conf.Positional[tuple[str, ...]] = ("flash-tiny", "flash-quad-tiny", "transformer++-tiny")
     """Models to compare: names that `lineartime presets` lists. Ratios are to the first one."""
     override: tuple[str, ...] = ()
-    """Other values for fields of the models that have them, or of one: --override dropout=0.1 flash-tiny.n_blocks=12"""
+    """Other values for fields of the models that have them, or of one: --override flash-tiny.n_blocks=12 dropout=0.1"""
     vocab_size: int | None = None
     """Tokens of the vocabulary; the default is that of each preset."""
     task: Task = "clm"
