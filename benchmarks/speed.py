@@ -46,6 +46,7 @@ PARTS = {
         override=("n_blocks=12", *SIZES[2:]),
         measure=("train",),
         context_lengths=(1024, 65536),
+        tokens_per_batch=65536,  # for both: what a longer batch costs is not what a longer context costs
         rounds=2,
     ),
     "forward": part("forward", measure=("forward",), context_lengths=(65536,), rounds=1, warmup=0),
