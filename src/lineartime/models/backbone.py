@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
@@ -22,6 +23,9 @@ BackboneState = tuple[Any, ...]
 class Block(nn.Module):
     """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
 
+    recompute = False
+    """Whether the backward pass computes the block once more, instead of keeping what it needs: see `recompute_blocks`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.mixer = config.mixer.build(config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout)
@@ -31,6 +35,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """[B, T, d] -> [B, T, d]."""
+        if self.recompute and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(self._mix, x, mask, cu_seqlens, use_reentrant=False)
+            return recomputed
+        return self._mix(x, mask, cu_seqlens)
+
+    def _mix(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         out: Tensor = self.feed_forward(self.mixer(x, mask, cu_seqlens))
         return out
 
