@@ -241,3 +241,17 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         mixed_chunk_attention(q_quad, k_quad, q_lin, torch.zeros(2, 5, D_QK), v, chunk_size=CHUNK)
     with pytest.raises(ValueError, match="packs documents into one row, but the batch has 2 rows"):
         mixed_chunk_attention(*make_inputs(2, 4), chunk_size=CHUNK, cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("backend", ["torch", "oracle"])
+def test_tokens_elsewhere_are_counted_by_divisors_as_if_they_were_here(causal: bool, normalization: Any, backend: Any) -> None:
+    inputs = make_inputs(2, 5 * CHUNK)
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "normalization": normalization, "backend": backend}
+    whole = mixed_chunk_attention(*inputs, **options)[:, 3 * CHUNK :]
+    here, there = [x[:, 3 * CHUNK :] for x in inputs], [x[:, : 3 * CHUNK] for x in inputs]
+    part = mixed_chunk_attention(*here, **options, elsewhere=3 * CHUNK)
+    before = torch.arange(2 * CHUNK) // CHUNK * CHUNK if causal else torch.tensor([2 * CHUNK])
+    read = here[2] @ (there[3].mT @ there[4]) / (3 * CHUNK + before)[:, None]
+    torch.testing.assert_close(part + read, whole, atol=1e-10, rtol=0)

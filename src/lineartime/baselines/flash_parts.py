@@ -16,6 +16,7 @@ class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
     has_backends = False
+    splits_context = False
     # Not the single operations of `FLASH`.
     attend_and_gate = GatedUnit.attend_and_gate
     join_streams = GatedUnit.join_streams

@@ -14,6 +14,7 @@ from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import new_positions
 from lineartime.models.config import ModelConfig
+from lineartime.ops.context_parallel import ContextGroup, check_equal_slices
 from lineartime.ops.layout import check_tokens, token_positions
 
 BackboneState = tuple[Any, ...]
@@ -58,6 +59,9 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """From token ids to hidden vectors."""
 
+    context: ContextGroup | None = None
+    """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -75,7 +79,11 @@ class Backbone(nn.Module):
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; mask and cu_seqlens as for the layers."""
         self._check_ids(ids)
         check_tokens(ids.shape, mask, cu_seqlens)
-        x = self._embed(ids, token_positions(ids.shape[1], mask, cu_seqlens, ids.device))
+        positions = token_positions(ids.shape[1], mask, cu_seqlens, ids.device)
+        if self.context is not None:
+            check_equal_slices(ids.shape, self.context, ids.device)
+            positions = positions + self.context.rank * ids.shape[1]
+        x = self._embed(ids, positions)
         for block in self.blocks:
             x = block(x, mask, cu_seqlens)
         out: Tensor = self.norm(x)

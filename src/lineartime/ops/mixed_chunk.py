@@ -47,6 +47,7 @@ def mixed_chunk_attention_oracle(
     cu_seqlens: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization = "count",
+    elsewhere: int = 0,
 ) -> Tensor:
     """The definition of `mixed_chunk_attention`, one query at a time: slow, and only there to be believed."""
     d_qk = q_quad.shape[-1]
@@ -69,7 +70,7 @@ def mixed_chunk_attention_oracle(
 
             chunks = -(-len(far) // chunk_size)
             count = len(far) if normalization == "count" else chunks * chunk_size
-            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / max(1, count)
+            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / max(1, count + elsewhere)
             rows.append(o_quad + o_lin)
         return torch.stack(rows)
 
@@ -93,6 +94,7 @@ def mixed_chunk_attention(
     cu_seqlens: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization = "count",
+    elsewhere: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attend quadratically inside chunks of C tokens and linearly across them, in time linear in T.
@@ -110,6 +112,8 @@ def mixed_chunk_attention(
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias,
             and the linear part averaged over the visible chunks of K^T V / C.
+        elsewhere: how many more tokens the linear part reads, which are not here (`ops/context_parallel.py`): its divisors
+            count them.
         backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
 
     Returns:
@@ -143,6 +147,7 @@ def mixed_chunk_attention(
             cu_seqlens=cu_seqlens,
             activation=activation,
             normalization=normalization,
+            elsewhere=elsewhere,
         )
 
     result_dtype, kernel_dtype = output_dtype(v, compute), common_dtype(*inputs)
@@ -151,7 +156,7 @@ def mixed_chunk_attention(
         if backend == "triton":
             from lineartime.ops.triton import mixed_chunk as kernels
 
-            scales = chunk_scales(chunks, q_quad.shape[-1], causal, normalization, v)
+            scales = chunk_scales(chunks, q_quad.shape[-1], causal, normalization, elsewhere, v)
             out = kernels.attend(
                 *(chunks.cut(x.to(kernel_dtype)) for x in inputs),
                 bias=bias,
@@ -168,7 +173,7 @@ def mixed_chunk_attention(
             q_quad, k_quad, v, chunks, causal=causal, bias=bias, activation=activation, normalization=normalization
         )
         reach: Reach = "before" if causal else "all"
-        out = out + summary_attention(q_lin, k_lin, v, chunks, reach=reach, normalization=normalization)
+        out = out + summary_attention(q_lin, k_lin, v, chunks, reach=reach, normalization=normalization, elsewhere=elsewhere)
         return chunks.join(out.to(result_dtype))
 
 
@@ -205,7 +210,14 @@ def chunk_attention(
 
 
 def summary_attention(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, reach: Reach, normalization: Normalization = "count"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunks: Chunks,
+    *,
+    reach: Reach,
+    normalization: Normalization = "count",
+    elsewhere: int = 0,
 ) -> Tensor:
     """The linear part: every chunk reads the mean of k v^T over the chunks in its reach; shapes as for `chunk_attention`."""
     summaries = (k.mT @ v).to(torch.promote_types(v.dtype, torch.float32))  # [B, G, s, e]
@@ -213,7 +225,7 @@ def summary_attention(
     if normalization == "paper":
         size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
-    return q @ (total / count.clamp(min=1)).to(q.dtype)
+    return q @ (total / (count + elsewhere).clamp(min=1)).to(q.dtype)
 
 
 def _on_device(starts: list[int], device: torch.device) -> Tensor:
@@ -237,7 +249,9 @@ class ChunkScales(NamedTuple):
     state: Tensor
 
 
-def chunk_scales(chunks: Chunks, d_qk: int, causal: bool, normalization: Normalization, like: Tensor) -> ChunkScales:
+def chunk_scales(
+    chunks: Chunks, d_qk: int, causal: bool, normalization: Normalization, elsewhere: int, like: Tensor
+) -> ChunkScales:
     """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
     sizes = chunks.sizes(like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
     score, row = 1.0 / chunks.chunk_size, sizes.new_ones(1, 1, 1)
@@ -250,7 +264,7 @@ def chunk_scales(chunks: Chunks, d_qk: int, causal: bool, normalization: Normali
         slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
     read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
-    return ChunkScales(score, row, 1 / read.clamp(min=1))
+    return ChunkScales(score, row, 1 / (read + elsewhere).clamp(min=1))
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
