@@ -17,8 +17,14 @@ from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.context_parallel import context_parallel_attention
 from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
-from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention_extend, mixed_chunk_state
-from lineartime.ops.mixed_chunk_step import MixedChunkStreams, mixed_chunk_attention_step, mixed_chunk_streams
+from lineartime.ops.mixed_chunk_stream import (
+    MixedChunkState,
+    MixedChunkStreams,
+    mixed_chunk_attention_extend,
+    mixed_chunk_attention_step,
+    mixed_chunk_state,
+    mixed_chunk_streams,
+)
 
 
 class FLASH(GatedUnit):
