@@ -45,6 +45,11 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
 
 
+def test_the_table_of_split_sequences_is_that_of_the_benchmark() -> None:
+    table = (ROOT / "benchmarks" / "results" / "context.md").read_text()
+    assert table in (ROOT / "docs" / "context-parallel.md").read_text()
+
+
 def test_the_tables_of_speed_are_those_of_the_benchmarks() -> None:
     results, document = ROOT / "benchmarks" / "results", (ROOT / "docs" / "speed.md").read_text()
     assert (results / "speed.md").read_text() in document

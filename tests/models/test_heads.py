@@ -122,3 +122,13 @@ def test_ids_that_are_no_ids_are_named() -> None:
     for token in (-1, 50):
         with pytest.raises(ValueError, match=f"ids holds {token}, but must be from 0 to vocab_size - 1 = 49"):
             causal("flash-tiny")(torch.tensor([[3, token]]))
+
+
+def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_targets() -> None:
+    model = causal("flash-tiny")
+    ids = torch.randint(0, 50, (2, 20))
+    targets = torch.randint(0, 50, (2, 20)).masked_fill(torch.rand(2, 20) < 0.5, -100)
+    expected = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model.total_loss(ids, targets), expected)
+    torch.testing.assert_close(model.loss(ids, targets), expected / (targets != -100).sum())
+    assert model.loss(ids, torch.full_like(targets, -100)) == 0

@@ -65,6 +65,14 @@ def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+def test_tiled_form_counts_tokens_elsewhere(causal: bool, normalization: Any) -> None:
+    inputs, options = make_inputs(3, 17), {"causal": causal, "normalization": normalization, "elsewhere": 8}
+    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "oracle", **options))
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding", ["right", "left", "holes", "all"])
 def test_tiled_form_is_the_definition_under_masks(causal: bool, padding: str) -> None:
     inputs = make_inputs(3, 21)

@@ -1,4 +1,4 @@
-"""FLASH's attention: the chunked and the streaming form against the definition.
+"""FLASH's attention: the chunked form against the definition.
 
 C = 4 here, so that lengths around the chunk size and several chunks stay cheap.
 """
@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.ops import (
     mixed_chunk_attention,
-    mixed_chunk_attention_extend,
     mixed_chunk_attention_oracle,
-    mixed_chunk_state,
     quadratic_attention,
 )
 from lineartime.ops.activations import ACTIVATIONS
@@ -135,35 +131,6 @@ def test_one_chunk_without_linear_part_is_quadratic_attention() -> None:
     torch.testing.assert_close(mixed, quadratic_attention(q, k, v))
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
-    activation=st.sampled_from(ACTIVATIONS),
-    normalization=st.sampled_from(["count", "paper"]),
-)
-def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation: Any, normalization: Any) -> None:
-    inputs, bias = make_inputs(2, sum(cuts)), bias_()
-    options: dict[str, Any] = {"bias": bias, "activation": activation, "normalization": normalization}
-    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=bias)
-    pieces, start = [], 0
-    for size in cuts:
-        piece, state = mixed_chunk_attention_extend(*(x[:, start : start + size] for x in inputs), state, **options)
-        pieces.append(piece)
-        start += size
-    whole = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, **options)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
-    assert state.position == sum(cuts)
-
-
-def test_extend_leaves_the_state_it_was_given_as_it_was() -> None:
-    inputs = make_inputs(1, 7)
-    _, state = mixed_chunk_attention_extend(*inputs, mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=inputs[0]))
-    before = [x.clone() if isinstance(x, Tensor) else x for x in state]
-    mixed_chunk_attention_extend(*make_inputs(1, 9), state)
-    for old, new in zip(before, state, strict=True):
-        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
-
-
 def test_padding_may_hold_anything() -> None:
     inputs = make_inputs(2, 9)
     mask = make_mask("left", 2, 9)
@@ -202,10 +169,6 @@ def test_states_and_counts_accumulate_in_float32() -> None:
     ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
     out = mixed_chunk_attention(0 * ones, ones, ones, ones, ones, chunk_size=1, causal=True)
     assert out[0, -1].item() == 1.0
-    state = mixed_chunk_state(1, 1, 1, 1, like=ones)
-    assert state.summary.dtype == torch.float32
-    _, state = mixed_chunk_attention_extend(0 * ones, ones, ones, ones, ones, state)
-    assert state.summary.item() == 600.0
 
 
 def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
@@ -241,3 +204,17 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         mixed_chunk_attention(q_quad, k_quad, q_lin, torch.zeros(2, 5, D_QK), v, chunk_size=CHUNK)
     with pytest.raises(ValueError, match="packs documents into one row, but the batch has 2 rows"):
         mixed_chunk_attention(*make_inputs(2, 4), chunk_size=CHUNK, cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("backend", ["torch", "oracle"])
+def test_tokens_elsewhere_are_counted_by_divisors_as_if_they_were_here(causal: bool, normalization: Any, backend: Any) -> None:
+    inputs = make_inputs(2, 5 * CHUNK)
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "normalization": normalization, "backend": backend}
+    whole = mixed_chunk_attention(*inputs, **options)[:, 3 * CHUNK :]
+    here, there = [x[:, 3 * CHUNK :] for x in inputs], [x[:, : 3 * CHUNK] for x in inputs]
+    part = mixed_chunk_attention(*here, **options, elsewhere=3 * CHUNK)
+    before = torch.arange(2 * CHUNK) // CHUNK * CHUNK if causal else torch.tensor([2 * CHUNK])
+    read = here[2] @ (there[3].mT @ there[4]) / (3 * CHUNK + before)[:, None]
+    torch.testing.assert_close(part + read, whole, atol=1e-10, rtol=0)

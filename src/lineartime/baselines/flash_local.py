@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.chunks import Chunks
-from lineartime.ops.mixed_chunk import MixedChunkState
+from lineartime.ops.mixed_chunk_stream import MixedChunkState
 
 
 class LocalFLASH(FLASHInParts):

@@ -8,7 +8,8 @@ from torch import Tensor
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import GatedUnit
 from lineartime.ops.chunks import Chunks, Reach, cut_chunks
-from lineartime.ops.mixed_chunk import MixedChunkState, chunk_attention, mixed_chunk_attention_extend, summary_attention
+from lineartime.ops.mixed_chunk import chunk_attention, summary_attention
+from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_attention_extend
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
@@ -16,6 +17,7 @@ class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
     has_backends = False
+    splits_context = False
     # Not the single operations of `FLASH`.
     attend_and_gate = GatedUnit.attend_and_gate
     join_streams = GatedUnit.join_streams

@@ -21,7 +21,7 @@ from torch import Tensor
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Normalization, attention_weights
 from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
-from lineartime.ops.mixed_chunk import MixedChunkState
+from lineartime.ops.mixed_chunk_stream import MixedChunkState
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

@@ -17,12 +17,8 @@ from torch import Tensor
 from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.layers.multi_head import fold_heads, map_state
 from lineartime.ops.chunks import cut_chunks
-from lineartime.ops.mixed_chunk import (
-    MixedChunkState,
-    chunk_attention,
-    mixed_chunk_attention_extend,
-    summary_attention,
-)
+from lineartime.ops.mixed_chunk import chunk_attention, summary_attention
+from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_attention_extend
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, s query/key width, e value width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,9 +15,16 @@ from lineartime.layers.norms import Norm
 from lineartime.layers.positions import build_relative_bias
 from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, Normalization
+from lineartime.ops.context_parallel import context_parallel_attention
 from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
-from lineartime.ops.mixed_chunk import MixedChunkState, mixed_chunk_attention_extend, mixed_chunk_state
-from lineartime.ops.mixed_chunk_step import MixedChunkStreams, mixed_chunk_attention_step, mixed_chunk_streams
+from lineartime.ops.mixed_chunk_stream import (
+    MixedChunkState,
+    MixedChunkStreams,
+    mixed_chunk_attention_extend,
+    mixed_chunk_attention_step,
+    mixed_chunk_state,
+    mixed_chunk_streams,
+)
 
 
 class FLASH(GatedUnit):
@@ -45,6 +53,7 @@ class FLASH(GatedUnit):
     """
 
     n_maps = 4
+    splits_context = True
     bias_chunks: ClassVar[int] = 1
     """How many chunks in a row the relative bias spans."""
 
@@ -80,7 +89,11 @@ class FLASH(GatedUnit):
 
     def attend_and_gate(self, projected: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """All between the two dense maps as one operation."""
-        return gated_mixed_chunk_attention(
+        attend: Callable[..., Tensor] = gated_mixed_chunk_attention
+        if self.context is not None:
+            attend = partial(context_parallel_attention, group=self.context)
+            positions = positions + self.context.rank * projected.shape[1]
+        return attend(
             projected,
             self.gamma,
             self.beta,

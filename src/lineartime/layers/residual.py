@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
+from lineartime.ops.context_parallel import ContextGroup
 from lineartime.ops.layout import check_tokens
 
 
@@ -42,6 +43,10 @@ class Mixer(ResidualLayer, ABC):
 
     why_not_causal: ClassVar[str | None] = None
     """Why a mixer that only looks both ways cannot be causal: the end of a sentence."""
+    splits_context: ClassVar[bool] = False
+    """Whether it can read sequences that several processes hold together."""
+    context: ContextGroup | None = None
+    """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
     def __init__(self, d_model: int, causal: bool, norm: Norm, dropout: float) -> None:
         super().__init__(d_model, norm, dropout)

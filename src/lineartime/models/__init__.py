@@ -1,6 +1,7 @@
 """Language models built from configurations."""
 
 from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.context_parallel import set_context_parallel
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.mixers import MIXER_KINDS, AttentionConfig, CrossGAUConfig, FLASHConfig, GAUConfig, MixerConfig
@@ -25,4 +26,5 @@ __all__ = [
     "build_model",
     "greedy",
     "presets",
+    "set_context_parallel",
 ]

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import new_positions
 from lineartime.models.config import ModelConfig
+from lineartime.ops.context_parallel import ContextGroup, check_equal_slices
 from lineartime.ops.layout import check_tokens, token_positions
 
 BackboneState = tuple[Any, ...]
@@ -21,6 +23,9 @@ BackboneState = tuple[Any, ...]
 
 class Block(nn.Module):
     """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
+
+    recompute = False
+    """Whether the backward pass computes the block once more, instead of keeping what it needs: see `recompute_blocks`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -31,6 +36,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """[B, T, d] -> [B, T, d]."""
+        if self.recompute and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(self._mix, x, mask, cu_seqlens, use_reentrant=False)
+            return recomputed
+        return self._mix(x, mask, cu_seqlens)
+
+    def _mix(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         out: Tensor = self.feed_forward(self.mixer(x, mask, cu_seqlens))
         return out
 
@@ -47,6 +58,9 @@ class Block(nn.Module):
 
 class Backbone(nn.Module):
     """From token ids to hidden vectors."""
+
+    context: ContextGroup | None = None
+    """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -65,7 +79,11 @@ class Backbone(nn.Module):
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; mask and cu_seqlens as for the layers."""
         self._check_ids(ids)
         check_tokens(ids.shape, mask, cu_seqlens)
-        x = self._embed(ids, token_positions(ids.shape[1], mask, cu_seqlens, ids.device))
+        positions = token_positions(ids.shape[1], mask, cu_seqlens, ids.device)
+        if self.context is not None:
+            check_equal_slices(ids.shape, self.context, ids.device)
+            positions = positions + self.context.rank * ids.shape[1]
+        x = self._embed(ids, positions)
         for block in self.blocks:
             x = block(x, mask, cu_seqlens)
         out: Tensor = self.norm(x)

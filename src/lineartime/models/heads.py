@@ -50,9 +50,12 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: if shapes do not fit.
         """
+        return self.total_loss(ids, targets, mask, cu_seqlens) / (targets != IGNORED).sum().clamp(min=1)
+
+    def total_loss(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The sum in the place of the mean of `loss`, for whoever divides by the targets of several batches or processes."""
         hidden = self.backbone(ids, mask, cu_seqlens)
-        total = linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
-        return total / (targets != IGNORED).sum().clamp(min=1)
+        return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
 
     def compile_blocks(self) -> None:
         """Have torch.compile make each block faster, in place: parameters keep their names.
@@ -61,6 +64,15 @@ class LanguageModel(nn.Module):
         """
         for block in self.backbone.blocks:
             block.compile()
+
+    def recompute_blocks(self) -> None:
+        """Have the backward pass compute each block once more from its input, which is all that is kept of it (checkpointing).
+
+        It takes about a third more time, and memory for the activations of one block instead of those of all. Gradients stay
+        the same, dropout included; parameters keep their names.
+        """
+        for block in self.backbone.blocks:
+            block.recompute = True
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., d] -> logits [..., V], by the transposed embedding."""

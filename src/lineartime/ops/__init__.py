@@ -1,15 +1,10 @@
-"""Attention as pure functions of tensors; each file holds the definition, the parallel form and the streaming form."""
+"""Attention as pure functions of tensors; each with its definition, its parallel form and its streaming form."""
 
 from lineartime.ops.cross import cross_attention, cross_attention_oracle
 from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.linear import LinearState, linear_attention, linear_attention_extend, linear_attention_oracle
-from lineartime.ops.mixed_chunk import (
-    MixedChunkState,
-    mixed_chunk_attention,
-    mixed_chunk_attention_extend,
-    mixed_chunk_attention_oracle,
-    mixed_chunk_state,
-)
+from lineartime.ops.mixed_chunk import mixed_chunk_attention, mixed_chunk_attention_oracle
+from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.positions import FactoredBias, rope, rotary_bias, sinusoid, table_bias
 from lineartime.ops.quadratic import (
     QuadraticState,

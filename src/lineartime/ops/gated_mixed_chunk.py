@@ -36,6 +36,7 @@ def gated_mixed_chunk_attention(
     cu_seqlens: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization = "count",
+    elsewhere: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
     """Turn the projected tokens of a FLASH layer into what its output map reads.
@@ -44,7 +45,7 @@ def gated_mixed_chunk_attention(
         projected: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
         gamma, beta: [4, s], scale and offset of q_quad, k_quad, q_lin and k_lin.
         positions: int [T] or [B, T], by which queries and keys are rotated; None for no rotation.
-        chunk_size, causal, bias, mask, cu_seqlens, activation, normalization: as for `mixed_chunk_attention`.
+        chunk_size, causal, bias, mask, cu_seqlens, activation, normalization, elsewhere: as for `mixed_chunk_attention`.
         backend: "tiled" (for processors), those of `mixed_chunk_attention`, or "auto", the fastest that can run.
 
     Returns:
@@ -78,6 +79,7 @@ def gated_mixed_chunk_attention(
             cu_seqlens=cu_seqlens,
             activation=activation,
             normalization=normalization,
+            elsewhere=elsewhere,
             backend=backend,
         )
         gated: Tensor = gate * attended
@@ -85,7 +87,7 @@ def gated_mixed_chunk_attention(
 
     with without_autocast(projected):
         chunks = cut_chunks(projected, chunk_size, mask, cu_seqlens)
-        scales = chunk_scales(chunks, d_qk, causal, normalization, projected)
+        scales = chunk_scales(chunks, d_qk, causal, normalization, elsewhere, projected)
         weight_scale = scales.row[..., None]
         if causal:
             weight_scale = weight_scale * weight_scale.new_ones(chunk_size, chunk_size).tril()

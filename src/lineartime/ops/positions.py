@@ -37,10 +37,10 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
         return _compute_table(positions, n_frequencies, dtype)
     if _last_table is not None:
         last, *others, table = _last_table
-        if others == [n_frequencies, dtype] and torch.equal(last, positions):
-            return table
+        if others == [n_frequencies, dtype] and torch.equal(last, positions.flatten()):  # be they cut into chunks or not
+            return table.view(2, *positions.shape, n_frequencies)
     table = _compute_table(positions, n_frequencies, dtype)
-    _last_table = (positions.clone(), n_frequencies, dtype, table)  # a stream's positions are written to in place
+    _last_table = (positions.flatten().clone(), n_frequencies, dtype, table)  # a stream writes to its positions in place
     return table
 
 

@@ -416,8 +416,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, d_gated: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative(d_gated, "backend 'tiled'", "use set_backend(model, 'torch')")
-    bias = ctx.saved_tensors[5]
-    *gradients, d_bias = _backward_operator(d_gated, *ctx.saved_tensors, *ctx.rest)
+    saved = ctx.saved_tensors  # once: where blocks are recomputed, they can be had no second time
+    bias = saved[5]
+    *gradients, d_bias = _backward_operator(d_gated, *saved, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, *(None,) * 7)
 
 

@@ -122,8 +122,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivative(d_out, "backend 'tiled'", "use set_backend(model, 'torch')")
-    bias = ctx.saved_tensors[3]
-    *gradients, d_bias = _backward_operator(d_out, *ctx.saved_tensors, *ctx.rest)
+    saved = ctx.saved_tensors  # once: where blocks are recomputed, they can be had no second time
+    bias = saved[3]
+    *gradients, d_bias = _backward_operator(d_out, *saved, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, None, None, None)
 
 

@@ -1,22 +1,62 @@
-"""FLASH's attention a token at a time, for streams at different positions, against each stream alone."""
+"""FLASH's attention of streams: against the causal form, and, at different positions, against each stream alone."""
 
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.ops import mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.mixed_chunk_step import mixed_chunk_attention_step, mixed_chunk_streams
+from lineartime.ops.mixed_chunk_stream import mixed_chunk_attention_step, mixed_chunk_streams
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 READ = [0, 1, 3, 4, 11]
 """How many tokens the streams have read before they are joined."""
 
 
-def make_inputs(length: int) -> list[Tensor]:
-    return [torch.randn(1, length, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE)]
+def make_inputs(length: int, batch: int = 1) -> list[Tensor]:
+    return [torch.randn(batch, length, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+    activation=st.sampled_from(ACTIVATIONS),
+    normalization=st.sampled_from(["count", "paper"]),
+)
+def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation: Any, normalization: Any) -> None:
+    inputs, bias = make_inputs(sum(cuts), 2), torch.randn(CHUNK, CHUNK, dtype=torch.float64)
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "normalization": normalization}
+    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=bias)
+    pieces, start = [], 0
+    for size in cuts:
+        piece, state = mixed_chunk_attention_extend(*(x[:, start : start + size] for x in inputs), state, **options)
+        pieces.append(piece)
+        start += size
+    whole = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, **options)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
+    assert state.position == sum(cuts)
+
+
+def test_extend_leaves_the_state_it_was_given_as_it_was() -> None:
+    inputs = make_inputs(7)
+    _, state = mixed_chunk_attention_extend(*inputs, mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=inputs[0]))
+    before = [x.clone() if isinstance(x, Tensor) else x for x in state]
+    mixed_chunk_attention_extend(*make_inputs(9), state)
+    for old, new in zip(before, state, strict=True):
+        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
+
+
+def test_states_accumulate_in_float32() -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16.
+    ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
+    state = mixed_chunk_state(1, 1, 1, 1, like=ones)
+    assert state.summary.dtype == torch.float32
+    _, state = mixed_chunk_attention_extend(0 * ones, ones, ones, ones, ones, state)
+    assert state.summary.item() == 600.0
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,0 +1,180 @@
+"""One of the processes that `test_context_parallel.py` starts: `python context_parallel_process.py RANK SIZE STORE CASES...`.
+
+Every process computes the whole sequence by itself as well, and compares its slice of the outputs and the summed gradients.
+"""
+
+import datetime
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lineartime.layers import set_backend
+from lineartime.models import (
+    AttentionConfig,
+    FLASHConfig,
+    GAUConfig,
+    LanguageModel,
+    ModelConfig,
+    build_model,
+    set_context_parallel,
+)
+from lineartime.models.mixers import LocalFLASHConfig, MixerConfig, PerformerConfig
+from lineartime.ops import context_parallel
+
+CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
+
+
+def make_model(task: Any, dtype: torch.dtype = torch.float64, position: Any = "none", **mixer: Any) -> LanguageModel:
+    """Parameters are large, so that nothing that a token reads is lost beside the residual."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        task=task,
+        vocab_size=VOCABULARY,
+        d_model=8,
+        n_blocks=2,
+        mixer=FLASHConfig(d_qk=D_QK, chunk_size=CHUNK, **mixer),
+        absolute_position=position,
+        max_positions=LENGTH if position == "learned" else None,
+    )
+    model = build_model(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.to(dtype)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, targets = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
+    return ids, targets.masked_fill(torch.rand(2, LENGTH, generator=generator) < 0.3, -100)
+
+
+def logits_loss_gradients(model: LanguageModel, ids: Tensor, targets: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        logits = model(ids)
+    loss = model.total_loss(ids, targets)
+    return [logits, loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def slice_of(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+def assert_split_is_whole(model: LanguageModel, tolerance: float, prepare: Callable[[], None] = lambda: None) -> None:
+    """`prepare` is called between the whole and the split computation."""
+    ids, targets = make_batch()
+    logits, *whole = logits_loss_gradients(model, ids, targets)
+    set_context_parallel(model, dist.group.WORLD)
+    prepare()
+    own_logits, *split = logits_loss_gradients(model, slice_of(ids), slice_of(targets))
+    for gradient in split:
+        dist.all_reduce(gradient)
+    for one, other in zip([own_logits, *split], [slice_of(logits), *whole], strict=True):
+        error, largest = (one - other).abs().max(), other.abs().max()
+        assert error <= tolerance * (1 + largest), f"{error} beside {largest}"
+
+
+def split_is_whole() -> None:
+    for task, backend, normalization, (rope, position) in itertools.product(
+        ("clm", "mlm"), ("torch", "tiled"), ("count", "paper"), ((True, "scaled_sin"), (False, "learned"))
+    ):
+        model = make_model(task, position=position, normalization=normalization, rope=rope)
+        set_backend(model, backend)
+        assert_split_is_whole(model, 1e-10)
+    for task in ("clm", "mlm"):
+        assert_split_is_whole(make_model(task, activation="softmax"), 1e-10)
+        assert_split_is_whole(make_model(task, torch.float32), 1e-5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_split_is_whole(make_model(task, torch.float32), 5e-2)
+
+
+def recomputation_repeats_the_exchange() -> None:
+    for task in ("clm", "mlm"):
+        model = make_model(task)
+        assert_split_is_whole(model, 1e-10, model.recompute_blocks)
+
+
+def compiled_is_whole() -> None:
+    for task, recompute in (("clm", True), ("mlm", False)):
+        model = make_model(task, torch.float32)
+
+        def prepare(model: LanguageModel = model, recompute: bool = recompute) -> None:
+            if recompute:
+                model.recompute_blocks()
+            model.compile_blocks()
+
+        assert_split_is_whole(model, 1e-4, prepare)
+
+
+def only_states_cross() -> None:
+    sent: list[int] = []
+    real_gather, real_reduce = dist.all_gather, dist.all_reduce
+
+    def gather(parts: list[Tensor], x: Tensor, **options: Any) -> None:
+        sent.append(x.numel())
+        real_gather(parts, x, **options)
+
+    def reduce(x: Tensor, **options: Any) -> None:
+        sent.append(x.numel())
+        real_reduce(x, **options)
+
+    ids, targets = make_batch()
+    for task in ("clm", "mlm"):
+        model = make_model(task)
+        set_context_parallel(model, dist.group.WORLD)
+        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = gather, reduce
+        loss = model.total_loss(slice_of(ids), slice_of(targets))
+        states = [2 * D_QK * D_VALUE] * 2  # batch x s x e, for each of two layers
+        assert sent == [2, *states], sent  # the shape of the slices, and states
+        loss.backward()
+        assert sent == [2, *states, *states], sent
+        sent.clear()
+        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = real_gather, real_reduce
+
+
+def what_cannot_be_split_is_refused() -> None:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model = make_model("clm")
+    whole = model(make_batch()[0])
+    set_context_parallel(model, world)
+    ids = torch.zeros(1, 2 * CHUNK, dtype=torch.long)
+    with pytest.raises(ValueError, match=rf"shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must all be alike"):
+        model(ids[:, : CHUNK if rank == 0 else 2 * CHUNK])
+    for length in (0, CHUNK + 1):
+        with pytest.raises(ValueError, match=rf"holds {length} tokens .* chunk_size = {CHUNK}"):
+            model(ids[:, :length])
+    with pytest.raises(ValueError, match="mask is given, but sequences that are split"):
+        model(ids, mask=ids == 0)
+    with pytest.raises(ValueError, match="cu_seqlens is given, but sequences that are split"):
+        model(ids, cu_seqlens=torch.tensor([0, 2 * CHUNK]))
+    set_context_parallel(model, None)
+    assert torch.equal(model(make_batch()[0]), whole)
+
+    others: list[MixerConfig] = [GAUConfig(), AttentionConfig(n_heads=2), LocalFLASHConfig(), PerformerConfig(n_heads=2)]
+    for mixer in others:
+        other = build_model(make_model("clm").config.override(mixer=mixer))
+        with pytest.raises(ValueError, match=f"made of {type(other.backbone.blocks[0].mixer).__name__}, which needs its whole"):
+            set_context_parallel(other, world)
+        assert other.backbone.context is None
+    first_alone = dist.new_group([0])
+    if rank > 0:
+        with pytest.raises(ValueError, match="not in the group"):
+            set_context_parallel(model, first_alone)
+
+
+if __name__ == "__main__":
+    own_rank, size, store, *cases = sys.argv[1:]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(own_rank), world_size=int(size), timeout=datetime.timedelta(seconds=60)
+    )
+    for case in cases:
+        globals()[case]()
+    dist.destroy_process_group()
