@@ -1,6 +1,7 @@
 import inspect
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,36 @@ def test_metrics_hold_all_numbers(tmp_path: Path) -> None:
 def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     with reporter(tmp_path, steps=4) as report:
+        now += 5
         take(report, 1)
+        now += 5
         take(report, 2, skipped=1)
+        now += 5
         take(report, 3, skipped=1)  # after the last checkpoint: lost
-    before = read_metrics(tmp_path)
-    for _ in range(100):
-        next(clock)
+    now += 1000
     with reporter(tmp_path, first_step=2, steps=4) as report:
+        now += 7
         take(report, 3, skipped=1)
-    *_, second, third = read_metrics(tmp_path)
-    assert second == before[1]
-    assert (third["tokens"], third["skipped"]) == (300, 1)
-    assert third["seconds"] - second["seconds"] == before[1]["seconds"]  # of as many readings of the clock, from a beginning
+        report.skipped(4, "no reason")
+    lines = read_metrics(tmp_path)
+    assert [(line["step"], line["tokens"], line["seconds"]) for line in lines] == [
+        (1, 100, 5.0),
+        (2, 200, 10.0),
+        (3, 300, 17.0),
+        (4, 300, 17.0),
+    ]
+    assert lines[-1]["skipped"] == 2
+
+
+def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        take(report, 1, skipped=3)
+    with reporter(tmp_path, first_step=1) as report:
+        report.skipped(2, "no reason")
+    assert read_metrics(tmp_path)[-1]["skipped"] == 4
 
 
 def test_waiting_is_a_share_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +134,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(LineartimeError, match=r"Cannot write .*metrics.jsonl: No space left on device; free some space"):
-        report = reporter(tmp_path)
-        (tmp_path / "full").symlink_to("/dev/full")
-        report._metrics = (tmp_path / "full").open("a")
-        with report:
+    with reporter(tmp_path) as report:
+        report._metrics.close()
+        report._metrics = Path("/dev/full").open("a")  # noqa: SIM115
+        with pytest.raises(LineartimeError, match=r"Cannot write .*metrics.jsonl: No space left on device; free some space"):
             take(report, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), report._metrics.fileno())  # or what it could not write would fail again
 
 
 def test_the_curve_is_a_picture_of_the_losses(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import importlib.machinery
-import io
 import sys
 import types
 from pathlib import Path
@@ -49,7 +48,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def settings(*, console: str) -> None:
         assert console == "off"
 
-    for package, functions in (("wandb", {"init": init_wandb, "Settings": settings}), ("trackio", {"init": init_trackio})):
+    packages: dict[str, dict[str, Any]] = {
+        "wandb": {"init": init_wandb, "Settings": settings},
+        "trackio": {"init": init_trackio, "finish": lambda: FakeRun(found).finish()},
+    }
+    for package, functions in packages.items():
         module = types.ModuleType(package)
         module.__spec__ = importlib.machinery.ModuleSpec(package, None, origin="a test")
         vars(module).update(functions)
@@ -179,10 +182,14 @@ def test_a_tracker_that_fails_to_finish_ends_no_run(
 
 
 def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(event: Event) -> None:
+        raise OSError(28, "No space left on device")
+
     with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}) as report:
         tracker: Any = report._trackers._trackers["tensorboard"]
-        tracker._writer.write_event = lambda event: io.FileIO("/dev/full", "w").write(b"x")
+        tracker._writer.write_event = fail
         report.step(1, loss=5.5, learning_rate=0.25, gradient_norm=3.0, tokens=100, waiting=0.0, skipped=0)
+    tracker.close()
     assert "The tracker tensorboard failed, and training goes on without it: [Errno 28] No space" in capsys.readouterr().err
     assert len(read_metrics(tmp_path)) == 1
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lineartime.errors import cannot
+from lineartime.errors import LineartimeError, cannot
 from lineartime.training.record import write_whole
 from lineartime.training.trackers import Trackers
 
@@ -37,9 +37,7 @@ class Reporter:
         LineartimeError: if metrics.jsonl cannot be written, or a tracker cannot begin.
     """
 
-    def __init__(
-        self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any]) -> None:
         self._file = run / METRICS_FILE
         self._steps = steps
         self._console = Console(stderr=True, highlight=False, markup=False)
@@ -59,7 +57,11 @@ class Reporter:
             self._metrics = self._file.open("a", encoding="utf-8")
         except OSError as error:
             raise cannot("write", self._file, error) from None
-        self._trackers = Trackers(trackers, run, first_step, record, self.say)
+        try:
+            self._trackers = Trackers(trackers, run, first_step, record, self.say)
+        except LineartimeError:
+            self._metrics.close()
+            raise
         self._tokens = int(_last(before, "tokens"))
         self._skipped = int(_last(before, "skipped"))
         self._begin = time.perf_counter() - _last(before, "seconds")  # as if no time had passed between processes

@@ -46,7 +46,8 @@ def show_runs(config: RunsConfig) -> None:
     paths, missing = _find(config.folders)
     runs: list[RunSummary] = []
     problems: list[str] = []
-    for path, name in track(paths.items(), "reading", console=Console(stderr=True), transient=True):
+    screen = Console(stderr=True)
+    for path, name in track(paths.items(), "reading", console=screen, transient=True, disable=not screen.is_terminal):
         run, damaged = summarize(path, name)
         runs.append(run)
         problems += damaged
@@ -106,7 +107,7 @@ def _print(runs: Sequence[RunSummary]) -> None:
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
     narrow = []
     for name in (*_LEAST_FIRST, *reversed(options[:MOST_OPTIONS]), *_THEN):
-        if sum(max(map(cell_len, (name, *cells))) + 1 for name, cells in columns.items()) + 1 <= console.width:
+        if sum(max(map(cell_len, (name, *cells))) + 2 for name, cells in columns.items()) + 1 <= console.width:
             break
         if columns.pop(name, None) is not None:
             narrow.append(name)
@@ -194,5 +195,5 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
 }
 _ALWAYS = ("run", "step", "validation", "state")
 # Where a terminal is too narrow, columns are left out in this order; options that differ go in between.
-_LEAST_FIRST = ("skipped", "tokens", "waiting", "training")
-_THEN = ("time", "tokens/s", "data", "bits/byte", "model")
+_LEAST_FIRST = ("skipped", "waiting", "tokens", "training")
+_THEN = ("time", "tokens/s", "data", "model", "bits/byte")

@@ -185,6 +185,7 @@ class Trackio:
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import trackio
 
+        self._finish: Callable[[], None] = trackio.finish
         with redirect_stdout(sys.stderr):  # standard output is for results
             # It knows runs by their names alone, of which many folders may have the same.
             self._run: Any = trackio.init(
@@ -202,4 +203,4 @@ class Trackio:
     def close(self) -> None:
         """Wait until everything is written."""
         with redirect_stdout(sys.stderr):
-            self._run.finish()
+            self._finish()  # of the package: the run's own would be called once more when the process ends
