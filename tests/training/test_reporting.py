@@ -10,7 +10,7 @@ import pytest
 
 from lineartime.errors import LineartimeError
 from lineartime.training.curve import draw_curve
-from lineartime.training.reporting import Reporter, Silent, count_damaged, read_metrics
+from lineartime.training.reporting import Reporter, Silent, read_damaged_metrics, read_metrics
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
@@ -153,7 +153,7 @@ def test_the_curve_is_a_picture_of_the_losses(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-    assert count_damaged(tmp_path) == 0
+    assert read_damaged_metrics(tmp_path)[1] == 0
     assert draw_curve(tmp_path, "title").exists()
 
 
@@ -162,7 +162,7 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         b'{"step": 1, "loss": "two"}\n\xff\x00\n[1]\n{"step": "2"}\n{"step": 3, "loss": NaN}\n\x89PNG'
     )
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
-    assert count_damaged(tmp_path) == 4
+    assert read_damaged_metrics(tmp_path)[1] == 4
 
 
 def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

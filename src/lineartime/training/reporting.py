@@ -206,19 +206,18 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
     Lines that are none are passed over: a killed process, or a full disk, leaves one that is cut off.
     """
-    return [line for line in map(_parse, _texts(run)) if line is not None]
+    return read_damaged_metrics(run)[0]
 
 
-def count_damaged(run: Path) -> int:
-    """How many lines of a run's metrics file `read_metrics` passes over, but for a last one that was only cut off."""
-    *lines, last = _texts(run)
-    damaged = sum(_parse(text) is None for text in lines)
+def read_damaged_metrics(run: Path) -> tuple[list[dict[str, float]], int]:
+    """What `read_metrics` gives, and how many lines were passed over, but for a last one that was only cut off."""
+    *texts, last = (run / METRICS_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
+    found = [_parse(text) for text in texts]
     begin = '{"step": '
-    return damaged + (_parse(last) is None and last[: len(begin)] != begin[: len(last)])
-
-
-def _texts(run: Path) -> list[str]:
-    return (run / METRICS_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
+    if last[: len(begin)] != begin[: len(last)] or _parse(last) is not None:
+        found.append(_parse(last))
+    lines = [line for line in found if line is not None]
+    return lines, len(found) - len(lines)
 
 
 def _parse(text: str) -> dict[str, float] | None:

@@ -11,7 +11,7 @@ from lineartime.errors import LineartimeError, cannot
 from lineartime.training.checkpoint import last_checkpoint, list_checkpoints, read_facts
 from lineartime.training.curve import Line, thinned
 from lineartime.training.record import RECORD_FILE, read_record
-from lineartime.training.reporting import AVERAGED, METRICS_FILE, count_damaged, read_metrics
+from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_damaged_metrics
 
 DEPTH = 3
 """Folders from the one that is given down to a run, at the most."""
@@ -78,7 +78,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     metrics = path / METRICS_FILE
     if metrics.exists():  # or it has not taken a step yet
         try:
-            lines, damaged = read_metrics(path), count_damaged(path)
+            lines, damaged = read_damaged_metrics(path)
         except OSError as error:
             problems.append(str(cannot("read", metrics, error)))
         else:
