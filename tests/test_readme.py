@@ -19,7 +19,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    found = re.findall(r"^(?:    |\$ )?(lineartime (?:train|eval|generate|presets|bench|info)\b.*)$", text, re.MULTILINE)
+    found = re.findall(r"^(?:    |\$ )?(lineartime (?:train|eval|generate|runs|presets|bench|info)\b.*)$", text, re.MULTILINE)
     return [line.split("  #")[0] for line in found]
 
 

@@ -35,6 +35,7 @@ from lineartime.training.curve import draw_curve
 from lineartime.training.loop import prepare
 from lineartime.training.machine import choose_device, choose_precision
 from lineartime.training.reporting import METRICS_FILE
+from lineartime.training.runs import RunsConfig, show_runs
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
     | Annotated[GenerateConfig, tyro.conf.subcommand("generate")]
+    | Annotated[RunsConfig, tyro.conf.subcommand("runs")]
     | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
     | Annotated[BenchConfig, tyro.conf.subcommand("bench")]
     | Annotated[InfoConfig, tyro.conf.subcommand("info")]
@@ -120,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _eval(command)
             case GenerateConfig():
                 _generate(command)
+            case RunsConfig():
+                show_runs(command)
             case PresetsConfig():
                 show_presets(command)
             case BenchConfig():

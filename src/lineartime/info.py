@@ -15,7 +15,14 @@ from rich.table import Table
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
 from lineartime.training.machine import choose_device, compiler_missing, processor_name, product_seconds
 
-EXTRAS = {"matplotlib": "plot", "tokenizers": "tokenizers", "triton": "triton", "flash_pytorch": "peers"}
+EXTRAS = {
+    "matplotlib": "plot",
+    "tokenizers": "tokenizers",
+    "triton": "triton",
+    "flash_pytorch": "peers",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
 """Packages that add something, and the extra that installs each."""
 
 

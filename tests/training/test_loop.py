@@ -37,8 +37,8 @@ def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while the given step is being reported."""
     report = Reporter.step
 
-    def report_and_interrupt(self: Reporter, now: int, *arguments: Any) -> None:
-        report(self, now, *arguments)
+    def report_and_interrupt(self: Reporter, now: int, **numbers: Any) -> None:
+        report(self, now, **numbers)
         if now == step:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -127,13 +127,15 @@ class Trainer:
         run = config.run_directory
         if not checkpoints.list_checkpoints(run):  # so that there is one from the first moment
             self._save(self._validation_loss())
-        with Reporter(run, self.step, config.steps, config.tensorboard) as report, _interrupts() as stop:
+        trackers = ("tensorboard",) if config.tensorboard else ()
+        with Reporter(run, self.step, config.steps, trackers, record=config.to_dict()) as report, _interrupts() as stop:
             report.say(self.summary)
             if self.step >= config.steps:
                 report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
             while self.step < config.steps:
                 loss, gradient_norm, rate = self._take_step()
-                report.step(self.step, loss, rate, gradient_norm, self.tokens_per_step)
+                numbers = {"loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm, "waiting": 0.0}
+                report.step(self.step, **numbers, tokens=self.tokens_per_step, skipped=0)
                 interrupted = stop.requested and self.step < config.steps
                 if self.step % config.eval_every == 0 or self.step == config.steps or interrupted:
                     validation_loss = self._validation_loss()

@@ -1,0 +1,133 @@
+"""What made a run: run.json holds its options, and for each process that worked on it the command, versions, machine and git.
+
+No environment variables are kept, nor where a repository comes from: both can hold secrets.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineartime.errors import LineartimeError, cannot
+from lineartime.training.checkpoint import list_checkpoints
+from lineartime.training.machine import processor_name
+
+RECORD_FILE = "run.json"
+_PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
+
+
+def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> None:
+    """Write run.json when a process begins to work on a run, before the first checkpoint of a new one is written.
+
+    A run with checkpoints goes on: its record keeps the options it was started with, and gets an entry for this process, with
+    the options that differ.
+
+    Args:
+        run: the run's folder.
+        config: all options, as values for JSON.
+        command: the arguments of the process, the program first.
+
+    Raises:
+        LineartimeError: if the file cannot be written, or the run goes on and its record is damaged.
+    """
+    options = json.loads(json.dumps(config))  # as they will be read
+    record: dict[str, Any] = {"options": options, "seed": options.get("seed"), "processes": []}
+    if list_checkpoints(run) and (run / RECORD_FILE).exists():
+        record = read_record(run)
+    started = record["options"]
+    record["processes"].append(
+        {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": list(command),
+            "changed_options": {name: options[name] for name in options if options[name] != started.get(name)},
+            "versions": _versions(),
+            "machine": _machine(),
+            "git": _git(),
+        }
+    )
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        write_whole(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        raise cannot("write", run / RECORD_FILE, error) from None
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """What `write_record` wrote: "options", "seed" and "processes", the first of which started the run.
+
+    Raises:
+        LineartimeError: if there is no such file, or it is damaged.
+    """
+    file = run / RECORD_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot("read", file, error) from None
+    except ValueError:
+        record = None
+    fields = (("options", dict), ("processes", list))
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in fields):
+        raise LineartimeError(f"{file} is damaged: restore it from a copy, or delete it, for training does not need it.")
+    return record
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file so that a process killed at any moment leaves the new one or the one before; OSError as from `open`."""
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    partial.replace(file)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"torch": torch.__version__}  # with its build, which the package does not always tell
+
+
+def _machine() -> dict[str, Any]:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processes": torch.distributed.get_world_size() if distributed else 1,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit, branch and whether tracked files are changed in the working directory; None without git or a repository."""
+    try:
+        status = subprocess.run(
+            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
+            capture_output=True,
+            check=True,
+            timeout=10,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # only look
+        ).stdout.decode(errors="replace")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = status.splitlines()
+    facts = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# "))
+    commit, branch = facts.get("branch.oid"), facts.get("branch.head")
+    return {
+        "commit": None if commit == "(initial)" else commit,
+        "branch": None if branch == "(detached)" else branch,
+        "changed": any(not line.startswith("# ") for line in lines),
+    }

@@ -1,0 +1,150 @@
+"""What the files of a run tell about it, and where there are runs."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import LineartimeError, cannot
+from lineartime.training.checkpoint import last_checkpoint, list_checkpoints, read_facts
+from lineartime.training.curve import Line, thinned
+from lineartime.training.record import RECORD_FILE, read_record
+from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_damaged_metrics
+
+DEPTH = 3
+"""Folders from the one that is given down to a run, at the most."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What is known of a run; None for what its files do not tell.
+
+    Attributes:
+        name: by which it is shown.
+        path: its folder.
+        options: those it was started with; empty if they are not known.
+        step: the last one that was recorded.
+        tokens: learned from.
+        training_loss: in nats per token, the mean of the last 20 steps.
+        validation_loss: in nats per token, the lowest.
+        bits_per_byte: of the same evaluation.
+        tokens_per_second: the median of all steps.
+        seconds: of training, evaluations and checkpoints included.
+        waiting: share of the steps' time that was spent waiting for data.
+        skipped: steps that changed nothing.
+        state: "finished"; "running" for one that wrote a moment ago; "silent" for one that is not finished and did not.
+        silent_seconds: since it last wrote.
+        lines: its losses, thinned for the plot.
+    """
+
+    name: str
+    path: Path
+    options: dict[str, Any]
+    step: int
+    tokens: int | None
+    training_loss: float | None
+    validation_loss: float | None
+    bits_per_byte: float | None
+    tokens_per_second: float | None
+    seconds: float | None
+    waiting: float | None
+    skipped: int
+    state: str
+    silent_seconds: float
+    lines: list[Line] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the losses of each step, for JSON."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items() if name != "lines"}
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """The runs at and below a folder; OSError where it cannot be read."""
+    if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
+        yield folder
+    else:
+        for path in sorted(folder.iterdir()):
+            if depth and path.is_dir() and not path.name.startswith("."):
+                yield from find_runs(path, depth - 1)
+
+
+def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
+    """What is known of a run, and a sentence for each of its files that is damaged."""
+    problems: list[str] = []
+    options = _options(path, problems)
+    lines: list[dict[str, float]] = []
+    metrics = path / METRICS_FILE
+    if metrics.exists():  # or it has not taken a step yet
+        try:
+            lines, damaged = read_damaged_metrics(path)
+        except OSError as error:
+            problems.append(str(cannot("read", metrics, error)))
+        else:
+            if damaged:
+                what = "1 damaged line" if damaged == 1 else f"{damaged:,} damaged lines"
+                problems.append(f"{metrics} has {what}, passed over here: restore it from a copy if you have one.")
+    evaluated = [line for line in lines if "validation_loss" in line]
+    best = min(evaluated, key=lambda line: line["validation_loss"], default={})
+    losses = [line["loss"] for line in lines if "loss" in line]
+    speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second", 0) > 0]
+    step, seconds, tokens = (_largest(lines, name) for name in ("step", "seconds", "tokens"))
+    silent = max(0.0, time.time() - max(file.stat().st_mtime for file in (metrics, path) if file.exists()))
+    summary = RunSummary(
+        name=name,
+        path=path,
+        options=options,
+        step=int(step or 0),
+        tokens=None if tokens is None else int(tokens),
+        training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
+        validation_loss=best.get("validation_loss"),
+        bits_per_byte=best.get("validation_bits_per_byte"),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        seconds=seconds,
+        waiting=_waiting(lines),
+        skipped=int(_largest(lines, "skipped") or 0),
+        state=_state(options.get("steps"), step, seconds, silent),
+        silent_seconds=round(silent, 1),
+        lines=thinned(lines),
+    )
+    return summary, problems
+
+
+def _options(path: Path, problems: list[str]) -> dict[str, Any]:
+    """What a run was started with, by its record, or else by its last checkpoint."""
+    if (path / RECORD_FILE).exists():
+        try:
+            options: dict[str, Any] = read_record(path)["options"]
+            return options
+        except LineartimeError as error:
+            problems.append(str(error))
+    if list_checkpoints(path):
+        try:
+            kept = read_facts(last_checkpoint(path))["config"]
+            return kept if isinstance(kept, dict) else {}
+        except LineartimeError as error:
+            problems.append(str(error))
+    return {}
+
+
+def _largest(lines: list[dict[str, float]], name: str) -> float | None:
+    """The end of a running total."""
+    return max((line[name] for line in lines if name in line), default=None)
+
+
+def _waiting(lines: list[dict[str, float]]) -> float | None:
+    """The share over all steps, each of which counts by its time; they are over the same number of tokens."""
+    steps = [line for line in lines if "waiting" in line and line.get("tokens_per_second", 0) > 0]
+    if not steps:
+        return None
+    seconds = [1 / line["tokens_per_second"] for line in steps]
+    return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds)
+
+
+def _state(steps: object, step: float | None, seconds: float | None, silent: float) -> str:
+    """Whether a run is finished, or wrote a moment ago: a minute, or the time of ten of its steps where they are long."""
+    if isinstance(steps, int) and step is not None and step >= steps:
+        return "finished"
+    moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
+    return "running" if silent < moment else "silent"

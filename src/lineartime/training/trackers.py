@@ -1,0 +1,206 @@
+"""Where the numbers of a run are shown while it goes on: TensorBoard, Weights & Biases, trackio.
+
+A tracker is a convenience: one that fails in the middle of a run (no network, a full disk) is said to have failed and is done
+without. metrics.jsonl, which reporting.py writes, has the same numbers.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Protocol
+
+from lineartime.errors import LineartimeError, missing_extra
+from lineartime.training.record import write_whole
+
+IDENTITY_FILE = "tracker-id"
+PROJECT = "lineartime"
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+"""The package that each tracker needs."""
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a run."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Show finite numbers by name; steps come in order, one of them perhaps several times."""
+
+    def close(self) -> None:
+        """Finish; nothing is written after it."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise LineartimeError for a tracker that does not exist, or whose package is not installed."""
+    for name in names:
+        if name not in PACKAGES:
+            raise LineartimeError(f"There is no tracker {name!r}: choose from {', '.join(PACKAGES)}.")
+        spec = importlib.util.find_spec(PACKAGES[name])
+        if spec is None or spec.origin is None:  # or it is only a folder of that name, as wandb leaves them
+            if name == "tensorboard":  # no extra, but part of lineartime
+                raise LineartimeError("TensorBoard scalars need tensorboardX: pip install tensorboardX, or do without them.")
+            raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
+
+
+class Trackers:
+    """Several trackers as one, of which those that fail are dropped.
+
+    Args:
+        names: of "tensorboard", "wandb", "trackio".
+        run: the run's folder, which exists.
+        first_step: steps taken before; a run that goes on does so in the trackers, too.
+        options: the run's options, for trackers that show them.
+        say: what prints a line for the user.
+
+    Raises:
+        LineartimeError: for what `check_trackers` does, and for a tracker that cannot begin a new run; one that cannot go on
+            with an old one is dropped.
+    """
+
+    def __init__(
+        self, names: Sequence[str], run: Path, first_step: int, options: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        check_trackers(names)
+        self._say = say
+        self._trackers: dict[str, Tracker] = {}
+        for name in dict.fromkeys(names):
+            try:
+                self._trackers[name] = _start(name, run, first_step, options)
+            except Exception as error:  # whatever a foreign package raises
+                if first_step == 0:
+                    raise LineartimeError(
+                        f"The tracker {name} cannot begin: {_reason(error)}; mend that, or leave the tracker out."
+                    ) from None
+                self._say_failed(name, error)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Hand numbers to every tracker."""
+        self._each(lambda tracker: tracker.write(step, numbers))
+
+    def close(self) -> None:
+        """Finish every tracker."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # whatever a foreign package raises
+                del self._trackers[name]
+                self._say_failed(name, error)
+
+    def _say_failed(self, name: str, error: Exception) -> None:
+        self._say(f"The tracker {name} failed, and training goes on without it: {_reason(error)}.")
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _start(name: str, run: Path, first_step: int, options: Mapping[str, Any]) -> Tracker:
+    if name == "tensorboard":
+        return TensorBoard(run / "tensorboard", first_step)
+    identity = _identity(run, first_step)
+    return (WandB if name == "wandb" else Trackio)(run, identity, options)
+
+
+def _identity(run: Path, first_step: int) -> str:
+    """What a run is called in the trackers: kept in its folder, and given anew to one that begins."""
+    file = run / IDENTITY_FILE
+    if first_step > 0 and file.is_file():
+        kept = file.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[0-9a-f]{12}", kept):
+            return kept
+    identity = uuid.uuid4().hex[:12]
+    write_whole(file, identity + "\n")
+    return identity
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's format, written in this thread, so that a full disk is noticed where it can be reported."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
+
+        self._event: Any = event_pb2.Event
+        self._scalar: Any = scalar
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+        # Tells TensorBoard to forget later steps of a process that was killed.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Append scalars and hand them to the system."""
+        for name, value in numbers.items():
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases; its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY) say where it goes."""
+
+    def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        with redirect_stdout(sys.stderr):  # standard output is for results
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=identity,
+                name=run.absolute().name,
+                dir=str(run.absolute()),
+                config=dict(options),
+                resume="allow",
+                settings=wandb.Settings(console="off"),  # or it would catch the live display
+            )
+        # W&B's own count never goes back, as a run does that was killed and resumed from a checkpoint; this axis may.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Queue numbers for W&B's own process."""
+        self._run.log({**numbers, "step": step})
+
+    def close(self) -> None:
+        """Wait until everything is handed over."""
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+class Trackio:
+    """A run of trackio: on this machine, or where its own variables say."""
+
+    def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._finish: Callable[[], None] = trackio.finish
+        with redirect_stdout(sys.stderr):  # standard output is for results
+            # It knows runs by their names alone, of which many folders may have the same.
+            self._run: Any = trackio.init(
+                project=PROJECT,
+                name=f"{run.absolute().name}-{identity}",
+                config=dict(options),
+                resume="allow",
+                embed=False,
+            )
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Queue numbers for trackio's own thread."""
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        with redirect_stdout(sys.stderr):
+            self._finish()  # of the package: the run's own would be called once more when the process ends

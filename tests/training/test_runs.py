@@ -1,0 +1,283 @@
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.cli import main
+from lineartime.errors import LineartimeError
+from lineartime.training.config import TrainConfig
+from lineartime.training.curve import counted
+from lineartime.training.loop import train
+from lineartime.training.record import write_record
+from lineartime.training.reporting import read_metrics
+from lineartime.training.runs import RunsConfig, differing_options, show_runs
+from lineartime.training.summary import RunSummary, find_runs, summarize
+
+
+def make_run(run: Path, best: float = 2.0, steps: int = 40, taken: int = 40, **options: Any) -> Path:
+    """A run's files as training leaves them: its losses fall to `best` at step 30."""
+    write_record(run, {"preset": "flash-tiny", "data": "/texts/books", "steps": steps, "seed": 0, **options}, ["lineartime"])
+    lines: list[dict[str, float]] = []
+    for step in range(1, taken + 1):
+        totals = {"tokens": 1000 * step, "seconds": 0.5 * step}
+        lines.append({"step": step, "loss": 5 / step, "tokens_per_second": 2000.0, "waiting": 0.25, **totals})
+        if step % 10 == 0:
+            loss = best + abs(step - 30) / 10
+            lines.append({"step": step, "validation_loss": loss, "validation_bits_per_byte": loss / 2, **totals})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def silence(run: Path, seconds: float) -> None:
+    """As if a run had last written so long ago."""
+    then = time.time() - seconds
+    for path in (run / "metrics.jsonl", run):
+        os.utime(path, (then, then))
+
+
+def shown(*folders: Path, **options: Any) -> None:
+    show_runs(RunsConfig(folders, **options))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a printed table, the names of the columns first."""
+    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith((" ─", "left out", "plot:"))]
+
+
+def test_a_summary_tells_what_training_left(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", best=2.0)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "skipped": 2}\n')
+    summary, problems = summarize(run, "run")
+    assert problems == []
+    assert (summary.step, summary.tokens, summary.seconds, summary.skipped) == (40, 40_000, 20.0, 2)
+    assert summary.training_loss == pytest.approx(sum(5 / step for step in range(21, 41)) / 20)
+    assert (summary.validation_loss, summary.bits_per_byte) == (2.0, 1.0)
+    assert (summary.tokens_per_second, summary.waiting, summary.state) == (2000.0, 0.25, "finished")
+
+
+def test_steps_that_take_long_count_for_more_of_the_waiting(tmp_path: Path) -> None:
+    lines = [{"step": 1, "tokens_per_second": 1000.0, "waiting": 0.5}, {"step": 2, "tokens_per_second": 3000.0, "waiting": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize(tmp_path, "run")[0].waiting == pytest.approx((3 * 0.5 + 0.1) / 4)
+
+
+def test_the_state_claims_no_more_than_the_files_tell(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", taken=20)
+    assert summarize(run, "")[0].state == "running"
+    silence(run, 3600)
+    summary = summarize(run, "")[0]
+    assert summary.state == "silent"
+    assert summary.silent_seconds == pytest.approx(3600, abs=10)
+    text = (run / "metrics.jsonl").read_text().replace('"seconds": 10.0', '"seconds": 10000.0')  # 500 seconds a step
+    (run / "metrics.jsonl").write_text(text)
+    silence(run, 3600)
+    assert summarize(run, "")[0].state == "running"
+
+
+def test_a_run_that_has_not_taken_a_step_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(tmp_path / "run", {"preset": "flash-tiny", "steps": 5}, ["lineartime"])
+    shown(tmp_path)
+    assert rows(capsys.readouterr().out)[1] == ["run", "flash-tiny", "0/5", "-", "running"]
+
+
+def test_a_run_from_before_there_were_records_is_told_by_its_checkpoint(config: Callable[..., TrainConfig]) -> None:
+    run = train(config(steps=2))
+    (run / "run.json").unlink(missing_ok=True)
+    summary, problems = summarize(run, "run")
+    assert problems == []
+    assert summary.options["preset"] == "flash-tiny"
+    assert (summary.step, summary.tokens, summary.state) == (2, 2 * 2 * 24, "finished")
+    assert summary.validation_loss == min(line["validation_loss"] for line in read_metrics(run) if "validation_loss" in line)
+
+
+def test_the_best_run_comes_first_and_all_columns_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", best=2.5)
+    make_run(tmp_path / "deep" / "down" / "b", best=2.25)
+    make_run(tmp_path / "c", taken=5)
+    shown(tmp_path)
+    header, *table = rows(capsys.readouterr().out)
+    names = ["run", "model", "data", "step", "tokens", "training", "validation", "bits/byte", "tokens/s", "time", "waiting"]
+    assert header == [*names, "state"]  # nothing was skipped
+    assert table[0] == [
+        *("deep/down/b", "flash-tiny", "books", "40/40", "40,000", "0.170"),
+        *("2.250", "1.125", "2,000", "20", "s", "25.0%", "finished"),
+    ]
+    assert [row[0] for row in table] == ["deep/down/b", "a", "c"]
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_may_be_given_itself_and_none_is_shown_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a")
+    make_run(tmp_path / "b", best=3.0)
+    shown(run, tmp_path, json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert [Path(found["path"]).name for found in facts["runs"]] == ["a", "b"]
+
+
+def test_folders_are_searched_three_levels_down_and_never_in_runs(tmp_path: Path) -> None:
+    make_run(tmp_path / "1" / "2" / "3")
+    make_run(tmp_path / "1" / "2" / "3" / "inside")
+    make_run(tmp_path / "one" / "two" / "three" / "four")
+    make_run(tmp_path / ".hidden")
+    assert list(find_runs(tmp_path)) == [tmp_path / "1" / "2" / "3"]
+
+
+def test_options_are_shown_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same: dict[str, Any] = {"batch_size": 4, "out": "x"}
+    make_run(tmp_path / "a", best=2.0, learning_rate=0.003, override=("d_model=16", "n_blocks=2"), **same)
+    make_run(tmp_path / "b", best=3.0, learning_rate=0.01, override=(), **{**same, "out": "y"})
+    shown(tmp_path)
+    header, first, second = rows(capsys.readouterr().out)
+    assert header[-3:] == ["state", "learning_rate", "override"]
+    assert first[-3:] == ["0.003", "d_model=16", "n_blocks=2"]
+    assert second[-2:] == ["0.01", "-"]
+
+
+def test_only_some_of_many_options_are_shown_and_the_others_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (1, 2):
+        make_run(tmp_path / str(value), **dict.fromkeys("abcdef", value))
+    monkeypatch.setenv("COLUMNS", "140")
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert "2 more options differ: e, f (--json has everything)" in text
+    assert rows(text)[0][-4:] == ["a", "b", "c", "d"]
+
+
+def test_a_narrow_terminal_loses_columns_and_is_told_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "a-run-with-a-name", learning_rate=0.1)
+    make_run(tmp_path / "b", learning_rate=0.2)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns, and no colours
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert (
+        "left out, for there is no room: waiting, tokens, training, learning_rate, time, tokens/s (--json has everything)"
+        in text
+    )
+    table = [line for line in text.splitlines() if not line.startswith(("left", "plot"))]
+    assert max(map(len, table)) <= 80
+    assert rows(text)[0] == ["run", "model", "data", "step", "validation", "bits/byte", "state"]
+
+
+def test_runs_on_other_text_are_not_silently_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", data="/texts/code")
+    shown(tmp_path)
+    assert "Losses do not compare between runs with another data." in capsys.readouterr().out
+
+
+def test_options_that_only_some_versions_know_differ(tmp_path: Path) -> None:
+    def summary(**options: Any) -> RunSummary:
+        return summarize(make_run(tmp_path, **options), "run")[0]
+
+    assert differing_options([summary(), summary(workers=2)]) == ["workers"]
+    assert differing_options([summary(workers=2), summary(workers=2)]) == []
+
+
+def test_json_holds_everything_in_one_line_and_draws_only_what_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", seed=3)
+    shown(tmp_path, json=True)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == 1
+    facts = json.loads(text)
+    (run,) = facts["runs"]
+    assert run["validation_loss"] == 2.0
+    assert run["options"]["seed"] == 3
+    assert run["state"] == "finished"
+    assert facts["plot"] is None
+    assert not list(tmp_path.glob("**/*.png"))
+    picture = tmp_path / "mine.png"
+    shown(tmp_path, json=True, plot=picture)
+    assert json.loads(capsys.readouterr().out)["plot"] == str(picture)
+    assert picture.exists()
+
+
+def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "whole")
+    make_run(tmp_path / "one", best=2.5)
+    (tmp_path / "one" / "run.json").write_text("{")
+    make_run(tmp_path / "two", best=3.0)
+    with (tmp_path / "two" / "metrics.jsonl").open("a") as file:
+        file.write("rubbish\n")
+    make_run(tmp_path / "three")
+    (tmp_path / "three" / "metrics.jsonl").unlink()
+    (tmp_path / "three" / "metrics.jsonl").mkdir()
+    shown(tmp_path)
+    captured = capsys.readouterr()
+    assert [row[0] for row in rows(captured.out)[1:5]] == ["whole", "one", "two", "three"]
+    assert sorted(captured.err.splitlines()) == [
+        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it, for training does not need it.",
+        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, passed over here: restore it from a copy if you have one.",
+        f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then run the command"
+        " again.",
+    ]
+
+
+def test_a_file_of_rubbish_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(bytes(range(256)) * 20)
+    shown(tmp_path)
+    captured = capsys.readouterr()
+    assert rows(captured.out)[1][:1] == ["run"]
+    assert "damaged line" in captured.err
+
+
+def test_folders_without_runs_are_named_after_the_others_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "runs" / "a")
+    (tmp_path / "empty").mkdir()
+    assert main(["runs", *(str(tmp_path / name) for name in ("missing", "empty", "runs"))]) == 1
+    captured = capsys.readouterr()
+    assert rows(captured.out)[1][0].endswith("runs/a")
+    error = " ".join(captured.err.split())
+    assert f"error: Cannot read {tmp_path}/missing: No such file or directory" in error
+    assert f"There is no run in {tmp_path}/empty: give the folder of a run, or one with runs in it." in error
+    assert "Traceback" not in error
+
+
+def test_a_plot_that_cannot_be_drawn_is_an_error_only_if_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "a")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*/missing/x.png: No such file or directory"):
+        shown(tmp_path, plot=tmp_path / "missing" / "x.png")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    shown(tmp_path)
+    captured = capsys.readouterr()
+    assert "plot:" not in captured.out
+    assert "No plot: A plot of runs needs matplotlib" in captured.err
+    with pytest.raises(LineartimeError, match=r"pip install 'lineartime\[plot\]'"):
+        shown(tmp_path, plot=tmp_path / "x.png")
+
+
+def test_runs_without_losses_or_totals_can_be_drawn(tmp_path: Path) -> None:
+    for name, text in (("a", ""), ("b", '{"step": 1, "loss": 2.0}\n'), ("c", '{"step": 1, "validation_loss": 2.0}\n')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    shown(tmp_path)
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_has_no_more_points_than_can_be_seen_and_keeps_the_last(tmp_path: Path) -> None:
+    text = "".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(1, 5002))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    lines = summarize(tmp_path, "run")[0].lines
+    assert 1000 < len(lines) <= 2000
+    assert lines[-1]["step"] == 5001
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (12_000, "12,000"), (1_234_567, "1.23 M"), (2e6, "2 M"), (4.5e10, "45 G")]
+)
+def test_counts_are_short(number: float, text: str) -> None:
+    assert counted(number) == text

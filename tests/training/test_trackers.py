@@ -1,0 +1,225 @@
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from lineartime.errors import LineartimeError
+from lineartime.training.reporting import Reporter, read_metrics
+from lineartime.training.trackers import check_trackers
+
+
+class FakeRun:
+    """What the runs of both packages have in common; notes each call."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        self.calls.append(("log", numbers, step))
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        self.calls.append(("define_metric", name, step_metric))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of packages that stand in for wandb and trackio."""
+    found: list[tuple[Any, ...]] = []
+
+    def init_wandb(
+        *, project: str, id: str, name: str, dir: str, config: dict[str, Any], resume: str, settings: object
+    ) -> FakeRun:
+        print("a greeting")
+        found.append(("init", "wandb", {"project": project, "id": id, "name": name, "dir": dir, "config": config}, resume))
+        return FakeRun(found)
+
+    def init_trackio(*, project: str, name: str, config: dict[str, Any], resume: str, embed: bool) -> FakeRun:
+        print("a greeting")
+        found.append(("init", "trackio", {"project": project, "name": name, "config": config}, resume))
+        return FakeRun(found)
+
+    def settings(*, console: str) -> None:
+        assert console == "off"
+
+    packages: dict[str, dict[str, Any]] = {
+        "wandb": {"init": init_wandb, "Settings": settings},
+        "trackio": {"init": init_trackio, "finish": lambda: FakeRun(found).finish()},
+    }
+    for package, functions in packages.items():
+        module = types.ModuleType(package)
+        module.__spec__ = importlib.machinery.ModuleSpec(package, None, origin="a test")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, package, module)
+    return found
+
+
+def run_with(run: Path, *trackers: str, first_step: int = 0) -> None:
+    with Reporter(run, first_step, 5, trackers, record={"seed": 3}) as report:
+        for step in (first_step + 1, first_step + 2):
+            report.step(step, loss=5.5, learning_rate=0.25, gradient_norm=3.0, tokens=100, waiting=0.0, skipped=0)
+        report.validation(first_step + 2, 5.25, 7.5)
+
+
+def scalars(run: Path) -> dict[tuple[str, int], float]:
+    """All scalars in a run's event files; a record is a length (8 bytes), its checksum (4), the event, its checksum (4)."""
+    found = {}
+    for file in (run / "tensorboard").iterdir():
+        content = file.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            event = Event.FromString(content[12 : 12 + length])
+            found.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+            content = content[16 + length :]
+    return found
+
+
+def test_scalars_hold_the_numbers_of_the_metrics(tmp_path: Path) -> None:
+    run_with(tmp_path, "tensorboard")
+    found = scalars(tmp_path)
+    for line in read_metrics(tmp_path):
+        step = int(line.pop("step"))
+        for name in line.keys() - {"tokens", "seconds"}:  # which an evaluation tells once more
+            assert found[name, step] == pytest.approx(line[name])
+    assert found["validation_bits_per_byte", 2] == 7.5
+
+
+def test_without_trackers_there_is_nothing_but_metrics(tmp_path: Path) -> None:
+    run_with(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_weights_and_biases_gets_options_numbers_and_the_same_run_again(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    run = tmp_path / "my-run"
+    run_with(run, "wandb")
+    kind, package, options, resume = calls[0]
+    assert (kind, package, resume) == ("init", "wandb", "allow")
+    identity = options.pop("id")
+    assert options == {"project": "lineartime", "name": "my-run", "dir": str(run), "config": {"seed": 3}}
+    assert calls[1:3] == [("define_metric", "step", None), ("define_metric", "*", "step")]
+    lines = read_metrics(run)
+    assert calls[3:] == [*(("log", line, None) for line in lines), ("finish",)]
+    calls.clear()
+    run_with(run, "wandb", first_step=2)
+    assert calls[0][2]["id"] == identity
+    calls.clear()
+    run_with(run, "wandb", first_step=0)  # nothing was left of the old one
+    assert calls[0][2]["id"] != identity
+    assert "a greeting" not in capsys.readouterr().out
+
+
+def test_weights_and_biases_goes_to_the_project_that_its_variable_names(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run_with(tmp_path, "wandb")
+    assert calls[0][2]["project"] == "mine"
+
+
+def test_trackio_gets_options_numbers_and_the_same_run_again(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "my-run"
+    run_with(run, "trackio")
+    kind, package, options, resume = calls[0]
+    assert (kind, package, resume) == ("init", "trackio", "allow")
+    name = options.pop("name")
+    assert name.startswith("my-run-")
+    assert options == {"project": "lineartime", "config": {"seed": 3}}
+    logged = [({key: value for key, value in line.items() if key != "step"}, line["step"]) for line in read_metrics(run)]
+    assert calls[1:] == [*(("log", *pair) for pair in logged), ("finish",)]
+    calls.clear()
+    run_with(run, "trackio", first_step=2)
+    assert calls[0][2]["name"] == name
+    assert "a greeting" not in capsys.readouterr().out
+
+
+def test_a_damaged_identity_gives_a_new_run(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    run_with(tmp_path, "wandb")
+    (tmp_path / "tracker-id").write_bytes(b"\xff../../x")
+    run_with(tmp_path, "wandb", first_step=2)
+    identities = [call[2]["id"] for call in calls if call[0] == "init"]
+    assert len(set(identities)) == 2
+    assert identities[1].isalnum()
+
+
+def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FakeRun, numbers: dict[str, float], step: int | None = None) -> None:
+        if step is None:
+            raise ConnectionError("no route to host.\nmore")
+        self.calls.append(("log", numbers, step))
+
+    monkeypatch.setattr(FakeRun, "log", fail)
+    run_with(tmp_path, "wandb", "trackio", "tensorboard")
+    said = [line for line in capsys.readouterr().err.splitlines() if "tracker" in line]
+    assert said == ["The tracker wandb failed, and training goes on without it: no route to host."]
+    assert len([call for call in calls if call[0] == "log"]) == 3
+    assert calls.count(("finish",)) == 1  # the one that failed might never end
+    assert scalars(tmp_path)["loss", 2] == 5.5
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_a_tracker_that_fails_to_finish_ends_no_run(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FakeRun) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(FakeRun, "finish", fail)
+    run_with(tmp_path, "trackio")
+    assert "The tracker trackio failed, and training goes on without it: RuntimeError." in capsys.readouterr().err
+
+
+def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(event: Event) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}) as report:
+        tracker: Any = report._trackers._trackers["tensorboard"]
+        tracker._writer.write_event = fail
+        report.step(1, loss=5.5, learning_rate=0.25, gradient_norm=3.0, tokens=100, waiting=0.0, skipped=0)
+    tracker.close()
+    assert "The tracker tensorboard failed, and training goes on without it: [Errno 28] No space" in capsys.readouterr().err
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_tracker_that_cannot_begin_is_an_error_at_first_and_done_without_later(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("no key is configured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    with pytest.raises(LineartimeError, match=r"The tracker wandb cannot begin: no key is configured; mend that, or leave"):
+        run_with(tmp_path, "wandb")
+    run_with(tmp_path, "wandb", first_step=1)
+    assert "The tracker wandb failed, and training goes on without it: no key" in capsys.readouterr().err
+
+
+def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where there is no package, but a folder of its name
+    for name in ("wandb", "trackio", "tensorboardX"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    sys.path_importer_cache.clear()
+    (tmp_path / "wandb").mkdir()
+    for name in ("wandb", "trackio"):
+        with pytest.raises(LineartimeError, match=rf"The tracker {name} needs {name}, .* pip install 'lineartime\[{name}\]'"):
+            check_trackers([name])
+    with pytest.raises(LineartimeError, match="TensorBoard scalars need tensorboardX: pip install tensorboardX"):
+        check_trackers(["tensorboard"])
+
+
+def test_a_tracker_that_does_not_exist_is_named() -> None:
+    with pytest.raises(LineartimeError, match="There is no tracker 'mlflow': choose from tensorboard, wandb, trackio"):
+        check_trackers(["tensorboard", "mlflow"])
