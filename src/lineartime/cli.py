@@ -22,7 +22,8 @@ from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.corpora import Split
+from lineartime.data.readers import Split
+from lineartime.data.tokenize import TokenizeConfig, run_tokenize
 from lineartime.errors import LineartimeError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
@@ -39,14 +40,14 @@ from lineartime.training.reporting import METRICS_FILE
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Measure a trained model on a whole split: nats, bits per byte, perplexity, and the loss by position in the context."""
+    """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run (its best checkpoint is taken), or of one checkpoint."""
     split: Split = "test"
     """Part of the text to measure on."""
-    data: Path | None = None
-    """Text file or folder, which is split as for training; the default is what the model was trained on."""
+    data: str | None = None
+    """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: windows that start anew; carried: the split as one sequence, all that came before being context."""
     context_length: int | None = None
@@ -93,6 +94,7 @@ Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
     | Annotated[GenerateConfig, tyro.conf.subcommand("generate")]
+    | Annotated[TokenizeConfig, tyro.conf.subcommand("tokenize")]
     | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
     | Annotated[BenchConfig, tyro.conf.subcommand("bench")]
     | Annotated[InfoConfig, tyro.conf.subcommand("info")]
@@ -120,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _eval(command)
             case GenerateConfig():
                 _generate(command)
+            case TokenizeConfig():
+                run_tokenize(command)
             case PresetsConfig():
                 show_presets(command)
             case BenchConfig():
@@ -193,7 +197,9 @@ def _eval(config: EvalConfig) -> None:
     checkpoint, model = _load(config.checkpoint, device)
     trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    stream = token_stream(load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or default_cache())
+    corpus = load_corpus(config.data or trained.data)
+    # Of a corpus too large to be encoded, only what is measured on is encoded.
+    stream = token_stream(corpus, config.split, tokenizer, config.cache or default_cache(), config.max_tokens)
     bf16 = choose_precision(config.precision, device) == "bf16"
     length = config.context_length or trained.context_length
     try:
@@ -219,7 +225,8 @@ def _eval(config: EvalConfig) -> None:
     except ValueError as error:  # more tokens than the model can read
         raise LineartimeError(str(error)) from None
     if config.json:
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, "perplexity": evaluation.perplexity}
+        perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
+        facts = {"checkpoint": str(checkpoint), "text": stream.name, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
         _print_evaluation(evaluation, str(checkpoint), stream.name)
@@ -230,9 +237,11 @@ def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> N
     console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
-    bits = "not defined for masked tokens" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
-    console.print(f"bits per byte   {bits}")
-    console.print(f"perplexity      {evaluation.perplexity:.3f} per token")
+    console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
+    if evaluation.word_perplexity is not None:
+        console.print(f"                {evaluation.word_perplexity:.3f} per word")
+    if evaluation.bits_per_byte is not None:
+        console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
     table = Table("tokens read", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
     for column in table.columns:
         column.justify = "right"
