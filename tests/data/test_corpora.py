@@ -125,7 +125,7 @@ def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 def test_a_name_that_is_nothing_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(
-        LineartimeError, match="--data wiki41b is neither .* which are: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
+        LineartimeError, match=r"--data wiki41b is neither .* which are: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
     ):
         load_corpus("wiki41b")
 

@@ -1,8 +1,10 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -150,26 +152,35 @@ def test_a_damaged_file_is_an_error_of_one_sentence(mirror: Path, name: str, fil
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_network_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise ConnectionError("Name or service not known\nand more")
-
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> HubCorpus:
+    """A corpus of the hub, of which nothing is known yet."""
     monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    return HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files)
+
+
+def unreachable(*_: object, **__: object) -> None:
+    raise ConnectionError("Name or service not known\nand more")
+
+
+def test_without_a_network_there_is_one_sentence(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda **_: None)
     message = r"^Cannot reach google/wiki40b on the Hugging Face hub \(ConnectionError: Name or service not known\): check the"
     with pytest.raises(LineartimeError, match=message):
-        HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files).identity("train")
+        hub.identity("train")
 
 
-def test_the_identity_on_the_hub_is_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+def test_the_identity_on_the_hub_is_the_commit(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(commit_hash="abc123")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: found)
+    assert hub.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
 
-    monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "/cache/snapshots/abc123/README.md")
-    corpus = HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files)
-    assert corpus.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
+
+def test_without_a_network_the_last_commit_seen_counts(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda **_: "/cache/snapshots/abc123/README.md")
+    assert hub.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
 
 
 def test_a_missing_package_is_named_with_its_extra(mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_packed_documents_are_parted_exactly() -> None:
             ids, targets, bounds = batch.inputs[0].tolist(), batch.targets[0].tolist(), batch.cu_seqlens.tolist()
             assert (bounds[0], bounds[-1]) == (0, 48)
             assert {16, 32} <= set(bounds)
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in pairwise(bounds):
                 assert first < last
                 assert END not in ids[first : last - 1]  # nothing is read across an end
             expected = unpacked.targets.flatten().tolist()
@@ -141,7 +142,7 @@ def test_ends_of_documents_are_never_masked_and_masks_do_not_depend_on_the_batch
 
 def test_rows_that_cannot_be_dealt_out_are_an_error_that_says_which_can() -> None:
     with pytest.raises(
-        LineartimeError, match="6 sequences cannot be dealt out to 2 processes in batches of 2: .* multiple of 4"
+        LineartimeError, match=r"6 sequences cannot be dealt out to 2 processes in batches of 2: .* multiple of 4"
     ):
         Rows(6, 2, 0, 2)
 

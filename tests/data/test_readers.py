@@ -83,7 +83,7 @@ def test_a_single_file_of_documents_is_split_by_their_numbers(tmp_path: Path, ki
     corpus = local_text(file)
     splits = [["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS]
     assert [len(split) for split in splits] == [90, 5, 5]
-    assert sorted(sum(splits, [])) == sorted(texts)
+    assert sorted(text for split in splits for text in split) == sorted(texts)
 
 
 def test_several_frames_are_one_file(tmp_path: Path) -> None:

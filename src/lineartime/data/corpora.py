@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.data.hub import HUB, HubCorpus, datasets_library, mirror
+from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
 from lineartime.errors import LineartimeError, cannot
 

@@ -136,16 +136,20 @@ class HubCorpus:
     def _revision(self) -> str:
         """The commit of the repository: the newest, or, without a network, the last one seen."""
         datasets_library(f"Reading {self.name}")
-        from huggingface_hub import hf_hub_download
+        import huggingface_hub
 
+        card = {"repo_id": self.repository, "filename": "README.md", "repo_type": "dataset"}
         try:
-            card = hf_hub_download(self.repository, "README.md", repo_type="dataset", etag_timeout=10)
+            commit = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**card), timeout=10).commit_hash
         except Exception as error:  # whatever a network can do
-            raise LineartimeError(
-                f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
-                "LINEARTIME_MIRROR to a folder with a copy of that repository."
-            ) from None
-        return Path(card).parent.name  # files are kept in snapshots/COMMIT
+            seen = huggingface_hub.try_to_load_from_cache(**card)
+            if not isinstance(seen, str):
+                raise LineartimeError(
+                    f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
+                    "LINEARTIME_MIRROR to a folder with a copy of that repository."
+                ) from None
+            commit = Path(seen).parent.name  # the cache keeps files in snapshots/COMMIT
+        return str(commit)
 
 
 @contextmanager

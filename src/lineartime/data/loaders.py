@@ -92,6 +92,7 @@ class BatchMaker:
     packed: bool
 
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
+        """The batch of these windows."""
         if self.task == "clm":
             batch = causal_batch(windows)
         else:

@@ -1,4 +1,4 @@
-"""Local files as documents: text, JSON lines and Parquet, plain or compressed, never more in memory than a block or a document."""
+"""Local files as documents: text, JSON lines and Parquet, plain or compressed, with a block or document in memory at a time."""
 
 import gzip
 import io
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from lineartime.errors import LineartimeError, cannot, missing_extra
 
@@ -99,9 +99,10 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         with path.open("rb") as raw:
             match path.suffix.lower():
                 case ".gz":
-                    yield gzip.GzipFile(fileobj=raw)
+                    yield cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
                 case ".xz":
-                    yield lzma.LZMAFile(raw)
+                    with lzma.LZMAFile(raw) as stream:
+                        yield stream
                 case ".zst":
                     yield io.BufferedReader(_Zstandard(raw, path), BLOCK)
                 case ".zip":
@@ -109,8 +110,8 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
                         names = archive.namelist()
                         if len(names) != 1:
                             raise LineartimeError(f"{path} holds {len(names)} files: unpack it into a folder and give that.")
-                        with archive.open(names[0]) as stream:
-                            yield stream
+                        with archive.open(names[0]) as member:
+                            yield member
                 case _:
                     yield raw
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:

@@ -131,8 +131,8 @@ class _Lane:
                 source = after
             if from_the_beginning and place == before:
                 raise LineartimeError(
-                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): encode it beforehand, "
-                    "without --stream, or give more text with --data."
+                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): encode it "
+                    "beforehand, without --stream, or give more text with --data."
                 )
             epoch, source = epoch + 1, None
 
@@ -171,8 +171,8 @@ class StreamingLoader:
         """Go on from a state of all lanes; those of other processes are left alone."""
         if state.get("of") != self._count or not {str(lane) for lane in self._lanes} <= state["lanes"].keys():
             raise LineartimeError(
-                f"The run read its text in {state.get('of', 'no')} lanes and cannot go on in {self._count}: resume it with its own "
-                "options."
+                f"The run read its text in {state.get('of', 'no')} lanes and cannot go on in {self._count}: resume it with its "
+                "own options."
             )
         self._handed_out = state["rows"]
         for number, lane in self._lanes.items():

@@ -34,8 +34,8 @@ TRAINING_BYTES: dict[Kind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 def train_tokenizer(corpus: Corpus, kind: Kind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
     """Train a tokenizer on the beginning of the training split, on all cores.
 
-    BPE takes every text apart into bytes and gives it back exactly. Unigram gives back every text in which there is no
-    "\\u2581" (it becomes a space); what it has no piece for, it writes in bytes.
+    BPE takes every text apart into bytes and gives it back exactly. Unigram writes in bytes what it has no piece for, and
+    gives back every text, too, but for U+2581, which becomes a space.
 
     Args:
         corpus: the text.
@@ -144,14 +144,15 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
         return ByteTokenizer()
     if isinstance(choice, Path):
         return load_tokenizer(choice)
-    kind, _, number = choice.partition("-")
-    if kind not in ("bpe", "unigram") or not number.isdecimal():
+    name, _, number = choice.partition("-")
+    if name not in ("bpe", "unigram") or not number.isdecimal():
         if not Path(choice).exists():
             raise LineartimeError(
                 f"--tokenizer {choice} is no file, and none of the names: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE} or "
                 "the path of a tokenizer.json."
             )
         return load_tokenizer(Path(choice))
+    kind: Kind = "bpe" if name == "bpe" else "unigram"
     key = "\n".join([str(_FORMAT), choice, str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
     if not file.exists():
