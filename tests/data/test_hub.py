@@ -1,7 +1,6 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -172,8 +171,8 @@ def test_without_a_network_there_is_one_sentence(hub: HubCorpus, monkeypatch: py
 
 
 def test_the_identity_on_the_hub_is_the_commit(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(commit_hash="abc123")
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: found)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda **_: "/cache/snapshots/abc123/README.md")
     assert hub.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
 
 

@@ -140,7 +140,9 @@ class HubCorpus:
 
         card = {"repo_id": self.repository, "filename": "README.md", "repo_type": "dataset"}
         try:
-            commit = huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**card), timeout=10).commit_hash
+            # Fails at once without a network, where the download alone would try again and again.
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**card), timeout=10)
+            seen = huggingface_hub.hf_hub_download(**card)
         except Exception as error:  # whatever a network can do
             seen = huggingface_hub.try_to_load_from_cache(**card)
             if not isinstance(seen, str):
@@ -148,8 +150,7 @@ class HubCorpus:
                     f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
                     "LINEARTIME_MIRROR to a folder with a copy of that repository."
                 ) from None
-            commit = Path(seen).parent.name  # the cache keeps files in snapshots/COMMIT
-        return str(commit)
+        return Path(seen).parent.name  # its cache keeps files in snapshots/COMMIT
 
 
 @contextmanager
