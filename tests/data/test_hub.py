@@ -164,7 +164,7 @@ def unreachable(*_: object, **__: object) -> None:
 
 def test_without_a_network_there_is_one_sentence(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda **_: None)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     message = r"^Cannot reach google/wiki40b on the Hugging Face hub \(ConnectionError: Name or service not known\): check the"
     with pytest.raises(LineartimeError, match=message):
         hub.identity("train")
@@ -172,13 +172,13 @@ def test_without_a_network_there_is_one_sentence(hub: HubCorpus, monkeypatch: py
 
 def test_the_identity_on_the_hub_is_the_commit(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda **_: "/cache/snapshots/abc123/README.md")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "/cache/snapshots/abc123/README.md")
     assert hub.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
 
 
 def test_without_a_network_the_last_commit_seen_counts(hub: HubCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda **_: "/cache/snapshots/abc123/README.md")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/snapshots/abc123/README.md")
     assert hub.identity("train") == "google/wiki40b:train:en/train-*.parquet:abc123"
 
 

@@ -120,7 +120,7 @@ def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
     assert rows == [lanes[row % 3].window(CONTEXT)[:-1].tolist() for row in range(14)]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.sampled_from([1, 2, 4]),
     at_once=st.sampled_from([1, 2]),

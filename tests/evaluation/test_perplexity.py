@@ -110,7 +110,7 @@ def test_the_perplexity_of_a_word_does_not_depend_on_how_many_tokens_it_has(mode
     assert measure(model, words, 16, 16, max_tokens=30).word_perplexity == pytest.approx(258**3, rel=1e-4)
     assert measure(model, stream(60), 16, 16).word_perplexity is None
     few = TokenStream("the test split of noise", stream(400).tokens, 400, n_words=1)
-    assert measure(model, few, 16, 16).word_perplexity == math.inf
+    assert measure(model, few, 16, 16).word_perplexity is None  # no number is as large
 
 
 def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:

@@ -72,7 +72,8 @@ class LocalCorpus:
         for part in parts:
             if is_text(part.path):
                 raise LineartimeError(
-                    f"{part.path} is one long text and cannot be streamed, only JSON lines and Parquet can: leave --stream out."
+                    f"{part.path} is one long text and cannot be streamed, only JSON lines and Parquet can: have it encoded "
+                    "beforehand."
                 )
         if not parts:
             raise LineartimeError(f"{self.name} has no {split} split: give more text with --data.")

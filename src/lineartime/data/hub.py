@@ -123,7 +123,7 @@ class HubCorpus:
     def texts(self, example: Example) -> list[str]:
         """The documents in an example."""
         if self.lines:
-            raise LineartimeError(f"{self.name} is small and cannot be streamed: leave --stream out.")
+            raise LineartimeError(f"{self.name} is small and cannot be streamed: have it encoded beforehand.")
         return self.texts_of(example)
 
     @property
@@ -138,13 +138,13 @@ class HubCorpus:
         datasets_library(f"Reading {self.name}")
         import huggingface_hub
 
-        card = {"repo_id": self.repository, "filename": "README.md", "repo_type": "dataset"}
+        name = "README.md"
         try:
             # Fails at once without a network, where the download alone would try again and again.
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**card), timeout=10)
-            seen = huggingface_hub.hf_hub_download(**card)
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(self.repository, name, repo_type="dataset"))
+            seen: Any = huggingface_hub.hf_hub_download(self.repository, name, repo_type="dataset")
         except Exception as error:  # whatever a network can do
-            seen = huggingface_hub.try_to_load_from_cache(**card)
+            seen = huggingface_hub.try_to_load_from_cache(self.repository, name, repo_type="dataset")
             if not isinstance(seen, str):
                 raise LineartimeError(
                     f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "

@@ -131,8 +131,8 @@ class _Lane:
                 source = after
             if from_the_beginning and place == before:
                 raise LineartimeError(
-                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): encode it "
-                    "beforehand, without --stream, or give more text with --data."
+                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): have it "
+                    "encoded beforehand, or give more text with --data."
                 )
             epoch, source = epoch + 1, None
 

@@ -41,7 +41,7 @@ class Evaluation:
         masked: whether only masked tokens were foretold.
         bits_per_byte: the whole loss in bits, over the bytes of the text; None for masked tokens.
         word_perplexity: exp of the whole loss over the words of the text, as white space parts them, so that it does not
-            depend on the tokenizer; None for masked tokens, and where nobody counted the words.
+            depend on the tokenizer; None for masked tokens, and for text with too few spaces in it.
         by_position: the loss by the number of tokens that stood before, in powers of two. The first of them is the token
             before the window, or an end of document. (A masked model reads both ways: there it is a place in the window.)
     """
@@ -76,12 +76,12 @@ def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
     return loss * tokens / max(1, n_bytes) / math.log(2)
 
 
-def word_perplexity(loss: float, tokens: int, n_words: int) -> float:
-    """The perplexity of a word of the text, from nats per token; infinite where no number is as large."""
+def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
+    """The perplexity of a word of the text, from nats per token; None without words, or where no number is as large."""
     try:
         return math.exp(loss * tokens / n_words)
-    except OverflowError:
-        return math.inf
+    except (OverflowError, ZeroDivisionError):
+        return None
 
 
 @torch.no_grad()
@@ -259,5 +259,5 @@ class _Positions:
         bits = per_word = None
         if not masked:
             bits = bits_per_byte(loss, count, n_bytes)
-            per_word = word_perplexity(loss, count, n_words) if n_words else None
+            per_word = word_perplexity(loss, count, n_words)
         return Evaluation(context, loss, count, masked, bits, per_word, by_position)
