@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, local_text, token_stream
+from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.readers import Part, Split
 from lineartime.errors import LineartimeError
@@ -85,7 +86,7 @@ def test_bytes_and_words_are_those_of_the_text_however_it_is_cut(
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "SHARD", 10)
+    monkeypatch.setattr(encode_module, "SHARD", 10)
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -103,7 +104,7 @@ def test_the_ends_of_files_cannot_be_seen(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 6, 9, 100])
-def test_of_a_huge_text_only_the_beginning_is_encoded(tmp_path: Path, most: int) -> None:
+def test_of_a_huge_text_only_the_beginning_is_encoded(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless() -> Iterator[Iterator[str]]:
         yield iter(["ab ", "cd"])
         yield iter(["efg\n"])
@@ -112,12 +113,8 @@ def test_of_a_huge_text_only_the_beginning_is_encoded(tmp_path: Path, most: int)
 
     corpus = Blocks()
     corpus.documents = lambda split: endless()  # type: ignore[method-assign]
-    tokens_module_at_once = tokens_module._AT_ONCE
-    try:
-        tokens_module._AT_ONCE = 1
-        stream = encode(corpus, tmp_path, most)
-    finally:
-        tokens_module._AT_ONCE = tokens_module_at_once
+    monkeypatch.setattr(encode_module, "_AT_ONCE", 1)
+    stream = encode(corpus, tmp_path, most)
     whole = [*b"ab cd", 256, *b"efg\n", 256]
     assert stream.tokens[:].tolist() == whole[:most]
     assert stream.n_bytes == sum(token < 256 for token in whole[:most])
@@ -191,11 +188,11 @@ def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_files_that_were_found_right_are_not_read_again_but_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = tokens_module._digest
+    digest = tokens_module.digest
     calls: list[str] = []
     corpus = Blocks(["text"])
     encode(corpus, tmp_path)
-    monkeypatch.setattr(tokens_module, "_digest", lambda file: calls.append(file.name) or digest(file))
+    monkeypatch.setattr(tokens_module, "digest", lambda file: calls.append(file.name) or digest(file))
     encode(corpus, tmp_path)
     assert calls == []
     (folder,) = tmp_path.iterdir()

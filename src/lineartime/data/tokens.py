@@ -2,7 +2,7 @@
 
 A folder of the cache is made under another name and renamed when it is whole. It holds
 
-    tokens-00000.bin, ...   uint16 or uint32, `SHARD` tokens in each but the last
+    tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
     ends.bin                int64, the position after the end of each document
     facts.json              how much there is, and the SHA-256 of each file
 
@@ -15,28 +15,22 @@ import os
 import shutil
 import time
 import uuid
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.corpora import Corpus
+from lineartime.data.encode import FACTS, Integers, Writer, batches
 from lineartime.data.progress import Progress
-from lineartime.data.readers import BLOCK, Split
-from lineartime.data.tokenizers import Tokenizer, fingerprint, whole_lines
+from lineartime.data.readers import Split
+from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 
-SHARD = 1 << 26  # tokens in a file
-_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters that are encoded together, on all cores
 _FORMAT = 2  # part of every folder's name: raise it when the same input would give other tokens
-_FACTS = "facts.json"
 _VERIFIED = "verified.json"
-
-Integers = NDArray[np.unsignedinteger[Any]]
 
 
 class Tokens(Protocol):
@@ -116,7 +110,7 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
     """
     folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
     name = f"the {split} split of {corpus.name}"
-    if not (folder / _FACTS).exists():
+    if not (folder / FACTS).exists():
         _write(folder, corpus, split, tokenizer, max_tokens)
     return _open(folder, name)
 
@@ -129,7 +123,7 @@ def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
 
 def _open(folder: Path, name: str) -> TokenStream:
     try:
-        facts = json.loads((folder / _FACTS).read_text())
+        facts = json.loads((folder / FACTS).read_text())
         _verify(folder, facts["sha256"])
         dtype = np.dtype(facts["dtype"])
         shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
@@ -139,7 +133,7 @@ def _open(folder: Path, name: str) -> TokenStream:
     except OSError as error:
         raise cannot("read", folder, error) from None
     except (ValueError, KeyError, TypeError):
-        raise _damaged(folder, _FACTS) from None
+        raise _damaged(folder, FACTS) from None
 
 
 def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -153,11 +147,11 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
     except (OSError, ValueError):
         verified = {}
     before = dict(verified)
-    for file, digest in digests.items():
+    for file, written in digests.items():
         if not (folder / file).is_file():
             raise _damaged(folder, file)
         if verified.get(file) != _version(folder / file):
-            if _digest(folder / file) != digest:
+            if digest(folder / file) != written:
                 raise _damaged(folder, file)
             verified[file] = _version(folder / file)
     if verified != before:
@@ -179,14 +173,6 @@ def _version(file: Path) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns]
 
 
-def _digest(file: Path) -> str:
-    hasher = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
 def _damaged(folder: Path, file: str) -> LineartimeError:
     return LineartimeError(
         f"The token file {folder / file} is damaged: delete the folder {folder}, then run the command again."
@@ -201,17 +187,17 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         _remove_abandoned(folder.parent)
         partial.mkdir()
         try:
-            with Progress(f"encoding {corpus.name}, {split}") as progress, _Writer(partial, tokenizer) as writer:
-                for texts in _batches(corpus.documents(split)):
+            with Progress(f"encoding {corpus.name}, {split}") as progress, Writer(partial, tokenizer) as writer:
+                for texts in batches(corpus.documents(split)):
                     writer.add(texts, max_tokens)
                     progress.advance(sum(len(text) for text in texts if text is not None))
                     if max_tokens is not None and writer.n_tokens >= max_tokens:
                         break
-            writer.finish()
+            _remember(partial, {file: _version(partial / file) for file in writer.finish()})
             try:
                 partial.rename(folder)
             except OSError:
-                if not (folder / _FACTS).exists():  # unless another process was faster
+                if not (folder / FACTS).exists():  # unless another process was faster
                     raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -227,112 +213,3 @@ def _remove_abandoned(cache: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
         except OSError:  # another process was faster
             continue
-
-
-def _batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
-    """Texts to be encoded together, None standing after the last one of each document."""
-    batch: list[str | None] = []
-    size = 0
-    for document in documents:
-        empty = True
-        for text in whole_lines(document):
-            empty = False
-            batch.append(text)
-            size += len(text)
-            if size >= _AT_ONCE:
-                yield batch
-                batch, size = [], 0
-        if not empty:
-            batch.append(None)
-            size += 1
-    if batch:
-        yield batch
-
-
-class _Writer:
-    """Writes tokens to shards and counts what they encode."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        self._folder = folder
-        self._tokenizer = tokenizer
-        self._dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        self._shard: IO[bytes] | None = None
-        self._hasher = hashlib.sha256()
-        self._digests: dict[str, str] = {}
-        self._ends = array("q")
-        self._in_word = False
-        self.n_tokens = self._n_bytes = self._n_words = 0
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_shard()
-
-    def add(self, texts: list[str | None], max_tokens: int | None) -> None:
-        """Encode and write these texts, None being the end of a document."""
-        encoded = iter(self._tokenizer.encode_batch([text for text in texts if text is not None]))
-        for text in texts:
-            if text is None:
-                self._write(np.array([self._tokenizer.end_of_document], self._dtype))
-                self._ends.append(self.n_tokens)
-                self._in_word = False
-            else:
-                ids = next(encoded)
-                if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
-                    ids = ids[: max_tokens - self.n_tokens]
-                    text = self._tokenizer.decode(ids.tolist())
-                self._count(text)
-                self._write(ids.astype(self._dtype))
-            if max_tokens is not None and self.n_tokens >= max_tokens:
-                return
-
-    def finish(self) -> None:
-        """Write what there is to know about the tokens."""
-        if not self._digests:
-            self._open_shard()
-            self._close_shard()
-        ends = self._folder / "ends.bin"
-        ends.write_bytes(self._ends.tobytes())
-        self._digests[ends.name] = _digest(ends)
-        facts = {
-            "dtype": self._dtype.name,
-            "n_tokens": self.n_tokens,
-            "n_bytes": self._n_bytes,
-            "n_words": self._n_words,
-            "sha256": self._digests,
-        }
-        (self._folder / _FACTS).write_text(json.dumps(facts, indent=1))
-        _remember(self._folder, {file: _version(self._folder / file) for file in self._digests})
-
-    def _count(self, text: str) -> None:
-        """Count bytes and words; a word may go on in the next text of the document."""
-        self._n_bytes += len(text.encode())
-        words = len(text.split())
-        self._n_words += words - (self._in_word and words > 0 and not text[0].isspace())
-        if text:
-            self._in_word = not text[-1].isspace()
-
-    def _write(self, tokens: Integers) -> None:
-        while len(tokens):
-            if self._shard is None:
-                self._open_shard()
-            room = SHARD - self.n_tokens % SHARD
-            data = tokens[:room].tobytes()
-            assert self._shard is not None
-            self._shard.write(data)
-            self._hasher.update(data)
-            self.n_tokens += len(tokens[:room])
-            tokens = tokens[room:]
-            if self.n_tokens % SHARD == 0:
-                self._close_shard()
-
-    def _open_shard(self) -> None:
-        self._shard = (self._folder / f"tokens-{len(self._digests):05d}.bin").open("wb")
-        self._hasher = hashlib.sha256()
-
-    def _close_shard(self) -> None:
-        if self._shard is not None:
-            self._shard.close()
-            self._digests[Path(self._shard.name).name] = self._hasher.hexdigest()
-            self._shard = None
