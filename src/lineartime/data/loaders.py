@@ -114,10 +114,14 @@ class CachedLoader:
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
+        length = self._context_length + 1
+        numbers = self._rows.of_step(self._handed_out)
+        starts = [[self._start(row) for row in rows] for rows in numbers]
+        self._stream.announce([(start, start + length) for batch in starts for start in batch])
         batches = []
-        for numbers in self._rows.of_step(self._handed_out):
-            windows = torch.stack([read_window(self._stream, self._start(row), self._context_length + 1) for row in numbers])
-            batches.append(self._make(windows, numbers))
+        for rows, places in zip(numbers, starts, strict=True):
+            windows = torch.stack([read_window(self._stream, start, length) for start in places])
+            batches.append(self._make(windows, rows))
         self._handed_out += self._rows.per_step
         return batches
 

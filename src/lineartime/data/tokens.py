@@ -11,10 +11,12 @@ The digest of a file is checked when it is opened, unless its size and date are 
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, Integers, Writer, batches
+from lineartime.data.encode import FACTS, Integers, Writer, batches, digest
 from lineartime.data.progress import Progress
 from lineartime.data.readers import Split
 from lineartime.data.tokenizers import Tokenizer, fingerprint
@@ -62,6 +64,12 @@ class TokenStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def announce(self, places: list[tuple[int, int]]) -> None:
+        """Have the system fetch these stretches, from a first token up to a last one, side by side instead of one by one."""
+        if isinstance(self.tokens, Shards):
+            for start, stop in places:
+                self.tokens.announce(start, stop)
+
 
 class Shards:
     """The tokens of several files as one row, which slices read without an end of a file being seen."""
@@ -77,17 +85,29 @@ class Shards:
         start, stop, step = places.indices(len(self))
         if step != 1:
             raise ValueError(f"A step of {step} is not possible: tokens are read one after another.")
-        found = []
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            offset = start - (int(self._ends[index]) - len(self._shards[index]))
-            part = self._shards[index][offset : offset + stop - start]
-            found.append(part)
-            start += len(part)
-            index += 1
+        found = [self._shards[index][first:last] for index, first, last in self._parts(start, stop)]
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else self._shards[0][:0]
+
+    def announce(self, start: int, stop: int) -> None:
+        """Have the system fetch these tokens from the disk, without waiting for them."""
+        for index, first, last in self._parts(start, min(stop, len(self))):
+            shard = self._shards[index]
+            page, size = mmap.PAGESIZE, shard.itemsize
+            if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_WILLNEED"):
+                begin = first * size // page * page
+                shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that hold these tokens, and where in them."""
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            before = int(self._ends[index]) - len(self._shards[index])
+            end = min(stop, int(self._ends[index]))
+            yield index, start - before, end - before
+            start = end
+            index += 1
 
 
 def default_cache() -> Path:
