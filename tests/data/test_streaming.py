@@ -120,6 +120,7 @@ def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
     assert rows == [lanes[row % 3].window(CONTEXT)[:-1].tolist() for row in range(14)]
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.sampled_from([1, 2, 4]),
