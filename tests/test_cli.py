@@ -18,6 +18,7 @@ import lineartime
 from lineartime.__main__ import main as run_command
 from lineartime.bench.config import BenchConfig
 from lineartime.cli import EvalConfig, GenerateConfig, main
+from lineartime.data.tokenize import TokenizeConfig
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
@@ -89,6 +90,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
             "nats per token",
             "bits per byte",
             "perplexity",
+            "per word",
             "loss by position",
             context.rstrip("ed"),
         ):
@@ -175,7 +177,14 @@ def test_a_model_without_absolute_positions_can_be_asked_for(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("command", "config"), [("train", TrainConfig), ("eval", EvalConfig), ("generate", GenerateConfig), ("bench", BenchConfig)]
+    ("command", "config"),
+    [
+        ("train", TrainConfig),
+        ("eval", EvalConfig),
+        ("generate", GenerateConfig),
+        ("bench", BenchConfig),
+        ("tokenize", TokenizeConfig),
+    ],
 )
 def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -259,7 +268,7 @@ def test_a_masked_model_cannot_generate_or_carry(folder: Path, tmp_path: Path, c
     run = str(tmp_path / "run")
     assert main(["train", *options(folder), "--out", run, "--steps", "1", "--task", "mlm"]) == 0
     assert main(["eval", run]) == 0
-    assert "not defined for masked tokens" in capsys.readouterr().out
+    assert " per masked token" in capsys.readouterr().out
     fails(["generate", run], "is a masked language model, which cannot generate: train with --task clm", capsys)
     fails(["eval", run, "--context", "carried"], "--context carried needs a causal model", capsys)
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,32 +23,35 @@ from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.corpora import Split
-from lineartime.errors import LineartimeError, cannot
+from lineartime.data.readers import Split
+from lineartime.data.tokenize import TokenizeConfig, run_tokenize
+from lineartime.errors import LineartimeError, ReportedError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
 from lineartime.info import InfoConfig, show_info
 from lineartime.models import CausalLM
 from lineartime.models.heads import LanguageModel
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import Device, Precision, TrainConfig, resumed_config, saved_config
+from lineartime.training.config import Device, Precision, TrainConfig
 from lineartime.training.curve import draw_curve
-from lineartime.training.loop import prepare
+from lineartime.training.distributed import is_main_process
+from lineartime.training.loop import train
 from lineartime.training.machine import choose_device, choose_precision
 from lineartime.training.reporting import METRICS_FILE
+from lineartime.training.resuming import complete, saved_config
 from lineartime.training.runs import RunsConfig, show_runs
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Measure a trained model on a whole split: nats, bits per byte, perplexity, and the loss by position in the context."""
+    """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run (its best checkpoint is taken), or of one checkpoint."""
     split: Split = "test"
     """Part of the text to measure on."""
-    data: Path | None = None
-    """Text file or folder, which is split as for training; the default is what the model was trained on."""
+    data: str | None = None
+    """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: windows that start anew; carried: the split as one sequence, all that came before being context."""
     context_length: int | None = None
@@ -95,6 +99,7 @@ Command = (
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
     | Annotated[GenerateConfig, tyro.conf.subcommand("generate")]
     | Annotated[RunsConfig, tyro.conf.subcommand("runs")]
+    | Annotated[TokenizeConfig, tyro.conf.subcommand("tokenize")]
     | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
     | Annotated[BenchConfig, tyro.conf.subcommand("bench")]
     | Annotated[InfoConfig, tyro.conf.subcommand("info")]
@@ -124,12 +129,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _generate(command)
             case RunsConfig():
                 show_runs(command)
+            case TokenizeConfig():
+                run_tokenize(command)
             case PresetsConfig():
                 show_presets(command)
             case BenchConfig():
                 run_benchmark(command)
             case InfoConfig():
                 show_info(command)
+    except ReportedError:
+        time.sleep(3)  # torchrun ends all processes once one has ended: the one that has something to say comes first
+        return 1
     except LineartimeError as error:
         return _fail(str(error))
     except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough
@@ -160,24 +170,29 @@ def _fail(message: str) -> int:
 
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
-    if config.resume and not checkpoints.is_checkpoint(config.run_directory):
-        # Read once more, with the run's own options for defaults: what then differs was asked for.
-        started = dataclasses.replace(saved_config(checkpoints.last_checkpoint(config.run_directory)), out=config.out)
-        left_out = dataclasses.replace(started, resume=True)
-        asked = tyro.cli(TrainConfig, prog="lineartime train", args=arguments, default=left_out)
-        config = dataclasses.replace(resumed_config(asked, started, left_out), out=config.run_directory)
-    trainer = prepare(config)
+    def reparse(defaults: TrainConfig) -> TrainConfig:
+        return tyro.cli(TrainConfig, prog="lineartime train", args=arguments, default=defaults)
+
+    config, left_out = complete(config, reparse)
+    run = config.run_directory
+    before = _changed(run / METRICS_FILE)
     try:
-        trainer.run()
-        print(f"best checkpoint: {checkpoints.best_checkpoint(config.run_directory)}")
+        train(config, left_out)
+        if is_main_process():
+            print(f"best checkpoint: {checkpoints.best_checkpoint(run)}")
     finally:  # a run that ended early has a curve to look at, too
-        if (config.run_directory / METRICS_FILE).is_file():
+        if is_main_process() and _changed(run / METRICS_FILE) != before:
             _draw_curve(config)
+
+
+def _changed(file: Path) -> int:
+    """When a file was last written to; 0 if there is none."""
+    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 def _draw_curve(config: TrainConfig) -> None:
     try:
-        text = config.data.name if config.data else load_corpus(None).name
+        text = Path(config.data).name if config.data else load_corpus(None).name
         print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {text}')}")
     except LineartimeError as error:
         print(f"no loss curve: {error}")
@@ -197,7 +212,9 @@ def _eval(config: EvalConfig) -> None:
     checkpoint, model = _load(config.checkpoint, device)
     trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    stream = token_stream(load_corpus(config.data or trained.data), config.split, tokenizer, config.cache or default_cache())
+    corpus = load_corpus(config.data or trained.data)
+    # Of a corpus too large to be encoded, only what is measured on is encoded.
+    stream = token_stream(corpus, config.split, tokenizer, config.cache or default_cache(), config.max_tokens)
     bf16 = choose_precision(config.precision, device) == "bf16"
     length = config.context_length or trained.context_length
     try:
@@ -223,7 +240,8 @@ def _eval(config: EvalConfig) -> None:
     except ValueError as error:  # more tokens than the model can read
         raise LineartimeError(str(error)) from None
     if config.json:
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, "perplexity": evaluation.perplexity}
+        perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
+        facts = {"checkpoint": str(checkpoint), "text": stream.name, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
         _print_evaluation(evaluation, str(checkpoint), stream.name)
@@ -234,9 +252,11 @@ def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> N
     console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
-    bits = "not defined for masked tokens" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
-    console.print(f"bits per byte   {bits}")
-    console.print(f"perplexity      {evaluation.perplexity:.3f} per token")
+    console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
+    if evaluation.word_perplexity is not None:
+        console.print(f"                {evaluation.word_perplexity:.3f} per word")
+    if evaluation.bits_per_byte is not None:
+        console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
     table = Table("tokens read", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
     for column in table.columns:
         column.justify = "right"

@@ -1,105 +1,235 @@
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lineartime.data import ByteTokenizer, Corpus, local_text, token_stream
+from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, local_text, token_stream
+from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
-from lineartime.data.corpora import Document
+from lineartime.data.readers import Part, Split
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()
 
 
-def corpus_of(*files: Path) -> Corpus:
-    return Corpus("these files", {"train": [Document(file, 0, file.stat().st_size) for file in files]})
+def corpus_of(*files: Path) -> LocalCorpus:
+    return LocalCorpus("these files", {"train": [Part(file) for file in files]})
+
+
+class Blocks:
+    """A corpus of documents that are cut into blocks as the test says."""
+
+    name = "blocks"
+
+    def __init__(self, *documents: list[str]) -> None:
+        self.content = documents
+
+    def identity(self, split: Split) -> str:
+        return repr(self.content)
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        return (iter(blocks) for blocks in self.content)
+
+    def examples(self, split: Split) -> Any:
+        raise NotImplementedError
+
+    def texts(self, example: dict[str, Any]) -> list[str]:
+        raise NotImplementedError
+
+
+def encode(corpus: Corpus, cache: Path, max_tokens: int | None = None) -> TokenStream:
+    return token_stream(corpus, "train", BYTES, cache, max_tokens)
 
 
 def test_documents_stand_in_a_row_each_with_its_end(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ab")
     (tmp_path / "b").write_text("é")
-    stream = token_stream(corpus_of(tmp_path / "a", tmp_path / "b"), "train", BYTES, tmp_path / "cache")
-    assert stream.tokens.tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
-    assert stream.n_bytes == 4
-    assert isinstance(stream.tokens, np.memmap)
+    stream = encode(corpus_of(tmp_path / "a", tmp_path / "b"), tmp_path / "cache")
+    assert stream.tokens[:].tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
+    assert (stream.n_bytes, stream.n_words) == (4, 2)
+    assert stream.document_ends.tolist() == [3, 6]
+    assert isinstance(stream.tokens[:], np.memmap)
+    assert isinstance(stream.document_ends, np.memmap)
 
 
-def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(f"zeile {i} üöä日\n" for i in range(50))
-    (tmp_path / "a").write_text(text)
-    monkeypatch.setattr(tokens_module, "_BLOCK", 7)  # smaller than a line, and it cuts characters
-    stream = token_stream(corpus_of(tmp_path / "a"), "train", BYTES, tmp_path / "cache")
-    assert BYTES.decode(stream.tokens.tolist()) == text
+def test_empty_documents_are_left_out(tmp_path: Path) -> None:
+    stream = encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path)
+    assert stream.tokens[:].tolist() == [97, 256, 98, 256]
+    assert stream.document_ends.tolist() == [2, 4]
+
+
+def test_nothing_at_all_is_an_empty_stream(tmp_path: Path) -> None:
+    stream = encode(Blocks(), tmp_path)
+    assert len(stream) == len(stream.tokens[:]) == len(stream.document_ends) == 0
+
+
+@settings(deadline=None)  # other work on the machine must not make it fail
+@given(st.lists(st.lists(st.text(alphabet="ab \n\u3000é", max_size=6), max_size=5), max_size=4))
+def test_bytes_and_words_are_those_of_the_text_however_it_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[str]]
+) -> None:
+    stream = encode(Blocks(*documents), tmp_path_factory.mktemp("cache"))
+    texts = ["".join(blocks) for blocks in documents]
+    assert stream.n_bytes == sum(len(text.encode()) for text in texts)
+    assert stream.n_words == sum(len(text.split()) for text in texts)
+    assert BYTES.decode(stream.tokens[:].tolist()) == "".join(texts)
+    assert (stream.tokens[:][stream.document_ends - 1] == 256).all()
+    assert len(stream.document_ends) == sum(1 for text in texts if text)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "SHARD", 10)
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("length", [3, 9, 10, 29, 35])
+def test_the_ends_of_files_cannot_be_seen(tmp_path: Path, length: int) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(length))
+    stream = encode(Blocks([text[:7], text[7:]]), tmp_path)
+    whole = [*text.encode(), 256]
+    assert len(stream) == length + 1
+    for start in range(0, length + 2, 3):
+        for stop in range(start, length + 5, 4):
+            stream.announce([(start, stop)])
+            assert stream.tokens[start:stop].tolist() == whole[start:stop]
+    assert len(list(next(tmp_path.iterdir()).glob("tokens-*.bin"))) == -(-(length + 1) // 10)
+    assert encode(Blocks([text[:7], text[7:]]), tmp_path).tokens[:].tolist() == whole
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 6, 9, 100])
+def test_of_a_huge_text_only_the_beginning_is_encoded(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless() -> Iterator[Iterator[str]]:
+        yield iter(["ab ", "cd"])
+        yield iter(["efg\n"])
+        if most < 10:
+            raise AssertionError("nobody asked for this")
+
+    corpus = Blocks()
+    corpus.documents = lambda split: endless()  # type: ignore[method-assign]
+    monkeypatch.setattr(encode_module, "_AT_ONCE", 1)
+    stream = encode(corpus, tmp_path, most)
+    whole = [*b"ab cd", 256, *b"efg\n", 256]
+    assert stream.tokens[:].tolist() == whole[:most]
+    assert stream.n_bytes == sum(token < 256 for token in whole[:most])
+    assert stream.n_words == len(BYTES.decode([32 if token == 256 else token for token in whole[:most]]).split())
 
 
 def test_text_is_encoded_once_and_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, cache = tmp_path / "a", tmp_path / "cache"
     file.write_text("first")
-    token_stream(corpus_of(file), "train", BYTES, cache)
-    encode = BYTES.encode
+    encode(corpus_of(file), cache)
+    plain = BYTES.encode
     calls: list[str] = []
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: calls.append(text) or encode(text))
-    token_stream(corpus_of(file), "train", BYTES, cache)
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: calls.append(text) or plain(text))
+    encode(corpus_of(file), cache)
     assert calls == []
     file.write_text("other")
     os.utime(file, (time.time() + 5, time.time() + 5))
-    assert BYTES.decode(token_stream(corpus_of(file), "train", BYTES, cache).tokens.tolist()) == "other"
+    assert BYTES.decode(encode(corpus_of(file), cache).tokens[:].tolist()) == "other"
     assert calls == ["other"]
 
 
-@pytest.mark.parametrize("prefix", [b"", b"x" * 20, "日".encode()])
-def test_a_byte_that_is_not_utf8_is_named_with_its_place(
-    tmp_path: Path, prefix: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "latin1.txt"
-    file.write_bytes(prefix + b"caf\xe9 au lait")
-    monkeypatch.setattr(tokens_module, "_BLOCK", 8)
-    with pytest.raises(LineartimeError, match=rf"latin1.txt is not UTF-8 text \(byte 0xe9 at offset {len(prefix) + 3}\)"):
-        token_stream(corpus_of(file), "train", BYTES, tmp_path / "cache")
-    assert not list((tmp_path / "cache").rglob("*.partial"))
+def test_what_cannot_be_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"caf\xe9")
+    with pytest.raises(LineartimeError, match="is not UTF-8"):
+        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_text_that_ends_within_a_character_is_not_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "cut.txt"
-    file.write_bytes("日".encode()[:2])
-    with pytest.raises(LineartimeError, match=r"byte 0xe6 at offset 0"):
-        token_stream(corpus_of(file), "train", BYTES, tmp_path / "cache")
+def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("text")
+    old, new = tmp_path / "cache" / "x.1.partial", tmp_path / "cache" / "x.2.partial"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "tokens-00000.bin").write_bytes(b"12")
+    for path in (old / "tokens-00000.bin", old):
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("text")
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(LineartimeError, match=r"Cannot write .*cache"):
-        token_stream(corpus_of(tmp_path / "a"), "train", BYTES, tmp_path / "cache")
+        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "garbage"])
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "ends", "facts"])
 def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
-    (tmp_path / "a").write_text("text")
-    token_stream(corpus_of(tmp_path / "a"), "train", BYTES, tmp_path / "cache")
-    (folder,) = (tmp_path / "cache").iterdir()
-    if damage == "truncate":
-        (folder / "tokens.bin").write_bytes(b"1")
+    corpus = Blocks(["text " * 5])
+    encode(corpus, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    shard = folder / "tokens-00001.bin"
+    file = shard
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "changed":
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "ends":
+        file = folder / "ends.bin"
+        file.write_bytes(b"12345678")
     else:
-        (folder / "tokens.json").write_text("{")
-    with pytest.raises(LineartimeError, match="is damaged: delete that folder"):
-        token_stream(corpus_of(tmp_path / "a"), "train", BYTES, tmp_path / "cache")
+        file = folder / "facts.json"
+        file.write_text("{")
+    with pytest.raises(LineartimeError, match=f"The token file {file} is damaged: delete the folder {folder}"):
+        encode(corpus, tmp_path)
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("text")
-    corpus = corpus_of(tmp_path / "a")
-    (tmp_path / "a").unlink()
-    (tmp_path / "a").mkdir()  # root may read everything but a folder
-    with pytest.raises(LineartimeError, match=r"Cannot read .*Is a directory"):
-        token_stream(corpus, "train", BYTES, tmp_path / "cache")
+def test_files_that_were_found_right_are_not_read_again_but_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = tokens_module.digest
+    calls: list[str] = []
+    corpus = Blocks(["text"])
+    encode(corpus, tmp_path)
+    monkeypatch.setattr(tokens_module, "digest", lambda file: calls.append(file.name) or digest(file))
+    encode(corpus, tmp_path)
+    assert calls == []
+    (folder,) = tmp_path.iterdir()
+    for file in ("tokens-00000.bin", "ends.bin"):
+        os.utime(folder / file, ns=(1, 1))  # as copying does
+    for _ in range(2):
+        encode(corpus, tmp_path)
+    assert sorted(calls) == ["ends.bin", "tokens-00000.bin"]
+
+
+def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: Path) -> None:
+    barrier = threading.Barrier(4)
+    streams: list[TokenStream] = []
+
+    def documents(split: Split) -> Iterator[Iterator[str]]:
+        barrier.wait()  # all of them have found nothing
+        yield iter(["text"])
+        barrier.wait()
+
+    def run() -> None:
+        corpus = Blocks(["text"])
+        corpus.documents = documents  # type: ignore[method-assign]
+        streams.append(encode(corpus, tmp_path))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [BYTES.decode(stream.tokens[:].tolist()) for stream in streams] == ["text"] * 4
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_three_splits_of_a_file_are_the_file(tmp_path: Path) -> None:
     text = "".join(f"{i}\n" for i in range(500))
     (tmp_path / "a").write_text(text)
     corpus = local_text(tmp_path / "a")
-    parts = [token_stream(corpus, split, BYTES, tmp_path / "cache").tokens.tolist() for split in corpus.splits]
+    parts = [token_stream(corpus, split, BYTES, tmp_path / "cache").tokens[:].tolist() for split in corpus.splits]
     assert "".join(BYTES.decode(part) for part in parts) == text

@@ -101,11 +101,31 @@ def test_a_model_that_knows_nothing_needs_eight_bits_per_byte(model: CausalLM) -
     assert result.bits_per_byte == pytest.approx(64 / 63 * math.log2(258))
 
 
+def test_the_perplexity_of_a_word_does_not_depend_on_how_many_tokens_it_has(model: CausalLM) -> None:
+    with torch.no_grad():
+        model.backbone.embedding.weight.zero_()  # every token costs log(258)
+    words = TokenStream("the test split of noise", stream(60).tokens, 59, n_words=20)
+    assert measure(model, words, 16, 16).word_perplexity == pytest.approx(258**3, rel=1e-4)
+    assert carried(model, words, TOKENIZER, segment=8, bf16=False).word_perplexity == pytest.approx(258**3, rel=1e-4)
+    assert measure(model, words, 16, 16, max_tokens=30).word_perplexity == pytest.approx(258**3, rel=1e-4)
+    assert measure(model, stream(60), 16, 16).word_perplexity is None
+    few = TokenStream("the test split of noise", stream(400).tokens, 400, n_words=1)
+    assert measure(model, few, 16, 16).word_perplexity is None  # no number is as large
+
+
 def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8).eval()
-    result = windowed(model, stream(2000), TOKENIZER, context_length=50, stride=50, batch_size=8, bf16=False)
-    assert result.bits_per_byte is None
-    assert 230 < result.tokens < 370  # 15% of 2000
+    source = TokenStream("the test split of noise", stream(2000).tokens, 1999, n_words=100)
+    results = [
+        windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=batch_size, bf16=False)
+        for batch_size in (8, 3)
+    ]
+    assert results[0].masked
+    assert results[0].bits_per_byte is None
+    assert results[0].word_perplexity is None
+    assert 230 < results[0].tokens < 370  # 15% of 2000
+    assert results[1].tokens == results[0].tokens  # what is masked does not depend on the batch size
+    assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
 
 
 def test_the_quick_look_while_training_changes_no_mode_and_no_random_number(model: CausalLM) -> None:

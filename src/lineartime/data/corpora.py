@@ -1,132 +1,208 @@
-"""Which text to learn from: local files, or the source of the running Python's standard library; and how it is split."""
+"""Which text to learn from, and how it is split: corpora by name, local files, or the Python standard library."""
 
 import hashlib
 import os
+import re
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Protocol
 
+from lineartime.data.hub import HUB, datasets_library, mirror
+from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
 from lineartime.errors import LineartimeError, cannot
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
-_SHARES = {"train": 0.9, "validation": 0.05, "test": 0.05}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SPLIT_NAMES = re.compile(r"(train)|(valid|dev)|(test)", re.IGNORECASE)
+_NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
+
+_HUTTER = ("enwik8", "text8")
+"""Files of 10^8 bytes; by custom the first 90% are for training, 5% for validation and 5% for testing."""
+
+
+class Corpus(Protocol):
+    """Text in documents, split for training, validation and testing."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+
+    def identity(self, split: Split) -> str:
+        """A text that changes when the text of the split does; asking for it reads no text."""
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of a split in their order, each in blocks of text; an empty one has none.
+
+        Raises:
+            LineartimeError: while iterating, for whatever cannot be read.
+        """
+
+    def examples(self, split: Split) -> Any:
+        """The split as an `IterableDataset` of the datasets library, to be streamed; LineartimeError where it cannot be."""
+
+    def texts(self, example: dict[str, Any]) -> list[str]:
+        """The documents in one of these examples."""
 
 
 @dataclass(frozen=True)
-class Document:
-    """A file, or a part of one: the bytes from `start` to `stop`."""
-
-    path: Path
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Text split into documents for training, validation and testing.
+class LocalCorpus:
+    """Files of this machine.
 
     Attributes:
         name: what to call it in messages.
-        splits: the documents of each split.
+        splits: the files, or parts of files, of each split.
     """
 
     name: str
-    splits: dict[Split, list[Document]]
+    splits: dict[Split, list[Part]]
+
+    def identity(self, split: Split) -> str:
+        """The paths, sizes and dates of the files."""
+        return "\n".join(part.identity() for part in self.splits[split])
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of a split, file by file."""
+        for part in self.splits[split]:
+            yield from part.documents()
+
+    def examples(self, split: Split) -> Any:
+        """The documents of JSON lines and Parquet as an IterableDataset, a file being a shard."""
+        parts = self.splits[split]
+        for part in parts:
+            if is_text(part.path):
+                raise LineartimeError(
+                    f"{part.path} is one long text and cannot be streamed, only JSON lines and Parquet can: have it encoded "
+                    "beforehand."
+                )
+        if not parts:
+            raise LineartimeError(f"{self.name} has no {split} split: give more text with --data.")
+        return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
+
+    def texts(self, example: dict[str, Any]) -> list[str]:
+        """The one document of an example."""
+        return [example["text"]]
 
 
-def standard_library() -> Corpus:
+def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
+    for part in parts:
+        for blocks in part.documents():
+            yield {"text": "".join(blocks)}
+
+
+def load_corpus(data: str | Path | None) -> Corpus:
+    """The corpus of a name, the text at a path, or the standard library's source for None.
+
+    A name stands before a path: a file called c4 is chosen by ./c4, or by a `Path`.
+
+    Raises:
+        LineartimeError: if there is nothing to read.
+    """
+    if data is None:
+        return standard_library()
+    if isinstance(data, str):
+        if data in HUB:
+            return HUB[data]
+        if data in _HUTTER:
+            return _hutter(data)
+        if os.sep not in data and not Path(data).exists():
+            names = ", ".join(sorted([*HUB, *_HUTTER]))
+            raise LineartimeError(f"--data {data} is neither a file or folder here nor a name of a corpus, which are: {names}.")
+    return local_text(Path(data))
+
+
+def standard_library() -> LocalCorpus:
     """The source text of the running Python's standard library, tests left out: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give text of your own with --data.")
-    return Corpus("the Python standard library", _split_by_file(root, files))
+    return LocalCorpus("the Python standard library", _split_by_file(root, files))
 
 
-def local_text(path: Path) -> Corpus:
-    """A text file, or all files of a folder and its subfolders, hidden ones left out.
+def local_text(path: Path) -> LocalCorpus:
+    """A file, or all files of a folder and its subfolders, hidden ones left out: text, JSON lines or Parquet.
 
-    A folder of three files or more is split by file, anything smaller by position.
+    If every file of a folder is called train..., valid..., dev... or test..., or is in a subfolder called that, these are
+    the splits. Otherwise a folder of three files or more is split by file, and anything smaller inside of the files.
 
     Raises:
         LineartimeError: if there is nothing to read.
     """
     try:
+        files = [path]
         if path.is_dir():
-            files = [
-                file
-                for file in path.rglob("*")
-                if file.is_file() and file.stat().st_size and not any(p.startswith(".") for p in file.relative_to(path).parts)
-            ]
-        else:
-            files = [path] if path.stat().st_size else []
+            files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+        files = sorted(file for file in files if file.stat().st_size)
     except OSError as error:
         raise cannot("read", path, error) from None
     if not files:
         raise LineartimeError(f"--data {path} holds no text: give a text file or a folder of text files.")
+    if path.is_dir() and (named := _split_by_name(path, files)):
+        return LocalCorpus(str(path), named)
     if path.is_dir() and len(files) >= len(SPLITS):
-        return Corpus(str(path), _split_by_file(path, files))
-    splits: dict[Split, list[Document]] = {split: [] for split in SPLITS}
-    for file in sorted(files):
-        for split, document in _split_by_position(file).items():
-            splits[split].append(document)
-    return Corpus(str(path), splits)
+        return LocalCorpus(str(path), _split_by_file(path, files))
+    return LocalCorpus(str(path), {split: [Part(file, split) for file in files] for split in SPLITS})
 
 
-def load_corpus(path: Path | None) -> Corpus:
-    """The text at `path`, or the standard library's for None."""
-    return standard_library() if path is None else local_text(path)
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
-def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Document]]:
-    """Deal files out in an order that depends on their names alone, filling test and validation to their shares of bytes."""
-    documents = [Document(file, 0, file.stat().st_size) for file in files]
-    total = sum(document.stop for document in documents)
-
-    def order(document: Document) -> tuple[bool, bytes]:
-        name = os.fsencode(document.path.relative_to(root).as_posix())
-        return document.stop <= total / 2, hashlib.sha256(name).digest()  # a giant stands first, for training
-
-    documents.sort(key=order)
-    splits: dict[Split, list[Document]] = {split: [] for split in SPLITS}
-    for split in ("test", "validation"):
-        size = 0
-        # One file each at the least, and at least one is left for training.
-        while not splits[split] or (size < _SHARES[split] * total and len(documents) > len(files) // 2 + 1):
-            document = documents.pop()
-            splits[split].append(document)
-            size += document.stop
-    splits["train"] = documents
+def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | None:
+    """The splits that the names of files or folders say, or None; what is missing is taken from the training files."""
+    splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
+    for file in files:
+        relative = file.relative_to(root)
+        found = _SPLIT_NAMES.match(relative.parts[0])
+        if found:
+            splits[SPLITS[(found.lastindex or 1) - 1]].append(Part(file))
+        elif not _NO_TEXT.match(relative.name):
+            return None
+    if not splits["train"]:
+        return None
+    missing = [split for split in SPLITS if not splits[split]]
+    if missing:
+        whole = splits["train"]
+        splits["train"] = [
+            Part(part.path, split) for part in whole for split in SPLITS if split not in missing or split == "train"
+        ]
+        for split in missing:
+            splits[split] = [Part(part.path, split) for part in whole]
     return splits
 
 
-def _split_by_position(file: Path) -> dict[Split, Document]:
-    """Cut a file at the ends of lines: the beginning for training, then validation, then test."""
-    size = file.stat().st_size
-    cuts = [int(size * share) for share in (_SHARES["train"], _SHARES["train"] + _SHARES["validation"], 1)]
-    first, second = (_line_end(file, start, stop) for start, stop in pairwise(cuts))
-    return {
-        "train": Document(file, 0, first),
-        "validation": Document(file, first, second),
-        "test": Document(file, second, size),
-    }
+def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
+    """Deal files out in an order that depends on their names alone, filling test and validation to their shares of bytes."""
+    sizes = {file: file.stat().st_size for file in files}
+    total = sum(sizes.values())
+
+    def order(file: Path) -> tuple[bool, bytes]:
+        name = os.fsencode(file.relative_to(root).as_posix())
+        return sizes[file] <= total / 2, hashlib.sha256(name).digest()  # a giant stands first, for training
+
+    left = sorted(files, key=order)
+    splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
+    for split in ("test", "validation"):
+        size = 0
+        # One file each at the least, and at least one is left for training.
+        while not splits[split] or (size < SHARES[split] * total and len(left) > len(files) // 2 + 1):
+            file = left.pop()
+            splits[split].append(Part(file))
+            size += sizes[file]
+    splits["train"] = [Part(file) for file in left]
+    return splits
 
 
-def _line_end(file: Path, offset: int, stop: int) -> int:
-    """The offset just after the next line end, or, if there is none halfway to `stop`, that of the next character."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            following = stream.read(min(1 << 16, (stop - offset) // 2))
-    except OSError as error:
-        raise cannot("read", file, error) from None
-    newline = following.find(b"\n")
-    if newline >= 0:
-        return offset + newline + 1
-    within = next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
-    return offset + within
+def _hutter(name: str) -> LocalCorpus:
+    """enwik8 or text8, from a file of that name, or NAME.zip, in the mirror folder or in this one."""
+    folders = [folder for folder in (mirror(), Path()) if folder is not None]
+    for file in (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".zip")):
+        if file.is_file():
+            break
+    else:
+        raise LineartimeError(
+            f"There is no file {name} or {name}.zip here: get http://mattmahoney.net/dc/{name}.zip into this folder, or into "
+            "the one that LINEARTIME_MIRROR names."
+        )
+    return LocalCorpus(name, {split: [Part(file, split, at_lines=False)] for split in SPLITS})

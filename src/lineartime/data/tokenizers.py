@@ -3,7 +3,7 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The token ids of several texts, on all cores."""
+
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; special tokens are left out."""
 
@@ -55,6 +58,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> NDArray[np.int64]:
         """The bytes of a text: int64 [n]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The bytes of several texts; copying them is no work for more than one core."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; special tokens are left out and broken characters become U+FFFD."""
@@ -97,6 +104,9 @@ class JsonTokenizer:
             raise LineartimeError(
                 f"{source} is not a tokenizer file ({error}): --tokenizer takes a tokenizer.json of the tokenizers library."
             ) from None
+        self._tokenizer.encode_special_tokens = True  # a document that holds "<|endoftext|>" does not end there
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._definition = definition
         self._source = source
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -113,11 +123,15 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens: int64 [n]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The token ids of several texts: int64 [n] each."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception, for instance for a word it has no token for
             raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
-        return np.array(ids, dtype=np.int64)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; special tokens are left out."""
@@ -190,11 +204,18 @@ def encode_blocks(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[NDArr
 
     A line longer than a block is cut where the block ends.
     """
+    for text in whole_lines(blocks):
+        yield tokenizer.encode(text)
+
+
+def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
+    """The same text in blocks that end with a line, unless a line is longer than a block."""
     rest = ""
     for block in blocks:
         text = rest + block
         cut = text.rfind("\n") + 1 or len(text)
         rest = text[cut:]
-        yield tokenizer.encode(text[:cut])
+        if cut:
+            yield text[:cut]
     if rest:
-        yield tokenizer.encode(rest)
+        yield rest

@@ -1,24 +1,46 @@
-"""Token files: a split of a corpus, encoded once, kept on disk and memory-mapped, so that it may be larger than memory."""
+"""Token files: a split of a corpus, encoded once, kept on disk in shards and memory-mapped, so that it may exceed memory.
 
-import codecs
+A folder of the cache is made under another name and renamed when it is whole. It holds
+
+    tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
+    ends.bin                int64, the position after the end of each document
+    facts.json              how much there is, and the SHA-256 of each file
+
+The digest of a file is checked when it is opened, unless its size and date are those at which it was last found right.
+"""
+
 import hashlib
 import json
+import mmap
 import os
+import shutil
 import time
+import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.data.corpora import Corpus, Document, Split
-from lineartime.data.tokenizers import Tokenizer, encode_blocks, fingerprint
+from lineartime.data.corpora import Corpus
+from lineartime.data.encode import FACTS, Integers, Writer, batches, digest
+from lineartime.data.progress import Progress
+from lineartime.data.readers import Split
+from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 
-_BLOCK = 1 << 20  # bytes of text in memory at a time
-_FORMAT = 1  # part of every file's name: raise it when the same input would give other tokens
+_FORMAT = 2  # part of every folder's name: raise it when the same input would give other tokens
+_VERIFIED = "verified.json"
+
+
+class Tokens(Protocol):
+    """A row of tokens: a numpy array, or several that lie on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> Integers: ...
 
 
 @dataclass(frozen=True)
@@ -27,16 +49,65 @@ class TokenStream:
 
     Attributes:
         name: what to call it in messages.
-        tokens: unsigned integers [n], memory-mapped.
+        tokens: unsigned integers [n].
         n_bytes: the bytes of the text they encode.
+        n_words: the words of that text, as white space parts them.
+        document_ends: int64, rising: the position after each end-of-document token.
     """
 
     name: str
-    tokens: NDArray[np.unsignedinteger]
+    tokens: Tokens
     n_bytes: int
+    n_words: int = 0
+    document_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def announce(self, places: list[tuple[int, int]]) -> None:
+        """Have the system fetch these stretches, from a first token up to a last one, side by side instead of one by one."""
+        if isinstance(self.tokens, Shards):
+            for start, stop in places:
+                self.tokens.announce(start, stop)
+
+
+class Shards:
+    """The tokens of several files as one row, which slices read without an end of a file being seen."""
+
+    def __init__(self, shards: list[Integers]) -> None:
+        self._shards = shards
+        self._ends = np.cumsum([len(shard) for shard in shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: slice) -> Integers:
+        start, stop, step = places.indices(len(self))
+        if step != 1:
+            raise ValueError(f"A step of {step} is not possible: tokens are read one after another.")
+        found = [self._shards[index][first:last] for index, first, last in self._parts(start, stop)]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else self._shards[0][:0]
+
+    def announce(self, start: int, stop: int) -> None:
+        """Have the system fetch these tokens from the disk, without waiting for them."""
+        for index, first, last in self._parts(start, min(stop, len(self))):
+            shard = self._shards[index]
+            page, size = mmap.PAGESIZE, shard.itemsize
+            if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_WILLNEED"):
+                begin = first * size // page * page
+                shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that hold these tokens, and where in them."""
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            before = int(self._ends[index]) - len(self._shards[index])
+            end = min(stop, int(self._ends[index]))
+            yield index, start - before, end - before
+            start = end
+            index += 1
 
 
 def default_cache() -> Path:
@@ -44,87 +115,121 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
 
 
-def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
+def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path, max_tokens: int | None = None) -> TokenStream:
     """The tokens of a split; encoded, block by block, only if the cache does not hold them already.
 
+    Args:
+        corpus: the text.
+        split: the part of it.
+        tokenizer: what encodes it.
+        cache: the folder to keep the tokens in.
+        max_tokens: encode only so many from the beginning.
+
     Raises:
-        LineartimeError: for text that cannot be read or is not UTF-8, or a cache that cannot be written.
+        LineartimeError: for text that cannot be read or is not UTF-8, a cache that cannot be written, or one that is damaged.
     """
-    documents = corpus.splits[split]
-    dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    folder = cache / _key(documents, tokenizer)
-    if not (folder / "tokens.json").exists():
-        _write(folder, documents, tokenizer, dtype)
-    try:
-        facts = json.loads((folder / "tokens.json").read_text())
-        size = (folder / "tokens.bin").stat().st_size
-        if size != facts["n_tokens"] * dtype.itemsize:
-            raise LineartimeError(f"The token file {folder} is damaged: delete that folder, then run the command again.")
-        tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r") if size else np.zeros(0, dtype)
-    except OSError as error:
-        raise cannot("read", folder, error) from None
-    except (ValueError, KeyError):
-        raise LineartimeError(f"The token file {folder} is damaged: delete that folder, then run the command again.") from None
-    return TokenStream(f"the {split} split of {corpus.name}", tokens, facts["n_bytes"])
+    folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
+    name = f"the {split} split of {corpus.name}"
+    if not (folder / FACTS).exists():
+        _write(folder, corpus, split, tokenizer, max_tokens)
+    return _open(folder, name)
 
 
-def _key(documents: list[Document], tokenizer: Tokenizer) -> str:
-    """A name for the tokens, which changes with the tokenizer and with the path, size or date of any file."""
-    parts = [str(_FORMAT), fingerprint(tokenizer)]
-    for document in documents:
-        parts.append(f"{document.path.resolve()}:{document.start}:{document.stop}:{document.path.stat().st_mtime_ns}")
+def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
+    """A name for the tokens, which changes with the tokenizer and with the text."""
+    parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
-def _write(folder: Path, documents: list[Document], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> None:
-    """Write the tokens and then, as the sign that they are complete, the facts about them."""
-    partial = folder / f"tokens.{os.getpid()}.partial"
-    n_tokens = 0
+def _open(folder: Path, name: str) -> TokenStream:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.partial"):
-            if time.time() - left.stat().st_mtime > 3600:  # of a killed process: one that lives writes all the time
-                left.unlink(missing_ok=True)
+        facts = json.loads((folder / FACTS).read_text())
+        _verify(folder, facts["sha256"])
+        dtype = np.dtype(facts["dtype"])
+        shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
+        return TokenStream(
+            name, Shards(shards), facts["n_bytes"], facts["n_words"], _map(folder / "ends.bin", np.dtype(np.int64))
+        )
+    except OSError as error:
+        raise cannot("read", folder, error) from None
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(folder, FACTS) from None
+
+
+def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+
+
+def _verify(folder: Path, digests: dict[str, str]) -> None:
+    """Raise LineartimeError unless the files are what was written."""
+    try:
+        verified = json.loads((folder / _VERIFIED).read_text())
+    except (OSError, ValueError):
+        verified = {}
+    before = dict(verified)
+    for file, written in digests.items():
+        if not (folder / file).is_file():
+            raise _damaged(folder, file)
+        if verified.get(file) != _version(folder / file):
+            if digest(folder / file) != written:
+                raise _damaged(folder, file)
+            verified[file] = _version(folder / file)
+    if verified != before:
+        _remember(folder, verified)
+
+
+def _remember(folder: Path, verified: dict[str, list[int]]) -> None:
+    """Keep what was verified; where the cache cannot be written, it will be verified again."""
+    partial = folder / f"{_VERIFIED}.{uuid.uuid4().hex}"
+    try:
+        partial.write_text(json.dumps(verified))
+        partial.replace(folder / _VERIFIED)
+    except OSError:
+        partial.unlink(missing_ok=True)
+
+
+def _version(file: Path) -> list[int]:
+    facts = file.stat()
+    return [facts.st_size, facts.st_mtime_ns]
+
+
+def _damaged(folder: Path, file: str) -> LineartimeError:
+    return LineartimeError(
+        f"The token file {folder / file} is damaged: delete the folder {folder}, then run the command again."
+    )
+
+
+def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    """Encode into a folder of another name, and rename it; another process that does the same does no harm."""
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        partial.mkdir()
         try:
-            with partial.open("wb") as stream:
-                for document in documents:
-                    for ids in encode_blocks(tokenizer, _text_blocks(document)):
-                        stream.write(ids.astype(dtype).tobytes())
-                        n_tokens += len(ids)
-                    stream.write(np.array([tokenizer.end_of_document], dtype).tobytes())
-                    n_tokens += 1
-            partial.replace(folder / "tokens.bin")
+            with Progress(f"encoding {corpus.name}, {split}") as progress, Writer(partial, tokenizer) as writer:
+                for texts in batches(corpus.documents(split)):
+                    writer.add(texts, max_tokens)
+                    progress.advance(sum(len(text) for text in texts if text is not None))
+                    if max_tokens is not None and writer.n_tokens >= max_tokens:
+                        break
+            _remember(partial, {file: _version(partial / file) for file in writer.finish()})
+            try:
+                partial.rename(folder)
+            except OSError:
+                if not (folder / FACTS).exists():  # unless another process was faster
+                    raise
         finally:
-            partial.unlink(missing_ok=True)
-        facts = {"n_tokens": n_tokens, "n_bytes": sum(document.stop - document.start for document in documents)}
-        partial.write_text(json.dumps(facts))
-        partial.replace(folder / "tokens.json")
+            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise cannot("write", folder, error) from None
 
 
-def _text_blocks(document: Document) -> Iterator[str]:
-    """The text of a document, block by block; LineartimeError where it is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        with document.path.open("rb") as stream:
-            position = document.start
-            while position < document.stop:
-                stream.seek(position)
-                block = stream.read(min(_BLOCK, document.stop - position))
-                if not block:
-                    break
-                held_back = len(decoder.getstate()[0])
-                try:
-                    text = decoder.decode(block, final=position + len(block) >= document.stop)
-                except UnicodeDecodeError as error:
-                    offset = position - held_back + error.start
-                    byte = error.object[error.start]
-                    raise LineartimeError(
-                        f"{document.path} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): "
-                        "convert it to UTF-8 or take it out of --data."
-                    ) from None
-                position += len(block)
-                yield text
-    except OSError as error:
-        raise cannot("read", document.path, error) from None
+def _remove_abandoned(cache: Path) -> None:
+    """Delete what killed processes left half written: one that lives writes all the time."""
+    for left in cache.glob("*.partial"):
+        try:
+            if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > 3600:
+                shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # another process was faster
+            continue

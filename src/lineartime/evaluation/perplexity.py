@@ -1,4 +1,4 @@
-"""How well a language model foretells text: nats, bits per byte and perplexity, and how they depend on the context.
+"""How well a language model foretells text: nats, bits per byte, perplexity of tokens and words, and where in the context.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -38,7 +38,10 @@ class Evaluation:
         context: how much context the tokens had, in words.
         loss: mean, in nats per token.
         tokens: how many tokens the mean is over.
+        masked: whether only masked tokens were foretold.
         bits_per_byte: the whole loss in bits, over the bytes of the text; None for masked tokens.
+        word_perplexity: exp of the whole loss over the words of the text, as white space parts them, so that it does not
+            depend on the tokenizer; None for masked tokens, and for text with too few spaces in it.
         by_position: the loss by the number of tokens that stood before, in powers of two. The first of them is the token
             before the window, or an end of document. (A masked model reads both ways: there it is a place in the window.)
     """
@@ -46,12 +49,14 @@ class Evaluation:
     context: str
     loss: float
     tokens: int
+    masked: bool
     bits_per_byte: float | None
+    word_perplexity: float | None
     by_position: list[Position]
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): of one token."""
+        """exp(loss): of one token, or of one masked token."""
         return math.exp(self.loss)
 
 
@@ -69,6 +74,14 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
     """Nats per token, as bits over the bytes that the tokens encode."""
     return loss * tokens / max(1, n_bytes) / math.log(2)
+
+
+def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
+    """The perplexity of a word of the text, from nats per token; None without words, or where no number is as large."""
+    try:
+        return math.exp(loss * tokens / n_words)
+    except (OverflowError, ZeroDivisionError):
+        return None
 
 
 @torch.no_grad()
@@ -91,7 +104,7 @@ def mean_loss(
     starts = spread_windows(stream, windows, context_length)
     for index in range(0, len(starts), batch_size):
         rows = [read_window(stream, start, context_length + 1) for start in starts[index : index + batch_size]]
-        batch = _batch(torch.stack(rows), tokenizer, task, index)
+        batch = _batch(torch.stack(rows), tokenizer, task, starts[index : index + batch_size])
         logits = _forward(model, batch.inputs.to(device), bf16)
         total += float(token_losses(logits, batch.targets.to(device)).sum())
         count += int((batch.targets != IGNORED).sum())
@@ -124,8 +137,8 @@ def windowed(
     tokens = _length(stream, max_tokens)
     positions = _Positions()
     device = next(model.parameters()).device
-    for index, (windows, skip) in enumerate(_windows(stream, tokenizer, tokens, context_length, stride, batch_size)):
-        batch = _batch(windows, tokenizer, model.config.task, index)
+    for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
+        batch = _batch(windows, tokenizer, model.config.task, starts)
         logits = _forward(model, batch.inputs.to(device), bf16)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
@@ -177,8 +190,9 @@ def _length(stream: TokenStream, max_tokens: int | None) -> int:
     return min(len(stream), max_tokens or len(stream))
 
 
-def _batch(windows: Tensor, tokenizer: Tokenizer, task: str, key: int) -> Batch:
-    return causal_batch(windows) if task == "clm" else masked_batch(windows, tokenizer, (0, key))
+def _batch(windows: Tensor, tokenizer: Tokenizer, task: str, starts: list[int]) -> Batch:
+    """What is masked depends on where a window starts alone, so that results do not depend on the batch size."""
+    return causal_batch(windows) if task == "clm" else masked_batch(windows, tokenizer, [(0, start) for start in starts])
 
 
 def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
@@ -190,9 +204,10 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
 
 def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
-) -> Iterator[tuple[Tensor, int]]:
-    """Batches of equally long windows, and how many tokens at the beginning of each have been counted already."""
+) -> Iterator[tuple[Tensor, int, list[int]]]:
+    """Batches of equally long windows, how many tokens at the beginning of each have been counted already, and their starts."""
     rows: list[Tensor] = []
+    starts: list[int] = []
     counted = 0
     start = 0
     while counted < tokens:
@@ -200,18 +215,19 @@ def _windows(
         row, skip = _read(stream, tokenizer, start, length), counted - start
         if skip != context_length - stride or length < context_length:  # the first and the last window stand alone
             if rows:
-                yield torch.stack(rows), context_length - stride
-            yield row[None], skip
-            rows = []
+                yield torch.stack(rows), context_length - stride, starts
+            yield row[None], skip, [start]
+            rows, starts = [], []
         else:
             rows.append(row)
+            starts.append(start)
             if len(rows) == batch_size:
-                yield torch.stack(rows), skip
-                rows = []
+                yield torch.stack(rows), skip, starts
+                rows, starts = [], []
         counted = start + length
         start += stride
     if rows:
-        yield torch.stack(rows), context_length - stride
+        yield torch.stack(rows), context_length - stride, starts
 
 
 class _Positions:
@@ -238,6 +254,10 @@ class _Positions:
             if n:
                 last = min((2 << power) - 1, self._longest)
                 by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
-        # Of a part of the stream, the bytes are taken to be the same part of its bytes.
-        n_bytes = round(stream.n_bytes * tokens / len(stream))
-        return Evaluation(context, loss, count, None if masked else bits_per_byte(loss, tokens, n_bytes), by_position)
+        # Of a part of the stream, bytes and words are taken to be the same part of its bytes and words.
+        n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
+        bits = per_word = None
+        if not masked:
+            bits = bits_per_byte(loss, count, n_bytes)
+            per_word = word_perplexity(loss, count, n_words)
+        return Evaluation(context, loss, count, masked, bits, per_word, by_position)

@@ -14,8 +14,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lineartime.data import Tokenizer, TokenStream, default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.batches import Batch, causal_batch, check_long_enough, masked_batch, random_windows
+from lineartime.data import (
+    Rows,
+    Tokenizer,
+    TokenStream,
+    cached_loader,
+    default_cache,
+    load_corpus,
+    load_tokenizer,
+    token_stream,
+)
+from lineartime.data.batches import check_long_enough
 from lineartime.errors import LineartimeError
 from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss
 from lineartime.models.heads import LanguageModel, build_model
@@ -84,7 +93,14 @@ class Trainer:
         cache = config.cache or default_cache()
         self.train_stream: TokenStream = token_stream(corpus, "train", self.tokenizer, cache)
         self.validation_stream: TokenStream = token_stream(corpus, "validation", self.tokenizer, cache)
-        check_long_enough(self.train_stream, config.context_length)
+        self.loader = cached_loader(
+            self.train_stream,
+            self.tokenizer,
+            task=config.task,
+            context_length=config.context_length,
+            rows=Rows(config.batch_size * config.accumulate, config.batch_size),
+            seed=config.seed,
+        )
         check_long_enough(self.validation_stream, 1)  # a shorter window than in training does to measure on
 
         torch.manual_seed(config.seed)
@@ -112,6 +128,7 @@ class Trainer:
         """Go back to a checkpoint."""
         self.model.load_state_dict(checkpoints.load(path).state_dict())
         self.step = saved.step
+        self.loader.restore({"rows": saved.step * self.config.batch_size * self.config.accumulate})
         for name, parameter in self.model.named_parameters():
             kept = {key: saved.tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             moments = {key: value.to(self.device) for key, value in kept.items() if value is not None}
@@ -150,8 +167,7 @@ class Trainer:
         config = self.config
         self.model.train()
         total = 0.0
-        for micro in range(config.accumulate):
-            batch = self._batch((config.seed, self.step, micro))
+        for batch in self.loader.next_step():
             with autocast(self.device, config.precision == "bf16"):
                 loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device)) / config.accumulate
             loss.backward()
@@ -167,10 +183,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         return total, norm, rate
-
-    def _batch(self, key: tuple[int, ...]) -> Batch:
-        windows = random_windows(self.train_stream, self.config.batch_size, self.config.context_length, key)
-        return causal_batch(windows) if self.config.task == "clm" else masked_batch(windows, self.tokenizer, (*key, 1))
 
     def _diverged(self, loss: float) -> LineartimeError:
         last = checkpoints.last_checkpoint(self.config.run_directory)

@@ -1,0 +1,165 @@
+"""The figures of docs/data.md: `python benchmarks/data.py` (some minutes on 2 cores, and 7 GB of disk for a while).
+
+Text is made up of words that real text would have, with their frequencies falling as 1 / rank. What is measured:
+
+    read      tokens a second that come out of the loader of encoded text, on one core
+    encode    tokens and bytes a second that go into the cache, on all cores
+    memory    the most memory that a process of its own had while it encoded, or streamed, a small file and a large one
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import markdown, save
+
+from lineartime.data import (
+    ByteTokenizer,
+    Rows,
+    Tokenizer,
+    cached_loader,
+    load_tokenizer,
+    local_text,
+    streaming_loader,
+    token_stream,
+    train_tokenizer,
+)
+
+CONTEXT = 512
+
+
+def make_text(file: Path, size: int) -> None:
+    """JSON lines of about `size` bytes, a document having about 2,000."""
+    random = np.random.default_rng(0)
+    letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
+    words = ["".join(random.choice(letters[:20], random.integers(1, 11))) for _ in range(50_000)]
+    weights = 1 / np.arange(1, len(words) + 1)
+    weights /= weights.sum()
+    documents = []
+    for _ in range(2000):
+        chosen = random.choice(len(words), 350, p=weights)
+        documents.append(json.dumps({"text": " ".join(words[i] for i in chosen) + ".\n"}) + "\n")
+    block = "".join(documents)
+    with file.open("w") as stream:
+        for _ in range(max(1, round(size / len(block)))):
+            stream.write(block)
+
+
+def tokenizer_of(name: str, folder: Path) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else load_tokenizer(folder / "tokenizer.json")
+
+
+def encode(file: Path, folder: Path, name: str) -> dict[str, Any]:
+    """Encode a file that the cache does not hold."""
+    start = time.perf_counter()
+    stream = token_stream(local_text(file), "train", tokenizer_of(name, folder), folder / f"cache-{name}")
+    return {"tokens": len(stream), "bytes": stream.n_bytes, "seconds": time.perf_counter() - start}
+
+
+def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: bool) -> dict[str, Any]:
+    """Read a file that the cache holds; cold: the operating system has it on disk alone."""
+    if cold:
+        for shard in folder.glob(f"cache-{name}/*/tokens-*.bin"):
+            with shard.open("rb") as raw:
+                os.fsync(raw.fileno())
+                os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    tokenizer = tokenizer_of(name, folder)
+    stream = token_stream(local_text(file), "train", tokenizer, folder / f"cache-{name}")
+    rows = Rows(64, 16)
+    loader = cached_loader(stream, tokenizer, task=task, context_length=CONTEXT, rows=rows, seed=0, packed=packed)
+    loader.next_step()
+    start, steps = time.perf_counter(), 0
+    while time.perf_counter() - start < 3:
+        loader.next_step()
+        steps += 1
+    return {"tokens": steps * rows.per_step * CONTEXT, "seconds": time.perf_counter() - start}
+
+
+def stream(file: Path, folder: Path, name: str) -> dict[str, Any]:
+    """Stream the training split of a file once, in one lane."""
+    rows = Rows(64, 16)
+    loader = streaming_loader(
+        local_text(file), tokenizer_of(name, folder), task="clm", context_length=CONTEXT, rows=rows, seed=0, lanes=1
+    )
+    start, tokens = time.perf_counter(), 0
+    while loader.state()["lanes"]["0"]["epoch"] == 0:
+        loader.next_step()
+        tokens += rows.per_step * CONTEXT
+    return {"tokens": tokens, "seconds": time.perf_counter() - start}
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"encode": encode, "read": read, "stream": stream}
+
+
+def measured(job: str, *arguments: Any) -> dict[str, Any]:
+    """Run a job in a process of its own, and return what it measured and the most memory it had, in MB."""
+    command = [sys.executable, __file__, "--job", json.dumps([job, *map(str, arguments[:2]), *arguments[2:]])]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def run_job(description: str) -> None:
+    name, file, folder, *rest = json.loads(description)
+    result = JOBS[name](Path(file), Path(folder), *rest)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    print(json.dumps({**result, "peak_mb": int(peak[1]) / 1000 if peak else None}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=int, default=20, help="size of the small file in MB")
+    parser.add_argument("--large", type=int, default=2000, help="size of the large file in MB")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        run_job(arguments.job)
+        return
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, megabytes: int, result: dict[str, Any]) -> None:
+        rows.append({"what": what, "file_mb": megabytes, **result})
+        print(rows[-1], flush=True)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = {size: folder / f"{size}.jsonl" for size in (arguments.small, arguments.large)}
+        for size, file in files.items():
+            make_text(file, size * 1_000_000)
+        tokenizer = train_tokenizer(local_text(files[arguments.small]), "bpe", 32_000)
+        (folder / "tokenizer.json").write_text(tokenizer.to_json())
+        for size, file in files.items():
+            add("encode, bytes", size, measured("encode", file, folder, "bytes"))
+            add("stream, bytes", size, measured("stream", file, folder, "bytes"))
+        add("encode, BPE", arguments.small, measured("encode", files[arguments.small], folder, "bpe"))
+        cases = (
+            ("windows from disk", "clm", False, True),
+            ("windows", "clm", False, False),
+            ("packed", "clm", True, False),
+            ("masked", "mlm", False, False),
+        )
+        for label, *options in cases:  # the small file stays in memory
+            size = arguments.large if options[-1] else arguments.small
+            add(f"read, {label}", size, measured("read", files[size], folder, "bytes", *options))
+    header = ["", "file (MB)", "million tokens/s", "MB of text/s", "peak memory (MB)"]
+    lines = []
+    for row in rows:
+        speed = row["tokens"] / row["seconds"] / 1e6
+        text = f"{row['bytes'] / row['seconds'] / 1e6:.1f}" if "bytes" in row else ""
+        # The pages of a memory-mapped file count as memory, but go when somebody else needs it.
+        peak = "" if row["what"].startswith("read") else f"{row['peak_mb']:,.0f}"
+        lines.append([row["what"], f"{row['file_mb']:,}", f"{speed:.2f}", text, peak])
+    save("data", rows, markdown(header, lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Encoding: documents in, shards of tokens out, with a count of what they hold."""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lineartime.data.readers import BLOCK
+from lineartime.data.tokenizers import Tokenizer, whole_lines
+
+SHARD = 1 << 26  # tokens in a file
+FACTS = "facts.json"
+_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters that are encoded together, on all cores
+
+Integers = NDArray[np.unsignedinteger[Any]]
+
+
+def digest(file: Path) -> str:
+    """The SHA-256 of a file."""
+    hasher = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
+    """Texts to be encoded together, None standing after the last one of each document."""
+    batch: list[str | None] = []
+    size = 0
+    for document in documents:
+        empty = True
+        for text in whole_lines(document):
+            empty = False
+            batch.append(text)
+            size += len(text)
+            if size >= _AT_ONCE:
+                yield batch
+                batch, size = [], 0
+        if not empty:
+            batch.append(None)
+            size += 1
+    if batch:
+        yield batch
+
+
+class Writer:
+    """Writes tokens to shards and counts what they encode."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._shard: IO[bytes] | None = None
+        self._hasher = hashlib.sha256()
+        self._digests: dict[str, str] = {}
+        self._ends = array("q")
+        self._in_word = False
+        self.n_tokens = self._n_bytes = self._n_words = 0
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_shard()
+
+    def add(self, texts: list[str | None], max_tokens: int | None) -> None:
+        """Encode and write these texts, None being the end of a document."""
+        encoded = iter(self._tokenizer.encode_batch([text for text in texts if text is not None]))
+        for text in texts:
+            if text is None:
+                self._write(np.array([self._tokenizer.end_of_document], self._dtype))
+                self._ends.append(self.n_tokens)
+                self._in_word = False
+            else:
+                ids = next(encoded)
+                if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
+                    ids = ids[: max_tokens - self.n_tokens]
+                    text = self._tokenizer.decode(ids.tolist())
+                self._count(text)
+                self._write(ids.astype(self._dtype))
+            if max_tokens is not None and self.n_tokens >= max_tokens:
+                return
+
+    def finish(self) -> dict[str, str]:
+        """Write what there is to know about the tokens, and return the files and their digests."""
+        if not self._digests:
+            self._open_shard()
+            self._close_shard()
+        ends = self._folder / "ends.bin"
+        ends.write_bytes(self._ends.tobytes())
+        self._digests[ends.name] = digest(ends)
+        facts = {
+            "dtype": self._dtype.name,
+            "n_tokens": self.n_tokens,
+            "n_bytes": self._n_bytes,
+            "n_words": self._n_words,
+            "sha256": self._digests,
+        }
+        (self._folder / FACTS).write_text(json.dumps(facts, indent=1))
+        return self._digests
+
+    def _count(self, text: str) -> None:
+        """Count bytes and words; a word may go on in the next text of the document."""
+        self._n_bytes += len(text.encode())
+        words = len(text.split())
+        self._n_words += words - (self._in_word and words > 0 and not text[0].isspace())
+        if text:
+            self._in_word = not text[-1].isspace()
+
+    def _write(self, tokens: Integers) -> None:
+        while len(tokens):
+            if self._shard is None:
+                self._open_shard()
+            room = SHARD - self.n_tokens % SHARD
+            data = tokens[:room].tobytes()
+            assert self._shard is not None
+            self._shard.write(data)
+            self._hasher.update(data)
+            self.n_tokens += len(tokens[:room])
+            tokens = tokens[room:]
+            if self.n_tokens % SHARD == 0:
+                self._close_shard()
+
+    def _open_shard(self) -> None:
+        self._shard = (self._folder / f"tokens-{len(self._digests):05d}.bin").open("wb")
+        self._hasher = hashlib.sha256()
+
+    def _close_shard(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+            self._digests[Path(self._shard.name).name] = self._hasher.hexdigest()
+            self._shard = None

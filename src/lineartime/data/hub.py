@@ -1,0 +1,229 @@
+"""Corpora of the Hugging Face hub, read through the datasets library: over the network, or from a local mirror.
+
+A mirror is a folder that holds repositories as the hub does, for instance google/wiki40b/en/train-00000-of-00001.parquet.
+The environment variable LINEARTIME_MIRROR names it.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lineartime.data.readers import Split, pieces
+from lineartime.errors import LineartimeError, missing_extra
+
+Example = dict[str, Any]
+
+
+def mirror() -> Path | None:
+    """The folder with copies of repositories, if there is one."""
+    folder = os.environ.get("LINEARTIME_MIRROR")
+    return Path(folder) if folder else None
+
+
+def datasets_library(purpose: str) -> Any:
+    """The datasets library, with patience for an unsteady network that ends after half a minute."""
+    try:
+        import datasets
+    except ImportError:
+        raise missing_extra("datasets", "data", purpose) from None
+    datasets.config.STREAMING_READ_MAX_RETRIES = 6
+    datasets.config.STREAMING_READ_RETRY_INTERVAL = 5
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _text(example: Example) -> list[str]:
+    return [example["text"]]
+
+
+def wiki40b_text(example: Example) -> list[str]:
+    """An article without its markers: title, headings and paragraphs on lines of their own, an empty line before a heading."""
+    text = example["text"]
+    for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
+        text = text.replace(marker, instead)
+    return [text.replace("_NEWLINE_", "\n").lstrip("\n") + "\n"]
+
+
+def _evidence(example: Example) -> list[str]:
+    """The pages that come with a question: of Wikipedia, then of the web."""
+    return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """A dataset repository of the hub.
+
+    Attributes:
+        name: what it is called here.
+        repository: what it is called there.
+        files: a pattern of the files of each split.
+        columns: the columns to read; None for formats that cannot leave any out.
+        texts_of: the documents in an example.
+        lines: whether an example is a line of a document, rather than one or more whole ones.
+        halves: whether validation and test share the files: documents of even number and of odd number.
+    """
+
+    name: str
+    repository: str
+    files: dict[Split, str]
+    columns: tuple[str, ...] | None = ("text",)
+    texts_of: Callable[[Example], list[str]] = _text
+    lines: bool = False
+    halves: bool = False
+
+    def identity(self, split: Split) -> str:
+        """The repository and its revision; of a mirror, the sizes and dates of the files."""
+        folder = self._folder
+        if folder is None:
+            return f"{self.repository}:{split}:{self.files[split]}:{self._revision}"
+        files = sorted(folder.glob(self.files[split]))
+        if not files:
+            raise LineartimeError(f"{folder} has no file {self.files[split]}: complete the mirror, or unset LINEARTIME_MIRROR.")
+        facts = [(file, file.stat()) for file in files]
+        return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of a split in the order of the files."""
+        with guarded(self.name):
+            examples = iter(self.examples(split))
+            if self.lines:
+                yield from (lines for _, lines in groupby(map(_line, examples), _ArticleNumber()))
+                return
+            for example in examples:
+                for text in self.texts(example):
+                    yield pieces(text)
+
+    def examples(self, split: Split) -> Any:
+        """The rows of a split as an IterableDataset."""
+        self.identity(split)  # complains of what is missing, in fewer words than the library
+        datasets = datasets_library(f"Reading {self.name}")
+        folder = self._folder
+        options: dict[str, Any] = {"revision": self._revision} if folder is None else {}
+        if self.columns is not None:
+            options["columns"] = list(self.columns)
+        with guarded(self.name):
+            dataset = datasets.load_dataset(
+                str(folder or self.repository),
+                data_files={split: self.files[split]},
+                split=split,
+                streaming=True,
+                **options,
+            )
+        if self.halves and split != "train":
+            parity = int(split == "test")
+            dataset = dataset.filter(lambda _, index: index % 2 == parity, with_indices=True)
+        return dataset
+
+    def texts(self, example: Example) -> list[str]:
+        """The documents in an example."""
+        if self.lines:
+            raise LineartimeError(f"{self.name} is small and cannot be streamed: have it encoded beforehand.")
+        return self.texts_of(example)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The repository in the mirror, if it is there."""
+        root = mirror()
+        return root / self.repository if root and (root / self.repository).is_dir() else None
+
+    @cached_property
+    def _revision(self) -> str:
+        """The commit of the repository: the newest, or, without a network, the last one seen."""
+        datasets_library(f"Reading {self.name}")
+        import huggingface_hub
+
+        name = "README.md"
+        try:
+            # Fails at once without a network, where the download alone would try again and again.
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(self.repository, name, repo_type="dataset"))
+            seen: Any = huggingface_hub.hf_hub_download(self.repository, name, repo_type="dataset")
+        except Exception as error:  # whatever a network can do
+            seen = huggingface_hub.try_to_load_from_cache(self.repository, name, repo_type="dataset")
+            if not isinstance(seen, str):
+                raise LineartimeError(
+                    f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
+                    "LINEARTIME_MIRROR to a folder with a copy of that repository."
+                ) from None
+        return Path(seen).parent.name  # its cache keeps files in snapshots/COMMIT
+
+
+@contextmanager
+def guarded(name: str) -> Iterator[None]:
+    """Raise LineartimeError for whatever goes wrong in reading a corpus of this name."""
+    try:
+        yield
+    except LineartimeError:
+        raise
+    except Exception as error:  # of the network, of compression, of Parquet, of JSON, by several libraries
+        raise LineartimeError(
+            f"Cannot read {name} ({_first_line(error)}): check its files, or the network, then run the command again."
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _line(example: Example) -> str:
+    """A line of WikiText; the hub has nothing where the original has an empty line."""
+    text: str = example["text"]
+    return text or " \n"
+
+
+class _ArticleNumber:
+    """Counts the titles of WikiText, which look like ` = Title = `, so that lines can be grouped into articles."""
+
+    _TITLE = re.compile(r" = (?!= ).+ = \n?")
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, line: str) -> int:
+        self._count += self._TITLE.fullmatch(line) is not None
+        return self._count
+
+
+HUB: dict[str, HubCorpus] = {
+    corpus.name: corpus
+    for corpus in (
+        HubCorpus(
+            "wiki40b",
+            "google/wiki40b",
+            {split: f"en/{split}-*.parquet" for split in ("train", "validation", "test")},
+            texts_of=wiki40b_text,
+        ),
+        # A book in each row. deepmind/pg19 itself has a script, which datasets no longer runs.
+        HubCorpus("pg19", "emozilla/pg19", {split: f"data/{split}-*.parquet" for split in ("train", "validation", "test")}),
+        HubCorpus(
+            "c4",
+            "allenai/c4",
+            {
+                "train": "en/c4-train.*.json.gz",
+                "validation": "en/c4-validation.*.json.gz",
+                "test": "en/c4-validation.*.json.gz",
+            },
+            columns=None,
+            halves=True,
+        ),
+        HubCorpus(
+            "trivia_qa",
+            "mandarjoshi/trivia_qa",
+            {split: f"rc/{split}-*.parquet" for split in ("train", "validation", "test")},
+            columns=("entity_pages", "search_results"),
+            texts_of=_evidence,
+        ),
+        HubCorpus(
+            "wikitext",
+            "Salesforce/wikitext",
+            {split: f"wikitext-103-raw-v1/{split}-*.parquet" for split in ("train", "validation", "test")},
+            lines=True,
+        ),
+    )
+}

@@ -1,0 +1,96 @@
+"""Working ahead: a thread prepares the next steps while the current one is computed."""
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from lineartime.data.batches import Batch
+from lineartime.data.loaders import Loader
+
+_AHEAD = 2  # steps; more would only need more memory
+_PATIENCE = 5.0  # seconds to wait for a thread that may hang on a network
+
+
+@dataclass(frozen=True)
+class _Step:
+    batches: list[Batch]
+    state: dict[str, Any]
+
+
+class _Worker:
+    """A thread that takes steps from a loader until it is told to stop, or the loader raises."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._free = threading.Semaphore(_AHEAD)
+        self._done: queue.SimpleQueue[_Step | BaseException] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="lineartime-data", daemon=True)
+        self._thread.start()
+
+    def get(self) -> _Step:
+        result = self._done.get()
+        if isinstance(result, BaseException):
+            self._done.put(result)  # whoever asks again hears the same
+            raise result
+        self._free.release()
+        return result
+
+    def stop(self, patience: float | None) -> None:
+        self._stopping = True
+        self._free.release()
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._free.acquire()
+                if self._stopping:
+                    return
+                batches = self._loader.next_step()
+                self._done.put(_Step(batches, self._loader.state()))
+        except BaseException as error:  # it belongs to the thread that waits for the step
+            self._done.put(error)
+
+
+class PrefetchedLoader:
+    """A loader that is ahead of its reader; its state is that of what the reader got."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._state = loader.state()
+        self._worker: _Worker | None = None
+
+    def next_step(self) -> list[Batch]:
+        """The micro-batches of the next step; raises what preparing them raised."""
+        if self._worker is None:
+            self._worker = _Worker(self._loader)
+        step = self._worker.get()
+        self._state = step.state
+        return step.batches
+
+    def state(self) -> dict[str, Any]:
+        """That of the loader after the last step handed out."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Forget what was prepared and go on from another state."""
+        self._stop(None)
+        self._loader.restore(state)
+        self._state = state
+
+    def close(self) -> None:
+        """Stop the thread and close the loader."""
+        self._stop(_PATIENCE)
+        self._loader.close()
+
+    def _stop(self, patience: float | None) -> None:
+        if self._worker is not None:
+            self._worker.stop(patience)
+            self._worker = None
+
+
+def prefetched(loader: Loader) -> Loader:
+    """Prepare up to two steps ahead, in a thread."""
+    return PrefetchedLoader(loader)

@@ -1,0 +1,45 @@
+"""A progress bar for work that may take seconds or hours: it appears on a terminal, and only once it is worth a look."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+_PATIENCE = 1.0  # seconds of work that need no bar
+
+
+class Progress:
+    """How many bytes of text have been read, the total being unknown."""
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._start = time.monotonic()
+        self._shown = self._start
+        self._bytes = 0
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, n_bytes: int) -> None:
+        """Say that so much more text was read."""
+        self._bytes += n_bytes
+        now = time.monotonic()
+        if now - self._shown < _PATIENCE or not sys.stderr.isatty():
+            return
+        self._shown = now
+        if self._bar is None:
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task("")
+            self._bar.start()
+        speed = decimal(round(self._bytes / (now - self._start)))
+        self._bar.update(self._bar.task_ids[0], description=f"{self._description}: {decimal(self._bytes)}, {speed}/s")

@@ -1,0 +1,214 @@
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lineartime.data import ByteTokenizer, Loader, Rows, TokenStream, cached_loader, merge_states, prefetched
+from lineartime.data.batches import Batch
+from lineartime.errors import LineartimeError
+from lineartime.ops.cross_entropy import IGNORED
+
+END = ByteTokenizer.end_of_document
+
+
+def stream(length: int) -> TokenStream:
+    """Tokens that say where they stand, modulo 251, with an end of document here and there."""
+    tokens = (np.arange(length) % 251).astype(np.uint16)
+    tokens[np.random.default_rng(0).integers(0, length, length // 20)] = END
+    return TokenStream("the train split of numbers", tokens, length)
+
+
+def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
+    rows = Rows(*(options.pop(name, default) for name, default in (("per_step", 4), ("at_once", 2), ("rank", 0), ("ranks", 1))))
+    values: dict[str, Any] = {"task": "clm", "context_length": context, "rows": rows, "seed": 3, "packed": False, **options}
+    return cached_loader(stream(length), ByteTokenizer(), **values)
+
+
+def rows_of(batch: Batch, context: int) -> list[list[int]]:
+    """What a batch holds, row by row: inputs and targets."""
+    both = torch.stack([batch.inputs.view(-1, context), batch.targets.view(-1, context)], dim=1)
+    return both.flatten(1).tolist()
+
+
+def step_rows(loaders: list[Loader], context: int) -> list[list[int]]:
+    """All rows of the next step, in their order, from the loaders of all ranks."""
+    parts = [[row for batch in one.next_step() for row in rows_of(batch, context)] for one in loaders]
+    return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+
+
+def numbers(length: int) -> TokenStream:
+    return TokenStream("the train split of numbers", np.arange(length, dtype=np.uint16), length)
+
+
+def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> None:
+    one = cached_loader(numbers(401), ByteTokenizer(), task="clm", context_length=8, rows=Rows(1, 1), seed=0)
+    starts = [int(one.next_step()[0].inputs[0, 0]) for _ in range(150)]
+    offsets = []
+    while starts:
+        offset = starts[0] % 8
+        windows = (400 - offset) // 8
+        epoch, starts = starts[:windows], starts[windows:]
+        offsets.append(offset)
+        assert len(set(epoch)) == len(epoch)
+        assert {start % 8 for start in epoch} == {offset}
+        assert epoch != sorted(epoch)
+    assert len(offsets) == 4
+    assert len(set(offsets)) > 1
+
+
+def test_inputs_and_targets_are_neighbours() -> None:
+    one = cached_loader(numbers(100), ByteTokenizer(), task="clm", context_length=7, rows=Rows(3, 3), seed=0)
+    for _ in range(20):
+        (batch,) = one.next_step()
+        assert batch.inputs.shape == batch.targets.shape == (3, 7)
+        assert torch.equal(batch.inputs + 1, batch.targets)
+        assert batch.cu_seqlens is None
+
+
+@settings(deadline=None)  # other work on the machine must not make it fail
+@given(
+    ranks=st.sampled_from([1, 2, 4]),
+    at_once=st.sampled_from([1, 2]),
+    done=st.integers(0, 12),
+    task=st.sampled_from(["clm", "mlm"]),
+    packed=st.booleans(),
+)
+def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+    ranks: int, at_once: int, done: int, task: str, packed: bool
+) -> None:
+    options: dict[str, Any] = {"per_step": 8, "task": task, "packed": packed}
+    whole = loader(at_once=8, **options)
+    expected = [step_rows([whole], 8) for _ in range(done + 4)]
+    before = [loader(at_once=4, rank=rank, ranks=2, **options) for rank in range(2)]
+    for step in range(done):
+        assert step_rows(before, 8) == expected[step]
+    state = json.loads(json.dumps(merge_states([one.state() for one in before])))
+    after = [loader(at_once=at_once, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    for one in after:
+        one.restore(state)
+    for step in range(done, done + 4):
+        assert step_rows(after, 8) == expected[step]
+
+
+def test_a_seed_gives_an_order_of_its_own() -> None:
+    first, same, other = loader(), loader(), loader(seed=4)
+    rows = step_rows([first], 8)
+    assert rows == step_rows([same], 8)
+    assert rows != step_rows([other], 8)
+
+
+def test_packed_documents_are_parted_exactly() -> None:
+    one = loader(length=300, context=16, per_step=6, at_once=3, packed=True)
+    plain = loader(length=300, context=16, per_step=6, at_once=3)
+    seen = 0
+    for _ in range(10):
+        for batch, unpacked in zip(one.next_step(), plain.next_step(), strict=True):
+            assert batch.inputs.shape == batch.targets.shape == (1, 48)
+            assert torch.equal(batch.inputs.view(3, 16), unpacked.inputs)
+            assert batch.cu_seqlens is not None
+            assert batch.cu_seqlens.dtype == torch.int32
+            ids, targets, bounds = batch.inputs[0].tolist(), batch.targets[0].tolist(), batch.cu_seqlens.tolist()
+            assert (bounds[0], bounds[-1]) == (0, 48)
+            assert {16, 32} <= set(bounds)
+            for first, last in pairwise(bounds):
+                assert first < last
+                assert END not in ids[first : last - 1]  # nothing is read across an end
+            expected = unpacked.targets.flatten().tolist()
+            for id_, target, follower in zip(ids, targets, expected, strict=True):
+                assert target == (IGNORED if id_ == END else follower)
+                seen += id_ == END
+    assert seen > 20
+
+
+def test_ends_of_documents_are_never_masked_and_masks_do_not_depend_on_the_batch() -> None:
+    one = loader(length=4000, context=100, per_step=8, at_once=8, task="mlm")
+    other = loader(length=4000, context=100, per_step=8, at_once=2, task="mlm")
+    plain = loader(length=4000, context=100, per_step=8, at_once=8)
+    selected = total = 0
+    for _ in range(20):
+        (batch,), parts, (original,) = one.next_step(), other.next_step(), plain.next_step()
+        assert torch.equal(batch.inputs, torch.cat([part.inputs for part in parts]))
+        ends = original.inputs == END
+        assert (batch.targets[ends] == IGNORED).all()
+        assert (batch.inputs[ends] == END).all()
+        selected += int((batch.targets != IGNORED).sum())
+        total += int((~ends).sum())
+    assert selected / total == pytest.approx(0.15, abs=0.01)
+
+
+def test_rows_that_cannot_be_dealt_out_are_an_error_that_says_which_can() -> None:
+    with pytest.raises(
+        LineartimeError, match=r"6 sequences cannot be dealt out to 2 processes in batches of 2: .* multiple of 4"
+    ):
+        Rows(6, 2, 0, 2)
+
+
+def test_text_shorter_than_a_context_is_an_error() -> None:
+    with pytest.raises(LineartimeError, match="has 8 tokens, fewer than one context"):
+        loader(length=8, context=8)
+    assert loader(length=9, context=8).next_step()[0].inputs.shape == (2, 8)
+
+
+def test_states_of_different_steps_are_not_of_one_run() -> None:
+    first, second = loader(rank=0, ranks=2), loader(rank=1, ranks=2)
+    second.next_step()
+    with pytest.raises(ValueError, match="different steps"):
+        merge_states([first.state(), second.state()])
+
+
+class Counting:
+    """A loader of numbered steps that fails at one of them."""
+
+    def __init__(self, fails_at: int = 10**9) -> None:
+        self.step = 0
+        self.fails_at = fails_at
+        self.closed = False
+
+    def next_step(self) -> list[Batch]:
+        if self.step == self.fails_at:
+            raise LineartimeError("The file is gone.")
+        self.step += 1
+        return [Batch(torch.tensor([[self.step]]), torch.tensor([[0]]))]
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step = state["rows"]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def number(one: Loader) -> int:
+    return int(one.next_step()[0].inputs)
+
+
+def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() -> None:
+    inner = Counting()
+    ahead = prefetched(inner)
+    for step in range(1, 30):
+        assert number(ahead) == step
+        assert ahead.state() == {"rows": step}
+        assert inner.step <= step + 3  # two that wait, and one that is being made
+    ahead.restore({"rows": 5})
+    assert ahead.state() == {"rows": 5}
+    assert number(ahead) == 6
+    ahead.close()
+    assert inner.closed
+
+
+def test_an_error_comes_out_where_the_step_was_asked_for() -> None:
+    ahead = prefetched(Counting(fails_at=2))
+    assert [number(ahead), number(ahead)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(LineartimeError, match="The file is gone"):
+            ahead.next_step()
+    ahead.restore({"rows": 0})
+    assert number(ahead) == 1
+    ahead.close()

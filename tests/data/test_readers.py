@@ -1,0 +1,189 @@
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from lineartime.data import local_text, readers
+from lineartime.data.readers import SPLITS, Part
+from lineartime.errors import LineartimeError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+TEXTS = ["one\ntwo", "", "日本 é 🚀\n", "x" * 100]
+
+
+def read(part: Part) -> list[str]:
+    return ["".join(blocks) for blocks in part.documents()]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_parquet(file: Path, **columns: list[Any]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "BLOCK", 7)  # cuts lines and characters
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_text_is_read_whatever_compresses_it(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"a.txt{suffix}"
+    text = "".join(f"zeile {i} üöä日\n" for i in range(100))
+    file.write_bytes(COMPRESS[suffix](text.encode()))
+    assert read(Part(file)) == [text]
+    parts = [read(Part(file, split)) for split in SPLITS]
+    assert "".join(part[0] for part in parts) == text
+    assert all(part[0].endswith("\n") for part in parts)
+    assert 0.85 < len(parts[0][0]) / len(text) < 0.95
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("kind", [".jsonl", ".json"])
+def test_json_lines_are_documents(tmp_path: Path, kind: str, suffix: str) -> None:
+    file = tmp_path / f"a{kind}{suffix}"
+    file.write_bytes(COMPRESS[suffix](json_lines(TEXTS) + b"\n"))
+    assert read(Part(file)) == TEXTS
+
+
+def test_other_json_is_text(tmp_path: Path) -> None:
+    for content in ('{\n"text": 1}', '{"name": "x"}', "[1]"):
+        (tmp_path / "a.json").write_text(content)
+        assert read(Part(tmp_path / "a.json")) == [content]
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", text=TEXTS * 20, id=list(range(80)))
+    assert read(Part(file)) == TEXTS * 20
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_single_file_of_documents_is_split_by_their_numbers(tmp_path: Path, kind: str) -> None:
+    texts = [f"document {i}" for i in range(100)]
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        file.write_bytes(json_lines(texts))
+    else:
+        write_parquet(file, text=texts)
+    corpus = local_text(file)
+    splits = [["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS]
+    assert [len(split) for split in splits] == [90, 5, 5]
+    assert sorted(text for split in splits for text in split) == sorted(texts)
+
+
+def test_several_frames_are_one_file(tmp_path: Path) -> None:
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.txt.zst").write_bytes(compress(b"first ") + compress(b"") + compress(b"second" * 100))
+    assert read(Part(tmp_path / "a.txt.zst")) == ["first " + "second" * 100]
+
+
+def test_a_line_of_fifty_megabytes_is_a_document_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    text = "word " * 10_000_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "a.txt").write_text(text)
+    for file in ("a.jsonl", "a.txt"):
+        (document,) = Part(tmp_path / file).documents()
+        lengths = [len(block) for block in document]
+        assert sum(lengths) == len(text)
+        assert max(lengths) <= readers.BLOCK
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "within"])
+def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
+    data = COMPRESS[suffix](bytes(i * i % 251 % 128 for i in range(5000)))
+    changed = {"cut": data[:-9], "garbage": b"garbage" * 10, "within": data[:40] + b"\xff" * 20 + data[60:]}[damage]
+    file = tmp_path / f"a.txt{suffix}"
+    file.write_bytes(changed)
+    with pytest.raises(LineartimeError, match=rf"a.txt{suffix} is damaged or cut off \(.+\): get it anew"):
+        read(Part(file))
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "within"])
+def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
+    file = write_parquet(tmp_path / "a.parquet", text=[f"document {i} " * 20 for i in range(1000)])
+    data = file.read_bytes()
+    file.write_bytes({"cut": data[:-9], "garbage": b"garbage" * 10, "within": data[:10] + b"\xff" * 900 + data[910:]}[damage])
+    with pytest.raises(LineartimeError, match=r"a.parquet is damaged or cut off \(.+\): get it anew"):
+        read(Part(file))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{oops", r"line 3, is not JSON \(Expecting property name.*\): every line must be an object"),
+        (b'["text"]', 'line 3, has no text: every line must be an object with a "text"'),
+        (b'{"txt": "a"}', "line 3, has no text"),
+        (b'{"text": 3}', "line 3, has no text"),
+        (b'{"text": "\\ud800"}', "line 3, has half a character in its text"),
+        (b"[" * 100_000, r"line 3, is not JSON"),
+        (b'{"text": "caf\xe9"}', r"line 3, is not UTF-8 text \(byte 0xe9 at offset 45\)"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "bcdef"}\n' + line + b"\n")
+    with pytest.raises(LineartimeError, match=f"a.jsonl, {message}"):
+        read(Part(tmp_path / "a.jsonl"))
+
+
+def test_parquet_without_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LineartimeError, match="has no column text, but body, id: rename"):
+        read(Part(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
+    with pytest.raises(LineartimeError, match=r"b.parquet, row 1, has no text, but None"):
+        read(Part(write_parquet(tmp_path / "b.parquet", text=["x", None])))
+
+
+@pytest.mark.parametrize("prefix", [b"", b"x" * 20, "日".encode()])
+def test_a_byte_that_is_not_utf8_is_named_with_its_place(tmp_path: Path, prefix: bytes) -> None:
+    (tmp_path / "latin1.txt").write_bytes(prefix + b"caf\xe9 au lait")
+    with pytest.raises(LineartimeError, match=rf"latin1.txt is not UTF-8 text \(byte 0xe9 at offset {len(prefix) + 3}\)"):
+        read(Part(tmp_path / "latin1.txt"))
+
+
+def test_files_of_mixed_encodings_are_named_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "train-utf8.txt").write_text("é" * 10)
+    (tmp_path / "train-utf16.txt").write_text("é" * 10, encoding="utf-16")
+    with pytest.raises(LineartimeError, match=r"train-utf16.txt is not UTF-8 text \(byte 0xff at offset 0\)"):
+        [list(blocks) for blocks in local_text(tmp_path).documents("train")]
+
+
+def test_text_that_ends_within_a_character_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "cut.txt").write_bytes("日".encode()[:2])
+    with pytest.raises(LineartimeError, match="byte 0xe6 at offset 0"):
+        read(Part(tmp_path / "cut.txt"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json", "a.txt.gz"])
+def test_a_file_that_vanished_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "abc"}\n' * 10)
+    corpus = local_text(tmp_path / name)
+    (tmp_path / name).unlink()
+    for ask in (lambda: corpus.identity("train"), lambda: [list(blocks) for blocks in corpus.documents("train")]):
+        with pytest.raises(LineartimeError, match=rf"Cannot read .*{name}: No such file"):
+            ask()
+
+
+@pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("zstandard", "a.txt.zst")])
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, package: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(b"content")
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(LineartimeError, match=rf"{name} needs {package}.*pip install 'lineartime\[data\]'"):
+        read(Part(tmp_path / name))

@@ -1,0 +1,196 @@
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lineartime.data import (
+    ByteTokenizer,
+    Corpus,
+    Loader,
+    Rows,
+    load_corpus,
+    local_text,
+    merge_states,
+    stream_documents,
+    streaming_loader,
+)
+from lineartime.data.streaming import _Lane
+from lineartime.errors import LineartimeError
+
+BYTES = ByteTokenizer()
+CONTEXT = 8
+
+
+def write_parquet(file: Path, texts: list[str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "id": list(range(len(texts)))}), file, row_group_size=3)
+
+
+def write_json_lines(file: Path, texts: list[str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def text_of(file: int, number: int) -> str:
+    return f"<{file}.{number}" + "x" * ((7 * number + 3 * file) % 23) + ">"
+
+
+FILES = [[text_of(file, number) for number in range(9 + file)] for file in range(3)]
+ALL = [text for file in FILES for text in file]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("corpora")
+    for number, texts in enumerate(FILES):
+        write_parquet(root / f"mirror/emozilla/pg19/data/train-{number:05d}-of-00003.parquet", texts)
+        write_json_lines(root / f"json/train-{number}.jsonl", texts)
+        write_parquet(root / f"parquet/train-{number}.parquet", texts)
+    for name in ("json/valid.jsonl", "json/test.jsonl"):
+        write_json_lines(root / name, ["text"])
+    for name in ("parquet/valid.parquet", "parquet/test.parquet"):
+        write_parquet(root / name, ["text"])
+    return root
+
+
+@pytest.fixture(params=["hub", "json", "parquet"])
+def corpus(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    if request.param == "hub":
+        monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
+        return load_corpus("pg19")
+    return local_text(folder / request.param)
+
+
+def read(corpus: Corpus, lane: int, lanes: int, state: dict[str, Any] | None = None) -> list[tuple[str, dict[str, Any]]]:
+    return [(texts[0], after) for texts, after in stream_documents(corpus, "train", lane, lanes, state)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 6, 7])
+def test_lanes_share_out_all_documents(corpus: Corpus, lanes: int) -> None:
+    shares = [[text for text, _ in read(corpus, lane, lanes)] for lane in range(lanes)]
+    assert Counter(text for share in shares for text in share) == Counter(ALL)
+    assert min(map(len, shares)) > 0
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_a_lane_goes_on_after_any_document(corpus: Corpus, lanes: int) -> None:
+    for lane in range(lanes):
+        whole = read(corpus, lane, lanes)
+        for index, (_, state) in enumerate(whole):
+            again = read(corpus, lane, lanes, json.loads(json.dumps(state)))
+            assert [text for text, _ in again] == [text for text, _ in whole[index + 1 :]]
+
+
+def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
+    rows = Rows(options.pop("per_step", 4), options.pop("at_once", 1), options.pop("rank", 0), options.pop("ranks", 1))
+    return streaming_loader(
+        corpus, BYTES, **{"task": "clm", "context_length": CONTEXT, "rows": rows, "seed": 1, "lanes": lanes, **options}
+    )
+
+
+def step_rows(loaders: list[Loader]) -> list[list[int]]:
+    """All rows of the next step, in their order, from the loaders of all ranks."""
+    parts = [[row for batch in one.next_step() for row in batch.inputs.view(-1, CONTEXT).tolist()] for one in loaders]
+    return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+
+
+def test_a_lane_is_its_documents_one_after_another(corpus: Corpus) -> None:
+    texts = [text for text, _ in read(corpus, 1, 2)]
+    expected = [token for _ in range(2) for text in texts for token in [*text.encode(), BYTES.end_of_document]]
+    lane = _Lane(corpus, BYTES, 1, 2)
+    got: list[int] = []
+    while len(got) + CONTEXT < len(expected):
+        window = lane.window(CONTEXT).tolist()
+        assert len(window) == CONTEXT + 1
+        assert window == expected[len(got) : len(got) + CONTEXT + 1]
+        got += window[:-1]
+    assert lane.state()["epoch"] == 1
+
+
+def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
+    one, lanes = loader(corpus, 3, per_step=7), [_Lane(corpus, BYTES, lane, 3) for lane in range(3)]
+    rows = step_rows([one]) + step_rows([one])
+    assert rows == [lanes[row % 3].window(CONTEXT)[:-1].tolist() for row in range(14)]
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranks=st.sampled_from([1, 2, 4]),
+    at_once=st.sampled_from([1, 2]),
+    done=st.integers(0, 30),
+    packed=st.booleans(),
+    task=st.sampled_from(["clm", "mlm"]),
+)
+def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+    corpus: Corpus, ranks: int, at_once: int, done: int, packed: bool, task: str
+) -> None:
+    options: dict[str, Any] = {"per_step": 8, "packed": packed, "task": task}
+    whole = loader(corpus, 4, at_once=8, **options)
+    expected = [step_rows([whole]) for _ in range(done + 3)]
+    before = [loader(corpus, 4, at_once=2, rank=rank, ranks=2, **options) for rank in range(2)]
+    for step in range(done):
+        assert step_rows(before) == expected[step]
+    state = json.loads(json.dumps(merge_states([one.state() for one in before])))
+    after = [loader(corpus, 4, at_once=at_once, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    for one in after:
+        one.restore(state)
+    for step in range(done, done + 3):
+        assert step_rows(after) == expected[step]
+    for one in [whole, *before, *after]:
+        one.close()
+
+
+def test_the_state_stays_small_however_long_the_documents(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "train.jsonl", ["word " * 200_000] * 3)
+    one = loader(local_text(tmp_path / "train.jsonl"), 1, context_length=4096)
+    for _ in range(20):
+        one.next_step()
+    assert len(json.dumps(one.state())) < 1000
+
+
+def test_a_document_that_is_longer_than_a_block_is_read_whole(tmp_path: Path) -> None:
+    text = "".join(f"line {i}\n" for i in range(60_000))
+    write_json_lines(tmp_path / "a.jsonl", [text])
+    lane = _Lane(local_text(tmp_path / "a.jsonl"), BYTES, 0, 1)
+    tokens = np.concatenate([lane.window(1000)[:-1] for _ in range(len(text) // 1000)])
+    assert BYTES.decode(tokens.tolist()) == text[: len(tokens)]
+
+
+def test_processes_that_do_not_divide_the_lanes_are_an_error(corpus: Corpus) -> None:
+    with pytest.raises(LineartimeError, match="read in 4 lanes, but 3 processes need a multiple of 3"):
+        loader(corpus, 4, per_step=3, rank=0, ranks=3)
+
+
+def test_a_run_cannot_go_on_in_other_lanes(corpus: Corpus) -> None:
+    one = loader(corpus, 2)
+    one.next_step()
+    with pytest.raises(LineartimeError, match="in 2 lanes and cannot go on in 4"):
+        loader(corpus, 4).restore(one.state())
+    with pytest.raises(LineartimeError, match="in no lanes and cannot go on in 4"):
+        loader(corpus, 4).restore({"rows": 8})
+
+
+def test_more_lanes_than_documents_are_an_error(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
+    with pytest.raises(LineartimeError, match="fewer documents than lanes"):
+        loader(local_text(tmp_path / "a.jsonl"), 4).next_step()
+
+
+def test_one_long_text_cannot_be_streamed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text\n" * 100)
+    with pytest.raises(LineartimeError, match=r"a.txt is one long text and cannot be streamed"):
+        loader(local_text(tmp_path / "a.txt"), 1).next_step()
+
+
+def test_a_line_that_is_no_document_is_named_while_streaming(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
+    with pytest.raises(LineartimeError, match=r"a.jsonl, line 2, has no text"):
+        loader(local_text(tmp_path / "a.jsonl"), 1).next_step()

@@ -1,0 +1,152 @@
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lineartime.cli import main
+from lineartime.data import ByteTokenizer, JsonTokenizer, load_tokenizer, local_text, tokenizer_for, train_tokenizer
+from lineartime.data.tokenizers import Tokenizer
+from lineartime.data.train_tokenizer import Kind
+from lineartime.errors import LineartimeError
+
+LINES = "naïve 日本 text.\n\tindented\n" * 20 + Path(textwrap.__file__).read_text()
+KINDS: tuple[Kind, ...] = ("bpe", "unigram")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(LINES)
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizers(text: Path) -> dict[Kind, JsonTokenizer]:
+    return {kind: train_tokenizer(local_text(text), kind, 600) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[Kind, JsonTokenizer]) -> JsonTokenizer:
+    return tokenizers[request.param]
+
+
+def stream_decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    decoder = tokenizer.stream_decoder()
+    return "".join(decoder.push(token) for token in ids) + decoder.flush()
+
+
+@settings(deadline=None)  # other work on the machine must not make it fail
+@given(st.text())
+@example("<|endoftext|> and [MASK] are text")
+@example("  two\n\n\tspaces \u00a0\u3000 \r\n")
+@example("e\u0301 \x00 \U0010ffff")
+def test_bpe_gives_back_every_text(tokenizers: dict[Kind, JsonTokenizer], text: str) -> None:
+    ids = tokenizers["bpe"].encode(text).tolist()
+    assert tokenizers["bpe"].decode(ids) == text
+    assert not {tokenizers["bpe"].end_of_document, tokenizers["bpe"].mask} & set(ids)
+    assert stream_decoded(tokenizers["bpe"], ids) == text
+
+
+@settings(deadline=None)  # other work on the machine must not make it fail
+@given(st.text())
+@example("<unk> <0x41> <|endoftext|> [MASK]")
+@example(" leading,  double  \n\n and trailing ")
+@example("▁")
+@example("e\u0301 \x00 \U0010ffff 猫")
+def test_unigram_gives_back_every_text_but_for_its_own_sign_of_a_space(
+    tokenizers: dict[Kind, JsonTokenizer], text: str
+) -> None:
+    ids = tokenizers["unigram"].encode(text).tolist()
+    assert tokenizers["unigram"].decode(ids) == text.replace("▁", " ")
+    assert not {tokenizers["unigram"].end_of_document, tokenizers["unigram"].mask} & set(ids)
+    assert stream_decoded(tokenizers["unigram"], ids) == text.replace("▁", " ")
+
+
+def test_special_tokens_are_inside_the_vocabulary(tokenizer: JsonTokenizer) -> None:
+    assert tokenizer.vocab_size <= 600
+    assert tokenizer.end_of_document != tokenizer.mask
+    assert max(tokenizer.end_of_document, tokenizer.mask) < 3
+    assert tokenizer.decode([tokenizer.end_of_document, *tokenizer.encode("a b"), tokenizer.mask]) == "a b"
+
+
+def test_what_was_learned_shortens_the_text(tokenizer: JsonTokenizer) -> None:
+    assert len(tokenizer.encode(LINES)) < len(LINES.encode()) / 1.8
+
+
+def test_a_batch_is_encoded_as_its_texts_are(tokenizer: JsonTokenizer) -> None:
+    texts = ["one two", "", "naïve", "日本 🚀"]
+    for together, alone in zip(tokenizer.encode_batch(texts), map(tokenizer.encode, texts), strict=True):
+        assert together.dtype == np.int64
+        assert together.tolist() == alone.tolist()
+
+
+def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    assert load_tokenizer(tmp_path).encode(LINES).tolist() == tokenizer.encode(LINES).tolist()
+
+
+def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("aaaa bbbb\n" * 50_000 + "zzzz\n" * 50_000)
+    few = train_tokenizer(local_text(tmp_path / "train.txt"), "bpe", 300, max_bytes=1000)
+    assert len(few.encode("aaaa")) == 1
+    assert len(few.encode("zzzz")) == 4
+
+
+@pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
+def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: Kind, smallest: int) -> None:
+    with pytest.raises(LineartimeError, match=f"--vocab-size is 100, but {kind} needs at least {smallest}"):
+        train_tokenizer(local_text(text), kind, 100)
+
+
+def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = local_text(text)
+    for choice in (None, "bytes"):
+        assert isinstance(tokenizer_for(choice, corpus, tmp_path), ByteTokenizer)
+    trained = tokenizer_for("bpe-300", corpus, tmp_path)
+    assert trained.vocab_size == 300
+    (tmp_path / "own.json").write_text(trained.to_json())
+    for choice in (str(tmp_path / "own.json"), tmp_path / "own.json"):
+        assert tokenizer_for(choice, corpus, tmp_path).to_json() == trained.to_json()
+    monkeypatch.setattr(
+        sys.modules[train_tokenizer.__module__], "train_tokenizer", None
+    )  # from here on, there is nothing to be trained
+    assert tokenizer_for("bpe-300", corpus, tmp_path).to_json() == trained.to_json()
+
+
+def test_a_changed_text_gets_another_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("aaaa\n" * 1000)
+    first = tokenizer_for("bpe-300", local_text(file), tmp_path / "cache")
+    file.write_text("bbbbb\n" * 1000)
+    assert tokenizer_for("bpe-300", local_text(file), tmp_path / "cache").to_json() != first.to_json()
+
+
+def test_an_option_that_names_nothing_is_an_error_that_lists_what_it_may_be(text: Path, tmp_path: Path) -> None:
+    for choice in ("bpe", "bpe-many", "word-32000", "missing.json"):
+        with pytest.raises(LineartimeError, match=rf"--tokenizer {choice} is no file, .*use bytes, bpe-32000, unigram-32000"):
+            tokenizer_for(choice, local_text(text), tmp_path)
+
+
+def test_the_command_writes_a_tokenizer_and_never_over_another(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "tokenizer.json"
+    arguments = ["tokenize", "--data", str(text), "--kind", "unigram", "--vocab-size", "550", "--out", str(out)]
+    assert main(arguments) == 0
+    assert f"{out}: unigram of 5" in capsys.readouterr().out
+    assert load_tokenizer(out).decode(load_tokenizer(out).encode("naïve").tolist()) == "naïve"
+    assert main(arguments) == 1
+    assert "exists already: delete it, or choose another file" in capsys.readouterr().err
+
+
+def test_the_command_says_when_there_was_too_little_text(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "t.json"), "--vocab-size", "31000"]) == 0
+    assert "There was too little text for 31,000 tokens." in capsys.readouterr().out
+    assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "u.json"), "--max-bytes", "0"]) == 1
+    assert "--max-bytes is 0" in capsys.readouterr().err
