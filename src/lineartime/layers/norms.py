@@ -17,7 +17,7 @@ class ScaleNorm(nn.Module):
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.g = nn.Parameter(torch.ones(()))
+        self.g = nn.Parameter(torch.ones(1))  # not a scalar: FSDP2 shards rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d], computed in float32 or better: the square of 1,000 does not fit float16."""

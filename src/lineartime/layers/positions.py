@@ -60,7 +60,7 @@ class ScaledSin(nn.Module):
         super().__init__()
         check_even("a sinusoid is made of pairs of features", d_model=d_model)
         self.d_model = d_model
-        self.scale = nn.Parameter(torch.tensor(d_model**-0.5))
+        self.scale = nn.Parameter(torch.tensor([d_model**-0.5]))  # not a scalar: FSDP2 shards rows
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""
