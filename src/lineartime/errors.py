@@ -7,6 +7,10 @@ class LineartimeError(Exception):
     """Something the user can mend: the message is one sentence that names what is wrong and says what to do."""
 
 
+class ReportedError(LineartimeError):
+    """What another process of the same run says to the user, so that this one need not."""
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
     """The error for a package that only one extra of lineartime brings."""
     return LineartimeError(f"{purpose} needs {package}, which is not installed: pip install 'lineartime[{extra}]'.")

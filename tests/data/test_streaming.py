@@ -165,7 +165,7 @@ def test_a_document_that_is_longer_than_a_block_is_read_whole(tmp_path: Path) ->
 
 
 def test_processes_that_do_not_divide_the_lanes_are_an_error(corpus: Corpus) -> None:
-    with pytest.raises(LineartimeError, match="read in 4 lanes, but 3 processes need a multiple of 3"):
+    with pytest.raises(LineartimeError, match="--lanes is 4, but 3 processes need a multiple of 3"):
         loader(corpus, 4, per_step=3, rank=0, ranks=3)
 
 

@@ -9,7 +9,6 @@ import lineartime
 from lineartime.data import ByteTokenizer, TokenStream
 from lineartime.errors import LineartimeError
 from lineartime.evaluation import Evaluation, carried, windowed
-from lineartime.evaluation.perplexity import mean_loss
 from lineartime.models import CausalLM
 
 TOKENIZER = ByteTokenizer()
@@ -126,16 +125,6 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert 230 < results[0].tokens < 370  # 15% of 2000
     assert results[1].tokens == results[0].tokens  # what is masked does not depend on the batch size
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
-
-
-def test_the_quick_look_while_training_changes_no_mode_and_no_random_number(model: CausalLM) -> None:
-    model.train()
-    before = torch.get_rng_state()
-    options = {"task": "clm", "context_length": 10, "windows": 4, "batch_size": 3, "bf16": False}
-    loss = mean_loss(model, stream(101), TOKENIZER, **options)  # type: ignore[arg-type]
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), before)
-    assert loss == mean_loss(model, stream(101), TOKENIZER, **options)  # type: ignore[arg-type]
 
 
 def test_mistakes_are_named(model: CausalLM) -> None:

@@ -90,6 +90,11 @@ def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
             yield {"text": "".join(blocks)}
 
 
+def names_corpus(data: str) -> bool:
+    """Whether `load_corpus` takes this for the name of a corpus, not for a path."""
+    return data in HUB or data in _HUTTER
+
+
 def load_corpus(data: str | Path | None) -> Corpus:
     """The corpus of a name, the text at a path, or the standard library's source for None.
 

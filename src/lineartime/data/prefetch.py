@@ -37,10 +37,11 @@ class _Worker:
         self._free.release()
         return result
 
-    def stop(self, patience: float | None) -> None:
+    def stop(self, patience: float | None) -> bool:
         self._stopping = True
         self._free.release()
         self._thread.join(patience)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -82,13 +83,13 @@ class PrefetchedLoader:
 
     def close(self) -> None:
         """Stop the thread and close the loader."""
-        self._stop(_PATIENCE)
-        self._loader.close()
+        if self._stop(_PATIENCE):  # else the thread is still using it
+            self._loader.close()
 
-    def _stop(self, patience: float | None) -> None:
-        if self._worker is not None:
-            self._worker.stop(patience)
-            self._worker = None
+    def _stop(self, patience: float | None) -> bool:
+        stopped = self._worker is None or self._worker.stop(patience)
+        self._worker = None
+        return stopped
 
 
 def prefetched(loader: Loader) -> Loader:

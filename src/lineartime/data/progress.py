@@ -1,4 +1,4 @@
-"""A progress bar for work that may take seconds or hours: it appears on a terminal, and only once it is worth a look."""
+"""A progress bar for work that may take seconds or hours, once it is worth a look; where there is no terminal, a line."""
 
 import sys
 import time
@@ -33,7 +33,12 @@ class Progress:
         """Say that so much more text was read."""
         self._bytes += n_bytes
         now = time.monotonic()
-        if now - self._shown < _PATIENCE or not sys.stderr.isatty():
+        if now - self._shown < _PATIENCE:
+            return
+        if not sys.stderr.isatty():
+            if self._shown == self._start:
+                print(f"{self._description} ...", file=sys.stderr, flush=True)
+            self._shown = now
             return
         self._shown = now
         if self._bar is None:

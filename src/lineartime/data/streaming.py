@@ -143,8 +143,8 @@ class StreamingLoader:
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int) -> None:
         if lanes < 1 or lanes % rows.ranks:
             raise LineartimeError(
-                f"The text is to be read in {lanes} lanes, but {rows.ranks} processes need a multiple of {rows.ranks}: start "
-                f"with another number of processes, one that divides the lanes."
+                f"--lanes is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}: give a new run another "
+                "number of lanes, or start a number of processes that divides the lanes."
             )
         self._make = make
         self._context_length = context_length
@@ -211,4 +211,5 @@ def streaming_loader(
     Raises:
         LineartimeError: if lanes are not a multiple of the processes; while reading, for what cannot be read.
     """
+    corpus.examples("train")  # says so at once where a corpus cannot be streamed
     return StreamingLoader(corpus, BatchMaker(tokenizer, task, seed, packed), context_length, rows, lanes)

@@ -53,6 +53,7 @@ class TokenStream:
         n_bytes: the bytes of the text they encode.
         n_words: the words of that text, as white space parts them.
         document_ends: int64, rising: the position after each end-of-document token.
+        digest: what differs between streams of different tokens; empty for one that is not on disk.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TokenStream:
     n_bytes: int
     n_words: int = 0
     document_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,9 +149,9 @@ def _open(folder: Path, name: str) -> TokenStream:
         _verify(folder, facts["sha256"])
         dtype = np.dtype(facts["dtype"])
         shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
-        return TokenStream(
-            name, Shards(shards), facts["n_bytes"], facts["n_words"], _map(folder / "ends.bin", np.dtype(np.int64))
-        )
+        ends = _map(folder / "ends.bin", np.dtype(np.int64))
+        digest = hashlib.sha256("".join(facts["sha256"][file] for file in sorted(facts["sha256"])).encode()).hexdigest()
+        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], ends, digest[:12])
     except OSError as error:
         raise cannot("read", folder, error) from None
     except (ValueError, KeyError, TypeError):

@@ -128,6 +128,18 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
     return json.dumps(definition, ensure_ascii=False)
 
 
+def names_tokenizer(choice: str) -> bool:
+    """Whether `tokenizer_for` takes this for a name, not for a path."""
+    return choice == "bytes" or _to_train(choice) is not None
+
+
+def _to_train(choice: str) -> tuple[Kind, int] | None:
+    """The kind and the size of a tokenizer such as bpe-32000."""
+    name, _, number = choice.partition("-")
+    kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
+    return None if kind is None or not number.isdecimal() else (kind, int(number))
+
+
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """The tokenizer that an option names.
 
@@ -144,19 +156,21 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
         return ByteTokenizer()
     if isinstance(choice, Path):
         return load_tokenizer(choice)
-    name, _, number = choice.partition("-")
-    if name not in ("bpe", "unigram") or not number.isdecimal():
+    wanted = _to_train(choice)
+    if wanted is None:
         if not Path(choice).exists():
             raise LineartimeError(
                 f"--tokenizer {choice} is no file, and none of the names: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE} or "
                 "the path of a tokenizer.json."
             )
         return load_tokenizer(Path(choice))
-    kind: Kind = "bpe" if name == "bpe" else "unigram"
+    kind, vocab_size = wanted
+    if vocab_size < _SMALLEST[kind]:
+        raise LineartimeError(f"--tokenizer is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")
     key = "\n".join([str(_FORMAT), choice, str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
     if not file.exists():
-        _keep(file, train_tokenizer(corpus, kind, int(number)).to_json())
+        _keep(file, train_tokenizer(corpus, kind, vocab_size).to_json())
     return load_tokenizer(file)
 
 

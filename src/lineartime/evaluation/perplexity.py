@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.data.batches import Batch, causal_batch, masked_batch, read_window, spread_windows
+from lineartime.data.batches import Batch, causal_batch, masked_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import LineartimeError
@@ -82,34 +82,6 @@ def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
         return math.exp(loss * tokens / n_words)
     except (OverflowError, ZeroDivisionError):
         return None
-
-
-@torch.no_grad()
-def mean_loss(
-    model: nn.Module,
-    stream: TokenStream,
-    tokenizer: Tokenizer,
-    *,
-    task: str,
-    context_length: int,
-    windows: int,
-    batch_size: int,
-    bf16: bool,
-) -> float:
-    """The mean loss, in nats, over windows spread evenly over a stream: a quick look while a model trains."""
-    was_training = model.training
-    model.eval()
-    total, count = 0.0, 0
-    device = next(model.parameters()).device
-    starts = spread_windows(stream, windows, context_length)
-    for index in range(0, len(starts), batch_size):
-        rows = [read_window(stream, start, context_length + 1) for start in starts[index : index + batch_size]]
-        batch = _batch(torch.stack(rows), tokenizer, task, starts[index : index + batch_size])
-        logits = _forward(model, batch.inputs.to(device), bf16)
-        total += float(token_losses(logits, batch.targets.to(device)).sum())
-        count += int((batch.targets != IGNORED).sum())
-    model.train(was_training)
-    return total / max(1, count)
 
 
 @torch.no_grad()
