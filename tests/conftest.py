@@ -37,7 +37,7 @@ def config(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(**options: Any) -> TrainConfig:
         defaults: dict[str, Any] = {
             "override": ("d_model=16", "n_blocks=2", "d_qk=8", "chunk_size=8"),
-            "data": text,
+            "data": str(text),
             "context_length": 24,
             "batch_size": 2,
             "steps": 6,

@@ -208,6 +208,11 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--data", ""], "--data is empty: give a path", 1),
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps = 600", 1),
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
+        (["train", "--recipe", "lm-moon"], "--recipe", 2),
+        (["train", "--recipe", "lm-pg19", "--like", "{run}"], "--like and --recipe cannot go together", 1),
+        (["train", "--like", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
+        (["train", "--track", "paper"], "--track", 2),
+        (["train", "--tokenizer", "bpe-100", "--data", "{text}"], "--tokenizer is bpe-100, but bpe needs at least 258", 1),
         (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be a name that .* lists", 1),
         (["train", "--preset", "linformer-tiny"], "--preset: linformer-tiny cannot be a causal model: every landmark mixes", 1),
         (
@@ -278,8 +283,60 @@ def test_a_damaged_checkpoint_is_named(folder: Path, tmp_path: Path, capsys: pyt
     assert main(["train", *options(folder), "--out", str(run), "--steps", "1"]) == 0
     file = best_checkpoint(run) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    for arguments in (["eval", str(run)], ["generate", str(run)], ["train", "--out", str(run), "--resume"]):
+    for arguments in (["eval", str(run)], ["generate", str(run)]):
         fails(arguments, r"The checkpoint .* is damaged \(model.safetensors is not what was written\)", capsys)
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is damaged (model.safetensors is not what was written): going on from step-00000000." in said
+    assert main(["eval", str(run)]) == 0
+
+
+def test_options_of_the_machine_can_be_changed_to_what_is_usual(folder: Path, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    given = ["--recompute", "--max-skipped", "3", "--parallel", "fsdp"]
+    assert main(["train", *options(folder), "--out", run, "--steps", "1", *given]) == 0
+    asked = ["--no-recompute", "--max-skipped", "10", "--parallel", "ddp"]  # the values that nobody need ask for
+    assert main(["train", "--out", run, "--resume", *asked]) == 0
+    changed = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"]
+    assert {name: changed.get(name) for name in ("recompute", "max_skipped", "parallel")} == {
+        "recompute": False,
+        "max_skipped": 10,
+        "parallel": "ddp",
+    }
+
+
+@pytest.mark.parametrize("content", ["?", '{"step": 1}'])
+def test_a_damaged_last_checkpoint_is_gone_back_from_whatever_of_it_is_damaged(
+    folder: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options(folder), "--out", str(run), "--steps", "2", "--eval-every", "1"]) == 0
+    (last_checkpoint(run) / "training.json").write_text(content)
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is damaged (training.json is not what was written): going on from step-00000001." in said
+
+
+def test_a_refused_run_leaves_the_picture_of_the_other_one_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = folder / "run" / "loss.png"
+    before = picture.read_bytes()
+    fails(["train", "--out", str(folder / "run"), "--model", "transformer++-tiny"], "already holds a run", capsys)
+    assert picture.read_bytes() == before
+
+
+def test_a_run_can_be_repeated_with_one_thing_changed(folder: Path, tmp_path: Path) -> None:
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    assert main(["train", *options(folder), "--out", str(first), "--steps", "3", "--seed", "4"]) == 0
+    assert main(["train", "--like", str(first), "--out", str(again)]) == 0
+    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5"]) == 0
+
+    def losses(run: Path) -> list[str]:
+        return re.findall(r'"loss": ([^,]*)', (run / "metrics.jsonl").read_text())
+
+    assert len(losses(first)) == 3
+    assert losses(again) == losses(first)
+    assert losses(other) != losses(first)
+    assert json.loads((other / "run.json").read_text())["options"]["seed"] == 5
 
 
 @pytest.mark.slow
@@ -304,10 +361,10 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_
     before = list_checkpoints(run)
     process = lineartime_process("train", "--out", str(run), "--resume")
     wait_for_a_checkpoint(process, before)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     _, shown = process.communicate(timeout=60)
-    assert process.returncode == 130, shown
-    assert "which is saved: go on by --resume" in shown
+    assert process.returncode == 0, shown
+    assert f"which is saved: go on by lineartime train --resume --out {run}" in shown
     steps = [int(step) for step in re.findall(r'"step": (\d+), "loss"', (run / "metrics.jsonl").read_text())]
     assert steps == list(range(1, len(steps) + 1))  # no step is missing, none is there twice
 
@@ -316,7 +373,7 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_
 def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["train", *options(folder), "--out", str(run), "--steps", "1"]) == 0
-    (good,) = list_checkpoints(run)
+    good = last_checkpoint(run)
 
     def fill_the_disk() -> None:  # no file may grow beyond 20 kB, as if there were no space for more
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

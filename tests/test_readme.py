@@ -45,9 +45,10 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
 
 
-def test_the_table_of_split_sequences_is_that_of_the_benchmark() -> None:
-    table = (ROOT / "benchmarks" / "results" / "context.md").read_text()
-    assert table in (ROOT / "docs" / "context-parallel.md").read_text()
+@pytest.mark.parametrize(("document", "result"), [("training", "training"), ("data", "data"), ("context-parallel", "context")])
+def test_tables_in_the_documents_are_those_of_the_benchmarks(document: str, result: str) -> None:
+    table = (ROOT / "benchmarks" / "results" / f"{result}.md").read_text()
+    assert table in (ROOT / "docs" / f"{document}.md").read_text()
 
 
 def test_the_tables_of_speed_are_those_of_the_benchmarks() -> None:

@@ -257,7 +257,13 @@ def _print_evaluation(evaluation: Evaluation, checkpoint: str, stream: str) -> N
         console.print(f"                {evaluation.word_perplexity:.3f} per word")
     if evaluation.bits_per_byte is not None:
         console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
-    table = Table("tokens read", "loss (nats)", "tokens", title="loss by position in the context", title_justify="left")
+    table = Table(
+        "position" if evaluation.masked else "tokens read",
+        "loss (nats)",
+        "tokens",
+        title="loss by position in the context",
+        title_justify="left",
+    )
     for column in table.columns:
         column.justify = "right"
     for position in evaluation.by_position:

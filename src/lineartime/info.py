@@ -18,6 +18,8 @@ from lineartime.training.machine import choose_device, compiler_missing, process
 EXTRAS = {
     "matplotlib": "plot",
     "tokenizers": "tokenizers",
+    "datasets": "data",
+    "zstandard": "data",
     "triton": "triton",
     "flash_pytorch": "peers",
     "wandb": "wandb",

@@ -13,18 +13,33 @@ from lineartime.data import ByteTokenizer, load_tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.checkpoint import TrainingState, save_checkpoint
+from lineartime.training import saving
+from lineartime.training.checkpoint import TrainingState
+from lineartime.training.distributed import World
+from lineartime.training.saving import CheckpointWriter, restore_moments
 
-FILES = ["model.safetensors", "model.json", "tokenizer.json", "training.safetensors", "training.json", "manifest.json"]
+MOMENTS = "optimizer/shard-00001-model-00001-of-00001.safetensors"
+FILES = ["model.safetensors", "model.json", "tokenizer.json", MOMENTS, "training.json", "manifest.json"]
 
 
 def tiny() -> CausalLM:
     return lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8)
 
 
-def save(run: Path, step: int, loss: float = 1.0, model: CausalLM | None = None) -> Path:
-    state = TrainingState(step, loss, 99, {"preset": "flash-tiny"}, {"random.cpu": torch.get_rng_state()})
-    return save_checkpoint(run, model or tiny(), ByteTokenizer(), state)
+def one_step(model: CausalLM) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None = None) -> Path:
+    model = model or tiny()
+    writer = CheckpointWriter(run, model, one_step(model), ByteTokenizer(), World())
+    writer.begin(TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"}))
+    writer.finish()
+    return checkpoints.checkpoint_path(run, step)
 
 
 def test_a_checkpoint_holds_all_that_load_needs(tmp_path: Path) -> None:
@@ -37,12 +52,12 @@ def test_a_checkpoint_holds_all_that_load_needs(tmp_path: Path) -> None:
     ids = torch.randint(0, 256, (1, 20))
     assert torch.equal(again(ids), model.eval()(ids))
     assert isinstance(load_tokenizer(moved), ByteTokenizer)
-    assert sorted(file.name for file in moved.iterdir()) == sorted(FILES)
+    assert sorted(file.relative_to(moved).as_posix() for file in moved.rglob("*") if file.is_file()) == sorted(FILES)
 
 
 def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    for name in ("training.safetensors", "training.json"):
+    for name in (MOMENTS, "training.json"):
         (path / name).unlink()
     assert lineartime.load(path)
     assert isinstance(load_tokenizer(path), ByteTokenizer)
@@ -68,9 +83,9 @@ def test_damage_to_any_file_is_noticed_and_said_in_one_sentence(tmp_path: Path, 
         file.unlink()
     else:
         file.write_bytes({"truncate": content[: len(content) // 2], "flip": content, "empty": b""}[damage])
-    message = f"The checkpoint {path} is damaged .*: delete it to go on from step-00000001"
+    message = f"The checkpoint {path} is damaged .*: use step-00000001"
     noticed = {}
-    for read in (checkpoints.read_training_state, lineartime.load):
+    for read in (checkpoints.verify, lineartime.load):
         try:
             read(path)
         except LineartimeError as error:
@@ -79,7 +94,11 @@ def test_damage_to_any_file_is_noticed_and_said_in_one_sentence(tmp_path: Path, 
     if name == "manifest.json":
         assert noticed  # one byte of it may concern one reader alone
     else:
-        assert list(noticed) == [checkpoints.read_training_state if name.startswith("training") else lineartime.load]
+        assert (
+            list(noticed) == [checkpoints.verify]
+            if name in (MOMENTS, "training.json")
+            else [checkpoints.verify, lineartime.load]
+        )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"model.json": 3}'])
@@ -111,19 +130,22 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, name: str, message: str)
 
 
 def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, loss=3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "prune", lambda run: None)
+        for step, loss in ((1, 3.0), (2, 2.5), (3, 2.0)):
+            save(tmp_path, step, loss)
 
     def die(path: Path, ignore_errors: bool = False) -> None:
-        if path.exists():
-            (path / "training.json").unlink()
-            raise KeyboardInterrupt
+        (path / "training.json").unlink()
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 2, loss=2.0)
-    assert checkpoints.best_checkpoint(tmp_path).name == "step-00000002"
-    save(tmp_path, 3, loss=1.0)
+            checkpoints.prune(tmp_path)
+    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "3"]
+    assert checkpoints.best_checkpoint(tmp_path).name == "step-00000003"
+    save(tmp_path, 4, loss=1.0)
     lineartime.load(tmp_path)
 
 
@@ -139,7 +161,7 @@ def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypa
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_sync", full)
+    monkeypatch.setattr(saving, "sync", full)
     message = r"Cannot write .*step-00000002: No space left on device; free some space, then go on by --resume"
     with pytest.raises(LineartimeError, match=message):
         save(tmp_path, 2)
@@ -151,25 +173,25 @@ KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from lineartime.training import checkpoint as checkpoints
+from lineartime.training import checkpoint as checkpoints, saving
 import test_checkpoint
 run, moment = Path(sys.argv[1]), int(sys.argv[2])
 test_checkpoint.save(run, 1)
-sync, calls = checkpoints._sync, []
+sync, calls = checkpoints.sync, []
 def sync_and_die(path):
     sync(path)
     calls.append(path)
     if len(calls) == moment:
         os.kill(os.getpid(), signal.SIGKILL)
-checkpoints._sync = sync_and_die
+checkpoints.sync = saving.sync = sync_and_die
 test_checkpoint.save(run, 2, loss=0.5)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "moment", [1, 4, 6, 7, 8]
-)  # the first file, the optimiser's state, the manifest, before and after the rename
+    "moment", [1, 4, 5, 7, 8]
+)  # the weights, the state of the run, the manifest, before and after the rename
 def test_being_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path, moment: int) -> None:
     script = KILLED_WHILE_WRITING.format(tests=str(Path(__file__).parent))
     result = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(moment)], check=False, stderr=subprocess.PIPE)
@@ -177,7 +199,7 @@ def test_being_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path, mo
     expected = "step-00000002" if moment == 8 else "step-00000001"
     assert checkpoints.last_checkpoint(tmp_path).name == expected
     lineartime.load(tmp_path)
-    checkpoints.read_training_state(checkpoints.last_checkpoint(tmp_path))
+    checkpoints.verify(checkpoints.last_checkpoint(tmp_path))
     checkpoints.remove_partial(tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -197,3 +219,96 @@ def test_partial_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path) -> N
     good = save(tmp_path, 1)
     (tmp_path / ".step-00000009.partial").mkdir()
     assert checkpoints.list_checkpoints(tmp_path) == [good]
+
+
+def test_moments_come_back_as_they_were(tmp_path: Path) -> None:
+    model = tiny()
+    optimizer = one_step(model)
+    writer = CheckpointWriter(tmp_path, model, optimizer, ByteTokenizer(), World())
+    kept = {p: {name: value.clone() for name, value in optimizer.state[p].items()} for p in model.parameters()}
+    writer.begin(TrainingState(1, 0, 1.0, "", {}, {}))
+    optimizer.step()  # what happens while it is written must not get into it
+    writer.finish()
+    again = torch.optim.AdamW(model.parameters())
+    restore_moments(checkpoints.checkpoint_path(tmp_path, 1), model, again, 1, World())
+    for parameter in model.parameters():
+        assert again.state[parameter].keys() == kept[parameter].keys()
+        for name, value in kept[parameter].items():
+            assert torch.equal(again.state[parameter][name], value)
+
+
+def test_weights_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
+    model = tiny()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    writer = CheckpointWriter(tmp_path, model, torch.optim.AdamW(model.parameters()), ByteTokenizer(), World())
+    writer.begin(TrainingState(0, 0, 1.0, "", {}, {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    writer.finish()
+    for name, weight in lineartime.load(tmp_path).state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
+    for step, loss in ((1, 9.0), (2, 1.0), (3, 5.0), (4, None), (5, 4.0)):
+        save(tmp_path, step, loss)
+    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "4", "5"]
+    assert checkpoints.best_checkpoint(tmp_path).name[-1] == "2"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, name: str) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, loss=float(step))  # the first one is the best, and stays for that
+    for step in (2, 3):
+        file = checkpoints.checkpoint_path(tmp_path, step) / name
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found, wrong = checkpoints.last_whole_checkpoint(tmp_path)
+    assert found.name == "step-00000001"
+    assert [path.name[-1] for path in wrong] == ["3", "2"]
+    assert all("is damaged" in what for what in wrong.values())
+    for path in wrong:
+        checkpoints.set_aside(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged-step-00000002",
+        "damaged-step-00000003",
+        "step-00000001",
+    ]
+
+
+def test_a_checkpoint_of_another_version_is_no_damage_and_is_left_where_it_is(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    facts = json.loads((path / "training.json").read_text())
+    (path / "training.json").write_text(json.dumps({**facts, "colour": "red"}))
+    with pytest.raises(LineartimeError, match="was written by another version of lineartime"):
+        checkpoints.read_facts(path)
+
+
+def test_an_empty_manifest_hides_no_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_text("{}")
+    with pytest.raises(LineartimeError, match="is damaged"):
+        checkpoints.verify(path)
+
+
+def test_an_old_checkpoint_that_cannot_be_read_does_not_end_a_healthy_run(tmp_path: Path) -> None:
+    first = save(tmp_path, 1, loss=0.5)
+    (first / "training.json").write_text("?")
+    for step in (2, 3, 4):
+        assert save(tmp_path, step).is_dir()
+    assert first.is_dir()
+
+
+def test_if_all_checkpoints_are_damaged_that_is_said_and_none_is_touched(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / MOMENTS).unlink()
+    with pytest.raises(LineartimeError, match=r"is damaged \(optimizer/.* is missing\): restore it from a copy"):
+        checkpoints.last_whole_checkpoint(tmp_path)
+    assert path.is_dir()
+
+
+def test_a_tokenizer_that_is_not_the_models_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, model=lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, vocab_size=99))
+    with pytest.raises(LineartimeError, match="its tokenizer has 258 tokens and its model 99"):
+        lineartime.load(path)

@@ -3,20 +3,23 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
-from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
+from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_facts
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Trainer, prepare, train
-from lineartime.training.reporting import Reporter
+from lineartime.training.resuming import saved_config
+from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -34,15 +37,15 @@ def validations(run: Path) -> list[tuple[float, float]]:
 
 
 def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while the given step is being reported."""
-    report = Reporter.step
+    """Press Ctrl-C while the given step is being computed."""
+    take = Trainer._take_step
 
-    def report_and_interrupt(self: Reporter, now: int, **numbers: Any) -> None:
-        report(self, now, **numbers)
-        if now == step:
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
 
-    monkeypatch.setattr(Reporter, "step", report_and_interrupt)
+    monkeypatch.setattr(Trainer, "_take_step", take_and_interrupt)
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
@@ -69,17 +72,17 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
     assert "validation_bits_per_byte" not in metrics(run)[-1]
 
 
-def test_the_best_and_the_last_checkpoint_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([9.0, 3.0, 5.0, 4.0])
-    monkeypatch.setattr(Trainer, "_validation_loss", lambda self: next(values))
+    monkeypatch.setattr(Validation, "loss", lambda self: next(values))
     run = train(config(steps=6))
-    assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000006"]
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000006"]
     assert best_checkpoint(run).name == "step-00000002"
     assert last_checkpoint(run).name == "step-00000006"
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "task": "mlm"}], ids=["clm", "mlm"])
+@pytest.mark.parametrize("options", [{}, {"tokens_per_batch": 96, "task": "mlm"}], ids=["clm", "mlm"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,16 +90,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     whole = train(config(out=tmp_path / "whole", override=override, **options))
     with monkeypatch.context() as patch:
         interrupt_after(stop, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config(override=override, **options))
+        train(config(override=override, **options))
     run = tmp_path / "run"
     assert losses(run)[-1][0] == stop
     train(config(override=override, **options, resume=True))
     assert losses(run) == losses(whole)
     assert [point for point in validations(run) if point in validations(whole)] == validations(whole)
-    expected, found = (read_training_state(last_checkpoint(path)).tensors for path in (whole, run))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    moments = [load_file(next((last_checkpoint(path) / "optimizer").iterdir())) for path in (whole, run)]
+    assert moments[0].keys() == moments[1].keys()
+    assert all(torch.equal(moments[0][name], moments[1][name]) for name in moments[0])
     for name, weight in lineartime.load(last_checkpoint(whole)).state_dict().items():
         assert torch.equal(weight, lineartime.load(last_checkpoint(run)).state_dict()[name])
 
@@ -104,8 +106,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupt_after(3, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config())
+        train(config())
     run = config().run_directory
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
@@ -132,33 +133,92 @@ def test_there_is_nothing_to_resume_in_an_empty_folder(config: MakeConfig) -> No
         train(config(resume=True))
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_a_good_checkpoint(config: MakeConfig) -> None:
-    broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
+def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoint(config: MakeConfig) -> None:
+    broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0, max_skipped=3, eval_every=50)
     with pytest.raises(
         LineartimeError,
-        match=r"and training stopped; .*step-0000.* is the last good checkpoint: .*--learning-rate below 1e\+30",
+        match=r"in a row that changed nothing .*step-0000.* is the last checkpoint: .*--learning-rate below 1e\+30",
     ):
         train(broken)
     model = lineartime.load(broken.run_directory)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_accumulated_batches_are_one_large_batch(config: MakeConfig) -> None:
-    parts = Trainer(config(batch_size=2, accumulate=3, clip_norm=0.0), ByteTokenizer())
-    whole = Trainer(config(batch_size=6, clip_norm=0.0), ByteTokenizer())
-    assert parts._take_step()[0] == pytest.approx(whole._take_step()[0], rel=1e-6)
-    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_an_infinite_step_changes_nothing_and_is_counted(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    trainer = prepare(config())
+    objective, calls = trainer.parallel.objective, []
+
+    def now_and_then(*batch: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = objective(*batch)
+        if len(calls) in (2, 3):
+            return (
+                loss * float("nan") if broken == "loss" else loss + (trainer.model.backbone.embedding.weight * 0).sqrt().sum()
+            )
+        return loss
+
+    trainer.parallel.objective = now_and_then  # type: ignore[assignment]
+    weights = []
+    take = trainer._take_step
+
+    def watched(*arguments: Any) -> bool:
+        stopped = take(*arguments)
+        weights.append(trainer.model.backbone.embedding.weight.detach().clone())
+        return stopped
+
+    monkeypatch.setattr(trainer, "_take_step", watched)
+    trainer.run()
+    changes = [not torch.equal(a, b) for a, b in pairwise(weights)]
+    assert changes == [False, False, True, True, True]
+    assert trainer.skipped == 2
+    assert read_facts(last_checkpoint(trainer.config.run_directory)).skipped == 2
+    text = (trainer.config.run_directory / "metrics.jsonl").read_text()
+    assert "NaN" not in text  # which is no JSON
+    assert [line["skipped"] for line in metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2
 
 
-def test_gradients_are_clipped(config: MakeConfig) -> None:
-    trainer = Trainer(config(clip_norm=1e-3), ByteTokenizer())
-    norms = []
-    trainer.optimizer.step = lambda *_: norms.append(  # type: ignore[method-assign]
-        torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
+def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
+    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(config(out=tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        interrupt_after(5, patch)
+        run = train(config())
+    file = last_checkpoint(run) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    train(config(resume=True))
+    assert "step-00000005 is damaged (model.safetensors is not what was written): going on from step-00000004" in " ".join(
+        capsys.readouterr().err.split()
     )
-    _, reported, _ = trainer._take_step()
-    assert reported > 1e-2  # the norm before clipping
+    assert losses(run) == losses(whole)
+
+
+def test_a_step_of_many_batches_is_that_of_one_large_batch(config: MakeConfig, tmp_path: Path) -> None:
+    runs = [
+        train(config(batch_size=size, tokens_per_batch=6 * 24, steps=3, task="mlm", out=tmp_path / str(size)))
+        for size in (1, 2, 6)
+    ]
+    for run in runs[:2]:
+        assert losses(run) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(runs[2])]
+
+
+def test_gradients_are_clipped(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = prepare(config(clip_norm=1e-3, steps=1))
+    norms = []
+    monkeypatch.setattr(
+        trainer.optimizer,
+        "step",
+        lambda *_: norms.append(
+            torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
+        ),
+    )
+    trainer.run()
+    assert metrics(trainer.config.run_directory)[0]["gradient_norm"] > 1e-2  # the norm before clipping
     assert norms[0] == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -170,7 +230,7 @@ def test_bf16_trains_and_keeps_weights_in_fp32(config: MakeConfig) -> None:
 
 def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> None:
     run = train(config(precision="auto", steps=1))
-    saved = TrainConfig.from_dict(read_training_state(last_checkpoint(run)).config)
+    saved = saved_config(last_checkpoint(run))
     assert saved.precision in ("fp32", "bf16")
     assert saved.compile == "off"
 
@@ -181,8 +241,7 @@ def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
         interrupt_after(1, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config(data=Path("text.txt")))
+        train(config(data="text.txt"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = train(config(resume=True, cache=tmp_path / "another cache"))
@@ -196,8 +255,7 @@ def test_a_resumed_run_keeps_its_tokenizer_whatever_became_of_the_file(
     tokenizer.write_text(ByteTokenizer().to_json())
     with monkeypatch.context() as patch:
         interrupt_after(1, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config(tokenizer=tokenizer))
+        train(config(tokenizer=str(tokenizer)))
     tokenizer.unlink()
     assert len(losses(train(config(resume=True)))) == 6
 
@@ -206,7 +264,6 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
     run = train(config(steps=1))
     with pytest.raises(LineartimeError, match=r"--seed is 5, but the run in .* was started with 0"):
         train(config(steps=1, seed=5, resume=True))
-    assert Trainer(config(steps=1), ByteTokenizer()).config.precision == "fp32"
     assert prepare(config(steps=1, precision="bf16", resume=True)).config.precision == "bf16"
     assert prepare(config(steps=1, precision="auto", resume=True)).config.precision == "fp32"
     with pytest.raises(LineartimeError, match="is a checkpoint: give the folder of the run, or a new one"):
@@ -216,7 +273,9 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:
     train(config())
     text.write_text(text.read_text() + "more text\n" * 50)
-    with pytest.raises(LineartimeError, match=r"has changed: there were 13,908 tokens .* now there are 14,3\d\d; bring back"):
+    with pytest.raises(
+        LineartimeError, match=r"has changed: it was 13,908 tokens, .* now it is 14,3\d\d tokens, .*; bring back"
+    ):
         train(config(resume=True))
 
 
@@ -272,8 +331,13 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ),
         ({"override": ("d_qk=7",)}, "--override: d_qk is 7, but must be even"),
         ({"context_length": 50_000}, r"The train split of .*text.txt has \d+ tokens, fewer than one context"),
-        ({"data": Path("/does/not/exist")}, "Cannot read /does/not/exist: No such file"),
-        ({"tokenizer": Path("/does/not/exist")}, "Cannot read /does/not/exist"),
+        ({"data": "/does/not/exist"}, "Cannot read /does/not/exist: No such file"),
+        ({"tokenizer": "/does/not/exist"}, "--tokenizer /does/not/exist is no file"),
+        ({"context_parallel": 2}, "--context-parallel is 2, but this is one process: start that many by torchrun"),
+        (
+            {"tokens_per_batch": 100},
+            "--tokens-per-batch is 100, but must be a positive multiple of 24, which is --context",
+        ),
     ],
 )
 def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: dict[str, Any], message: str) -> None:

@@ -27,7 +27,7 @@ def test_a_trained_system_is_read_back_as_it_was(system: str, text: Path, tmp_pa
         eval_windows=2,
         precision="fp32",
         compile="off",
-        tensorboard=False,
+        track=(),
         cache=tmp_path / "cache",
         out=tmp_path / "run",
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lineartime.errors import LineartimeError, cannot
 from lineartime.training.checkpoint import best_checkpoint
-from lineartime.training.config import saved_config
 from lineartime.training.reporting import METRICS_FILE, read_metrics
+from lineartime.training.resuming import saved_config
 
 
 def read_quality(sources: Sequence[Path], names: Sequence[str]) -> dict[str, float]:

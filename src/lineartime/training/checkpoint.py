@@ -5,16 +5,17 @@ on disk, so that being killed at any moment leaves only whole checkpoints. Which
 stored, but read off the directories.
 
     model.safetensors  model.json  tokenizer.json       all that `load`, `eval` and `generate` need
-    training.safetensors  training.json                 all that `train --resume` needs besides
+    optimizer/*.safetensors  training.json              all that `train --resume` needs besides
     manifest.json                                       the SHA-256 of each of these files, which all readers check
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,66 +23,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import LineartimeError, cannot
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+from lineartime.models.heads import CausalLM, MaskedLM, build_model
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+OPTIMIZER_FOLDER = "optimizer"
 _MODEL_FILES = ("model.safetensors", "model.json", TOKENIZER_FILE)
-_FACTS = ("step", "validation_loss", "training_tokens", "config")  # the fields of a TrainingState that are kept in JSON
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run needs to go on as if it had never stopped.
+    """What a run needs to go on as if it had never stopped, besides tensors.
 
     Attributes:
         step: steps taken.
-        validation_loss: in nats per token, at this step.
-        training_tokens: in the text it learns from.
+        skipped: how many of them changed nothing, because a gradient was not finite.
+        validation_loss: in nats per token, at this step; None if it was not measured.
+        text: what tells whether the text it learns from is still the same.
+        data: where the data stand, as the loaders of all processes say.
         config: the run's options, as a dictionary.
-        tensors: the optimiser's and the random generators' state.
     """
 
     step: int
-    validation_loss: float
-    training_tokens: int
+    skipped: int
+    validation_loss: float | None
+    text: str
+    data: dict[str, Any]
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+        return dataclasses.asdict(self)
 
 
-def save_checkpoint(run: Path, model: LanguageModel, tokenizer: Tokenizer, state: TrainingState) -> Path:
-    """Write a checkpoint, then delete those of the run that are neither the last nor the best.
-
-    Raises:
-        LineartimeError: if it cannot be written; the run's other checkpoints stay as they are.
-    """
-    target = run / f"step-{state.step:08d}"
-    partial = _hidden(target)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_tensors(partial / "model.safetensors", dict(model.state_dict()))
-        _write_json(partial / "model.json", model.config.to_dict())
-        _write_text(partial / TOKENIZER_FILE, tokenizer.to_json())
-        _write_tensors(partial / "training.safetensors", state.tensors)
-        facts = {name: getattr(state, name) for name in _FACTS}
-        _write_json(partial / "training.json", facts)
-        _write_json(partial / _MANIFEST, {file.name: _digest(file) for file in sorted(partial.iterdir())})
-        _sync(partial)
-        partial.rename(target)
-        _sync(run)
-        keep = {last_checkpoint(run), best_checkpoint(run)}
-        for checkpoint in list_checkpoints(run):
-            if checkpoint not in keep:
-                checkpoint.rename(_hidden(checkpoint))  # so that being killed while deleting leaves nothing half visible
-                shutil.rmtree(_hidden(checkpoint))
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        then = f"go on by --resume --out {run}" if list_checkpoints(run) else "run the command again"
-        raise cannot("write", f"the checkpoint {target}", error, then) from None
-    return target
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    return run / f"step-{step:08d}"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -102,9 +81,11 @@ def last_checkpoint(run: Path) -> Path:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint with the lowest validation loss in a run's folder; LineartimeError if there is none."""
-    last_checkpoint(run)
-    return min(reversed(list_checkpoints(run)), key=lambda checkpoint: float(read_facts(checkpoint)["validation_loss"]))
+    """The checkpoint with the lowest validation loss in a run's folder, or the last; LineartimeError if there is none."""
+    last = last_checkpoint(run)
+    losses = {checkpoint: read_facts(checkpoint).validation_loss for checkpoint in reversed(list_checkpoints(run))}
+    measured = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None}
+    return min(measured, key=lambda checkpoint: measured[checkpoint]) if measured else last
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -124,29 +105,73 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
         LineartimeError: if there is no checkpoint, or it is damaged.
     """
     checkpoint = find_checkpoint(Path(path))
-    _verify(checkpoint, _MODEL_FILES)
+    verify(checkpoint, _MODEL_FILES)
     try:
         model = build_model(ModelConfig.from_dict(_read_json(checkpoint / "model.json")))
         model.load_state_dict(_read_tensors(checkpoint / "model.safetensors"))
     except (ValueError, RuntimeError) as error:
         raise _damaged(checkpoint, str(error).splitlines()[0]) from None
+    tokens = load_tokenizer(checkpoint).vocab_size
+    if tokens != model.config.vocab_size:
+        raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model.to(device).eval()
 
 
-def read_training_state(checkpoint: Path) -> TrainingState:
-    """What `save_checkpoint` was given; LineartimeError if the checkpoint is damaged."""
-    _verify(checkpoint, ("training.safetensors", "training.json"))
-    facts = read_facts(checkpoint)
-    tensors = _read_tensors(checkpoint / "training.safetensors")
-    return TrainingState(**{name: facts[name] for name in _FACTS}, tensors=tensors)
-
-
-def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """What a `TrainingState` holds besides tensors; LineartimeError if it cannot be read."""
+def read_facts(checkpoint: Path) -> TrainingState:
+    """What a run needs to go on, besides tensors; LineartimeError if it cannot be read."""
     facts = _read_json(checkpoint / "training.json")
-    if not facts.keys() >= set(_FACTS):
-        raise _damaged(checkpoint, "training.json lacks fields")
-    return facts
+    fields = {field.name for field in dataclasses.fields(TrainingState)}
+    if facts.keys() != fields:
+        raise LineartimeError(
+            f"The checkpoint {checkpoint} was written by another version of lineartime, which this one cannot go on from: use "
+            "that version, or train again."
+        )
+    return TrainingState(**facts)
+
+
+def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:
+    """The latest checkpoint that is as it was written, and what is wrong with those after it; LineartimeError if none is."""
+    wrong: dict[Path, str] = {}
+    checkpoints = list_checkpoints(run) or [last_checkpoint(run)]
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify(checkpoint)
+        except DamagedCheckpointError as error:
+            if checkpoint == checkpoints[0] and wrong:
+                raise LineartimeError(
+                    f"All checkpoints in {run} are damaged: restore one of them from a copy, or train again."
+                ) from None
+            if checkpoint == checkpoints[0]:
+                raise
+            wrong[checkpoint] = str(error).split(": ", 1)[0]
+        else:
+            break
+    return checkpoint, wrong
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Give a damaged checkpoint a name under which nobody takes it for a whole one."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+    except OSError as error:
+        raise cannot("rename", checkpoint, error) from None
+
+
+def prune(run: Path) -> None:
+    """Delete all checkpoints but the best, the last, and the one before, in case the last is damaged one day.
+
+    What cannot be read, or deleted, is left alone.
+    """
+    try:
+        keep = {best_checkpoint(run), *list_checkpoints(run)[-2:]}
+        for checkpoint in list_checkpoints(run):
+            if checkpoint not in keep:
+                checkpoint.rename(hidden(checkpoint))  # so that being killed while deleting leaves nothing half visible
+                shutil.rmtree(hidden(checkpoint), ignore_errors=True)
+    except (LineartimeError, OSError):
+        return
 
 
 def remove_partial(run: Path) -> None:
@@ -155,44 +180,58 @@ def remove_partial(run: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _hidden(checkpoint: Path) -> Path:
+def hidden(checkpoint: Path) -> Path:
     """Where a checkpoint stands before it is whole, and while it is deleted."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
-def _verify(checkpoint: Path, names: Sequence[str]) -> None:
-    """Raise LineartimeError unless these files are there, byte for byte as they were written."""
-    for name in (*names, _MANIFEST):
-        if not (checkpoint / name).is_file():
+def digests(checkpoint: Path) -> dict[str, str]:
+    """The SHA-256 of every file in a checkpoint, by its path in there."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != MANIFEST)
+    return {file.relative_to(checkpoint).as_posix(): _digest(file) for file in files}
+
+
+def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
+    """Raise LineartimeError unless these files, or all, are there, byte for byte as they were written."""
+    if not (checkpoint / MANIFEST).is_file():
+        raise _damaged(checkpoint, f"{MANIFEST} is missing")
+    manifest = _read_json(checkpoint / MANIFEST)
+    for name in {*_MODEL_FILES, "training.json", *manifest} if names is None else names:
+        file = checkpoint / name
+        if not file.is_file():
             raise _damaged(checkpoint, f"{name} is missing")
-    manifest = _read_json(checkpoint / _MANIFEST)
-    for name in names:
-        file, digest = checkpoint / name, manifest.get(name)
         try:
             found = _digest(file)
         except OSError as error:
             raise cannot("read", file, error) from None
-        if found != digest:
+        if found != manifest.get(name):
             raise _damaged(checkpoint, f"{name} is not what was written")
 
 
-def _damaged(checkpoint: Path, reason: str) -> LineartimeError:
+class DamagedCheckpointError(LineartimeError):
+    """A file of a checkpoint is not what was written."""
+
+
+def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
     siblings = list_checkpoints(checkpoint.parent)
     others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
-    advice = f"delete it to go on from {others[-1]}" if others else "restore it from a copy, or train again"
-    return LineartimeError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
+    advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
+    return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a text to the disk itself; OSError if that fails."""
     file.write_text(text, encoding="utf-8")
-    _sync(file)
+    sync(file)
 
 
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    _write_text(file, json.dumps(data, indent=2) + "\n")
+def write_json(file: Path, data: dict[str, Any]) -> None:
+    """Write plain data to the disk itself; OSError if that fails."""
+    write_text(file, json.dumps(data, indent=2) + "\n")
 
 
-def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to the disk itself, as safetensors; OSError if that fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -201,10 +240,11 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
-    _sync(file)
+    sync(file)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the system bring a file or folder from its buffers to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

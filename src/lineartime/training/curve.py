@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import cannot, missing_extra
+from lineartime.errors import LineartimeError, cannot, missing_extra
 from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_metrics
 
 CURVE_FILE = "loss.png"
@@ -130,6 +130,8 @@ def _save(figure: Any, file: Path) -> Path:
         figure.savefig(file, dpi=150)
     except OSError as error:
         raise cannot("write", file, error) from None
+    except ValueError:  # an ending that matplotlib has no format for
+        raise LineartimeError(f"{file} has an ending that is no format of pictures: use .png, .pdf or .svg.") from None
     return file
 
 

@@ -3,246 +3,309 @@
 Shapes: B batch, T tokens of context.
 """
 
+import dataclasses
 import math
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
 
-from lineartime.data import (
-    Rows,
-    Tokenizer,
-    TokenStream,
-    cached_loader,
-    default_cache,
-    load_corpus,
-    load_tokenizer,
-    token_stream,
-)
-from lineartime.data.batches import check_long_enough
+from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, merge_states, tokenizer_for
 from lineartime.errors import LineartimeError
-from lineartime.evaluation.perplexity import autocast, bits_per_byte, mean_loss
+from lineartime.evaluation.perplexity import autocast
+from lineartime.models import set_context_parallel
+from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
+from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import TrainConfig, resumed_config, saved_config
+from lineartime.training.config import TrainConfig
+from lineartime.training.distributed import World, join_world, local_rank, started_again
+from lineartime.training.folder import check_shared, claimed, starting_point
+from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.machine import choose_compile, choose_device, choose_precision
 from lineartime.training.optim import build_optimizer, learning_rate
-from lineartime.training.reporting import Reporter
+from lineartime.training.parallel import parallelize, part_of
+from lineartime.training.record import write_record
+from lineartime.training.reporting import Reporter, Silent
+from lineartime.training.resuming import resumed_config, saved_config
+from lineartime.training.saving import CheckpointWriter, restore_moments
+from lineartime.training.text import Text
+from lineartime.training.validation import Validation
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, left_out: TrainConfig | None = None) -> Path:
     """Train a model as the options say, or go on with the run in their folder, and return that folder.
 
-    Resumed, a run gives the losses of an uninterrupted one: to the bit on a CPU with the same number of threads.
+    Started by torchrun in several processes, they share the work. An interrupt (SIGINT, SIGTERM) ends training after the
+    current step, which is saved. Resumed, a run gives the losses of an uninterrupted one: to the bit on a CPU with the same
+    number of processes and threads.
+
+    Args:
+        config: the options.
+        left_out: for a run that is resumed, what an option is that nobody asked for; the default is `TrainConfig()`.
 
     Raises:
         LineartimeError: for whatever the user can mend; checkpoints written before stay.
-        KeyboardInterrupt: after an interrupt (Ctrl-C), once the current step is taken and saved.
     """
-    prepare(config).run()
+    device = choose_device(config.device, local_rank())
+    together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
+    with together as world, claimed(config, world):
+        prepare(config, world, left_out).run()
     return config.run_directory
 
 
-def prepare(config: TrainConfig) -> "Trainer":
+def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None) -> "Trainer":
     """The trainer of a new run, or that of the run in the folder, back at its last checkpoint; raises as `train`."""
-    config.check()
-    run = config.run_directory
-    if checkpoints.is_checkpoint(run):
-        raise LineartimeError(f"--out {run} is a checkpoint: give the folder of the run, or a new one.")
-    if run.exists() and not run.is_dir():
-        raise LineartimeError(f"--out {run} is a file: give a folder.")
-    if not config.resume:
-        if checkpoints.list_checkpoints(run):
-            raise LineartimeError(f"{run} already holds a run: go on with it by --resume, or choose another folder with --out.")
-        trainer = Trainer(config, load_tokenizer(config.tokenizer))
-    else:
-        last = checkpoints.last_checkpoint(run)
-        saved = checkpoints.read_training_state(last)
-        trainer = Trainer(resumed_config(config, saved_config(last), left_out=TrainConfig()), load_tokenizer(last))
-        tokens = len(trainer.train_stream)
-        if tokens != saved.training_tokens:
-            raise LineartimeError(
-                f"The text of the run in {run} has changed: there were {saved.training_tokens:,} tokens to learn from, and now "
-                f"there are {tokens:,}; bring back the old text, or start another run in another --out."
-            )
-        trainer.restore(last, saved)
-    checkpoints.remove_partial(run)
-    return trainer
-
-
-@dataclass
-class _Stop:
-    """Whether an interrupt has asked the run to end."""
-
-    requested: bool = False
+    world = world or World()
+    world.share(config.check)
+    if started_again():  # by torchrun, after one of its processes was lost: what there is, is gone on with
+        config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
+    last, notes = world.share(lambda: starting_point(config))
+    check_shared(config.run_directory, world)
+    if last is None:
+        return Trainer(config, world)
+    config = resumed_config(config, saved_config(last), left_out or TrainConfig())
+    world.share(config.check)
+    return Trainer(config, world, last, notes)
 
 
 class Trainer:
-    """A model, its optimiser and its data, and the steps they have taken together."""
+    """A model, its optimiser and its data, and the steps they have taken together.
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
-        self.device = choose_device(config.device)
-        self.tokenizer = tokenizer
-        model_config = config.model_config(self.tokenizer.vocab_size)
-        corpus = load_corpus(config.data)
+    Args:
+        config: the options.
+        world: the processes of the run.
+        start: the checkpoint to go on from.
+        notes: what there is to say about it.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, start: Path | None = None, notes: Sequence[str] = ()) -> None:
+        self.world = world
+        self.device = choose_device(config.device, world.local_rank)
+        corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
         cache = config.cache or default_cache()
-        self.train_stream: TokenStream = token_stream(corpus, "train", self.tokenizer, cache)
-        self.validation_stream: TokenStream = token_stream(corpus, "validation", self.tokenizer, cache)
-        self.loader = cached_loader(
-            self.train_stream,
-            self.tokenizer,
-            task=config.task,
-            context_length=config.context_length,
-            rows=Rows(config.batch_size * config.accumulate, config.batch_size),
-            seed=config.seed,
+        self.tokenizer: Tokenizer = (
+            load_tokenizer(start)
+            if start is not None
+            else world.first_on_each_machine("the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache))
         )
-        check_long_enough(self.validation_stream, 1)  # a shorter window than in training does to measure on
+        model_config = world.share(lambda: config.model_config(self.tokenizer.vocab_size))
+        world.share(lambda: config.rows(0, world.data_ranks))  # so that an error is said once
+        rows = config.rows(world.data_rank, world.data_ranks)
+        self.text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, self.tokenizer, config, rows, cache))
+        self.tokens_per_step = rows.per_step * config.context_length
 
         torch.manual_seed(config.seed)
         try:
             self.model: LanguageModel = build_model(model_config).to(self.device)
         except ValueError as error:  # what a layer does not allow
             raise LineartimeError(f"--override: {error}") from None
-        self.optimizer = build_optimizer(self.model, config)
+        slice_unit = world.share(lambda: self._set_context_parallel(model_config, config.context_length))
+        if not world.is_main:  # for which an error has been said already
+            self._set_context_parallel(model_config, config.context_length)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.tokens_per_step = config.batch_size * config.context_length * config.accumulate
-        compiled = choose_compile(config.compile, self.device, parameters, self.tokens_per_step * config.steps)
-        # What "auto" came to is kept in the checkpoints, so that a resumed run computes the same.
-        precision = choose_precision(config.precision, self.device)
-        self.config = replace(config, precision=precision, compile="on" if compiled else "off")
+        tokens = self.tokens_per_step * config.steps
+        compiled = world.share(lambda: choose_compile(config.compile, self.device, parameters, tokens))
+        # What "auto" and defaults came to is kept in the checkpoints, so that a resumed run computes the same.
+        self.config = config = dataclasses.replace(
+            config,
+            precision=world.share(lambda: choose_precision(config.precision, self.device)),
+            compile="on" if compiled else "off",
+            tokens_per_batch=self.tokens_per_step,
+        )
+        if config.recompute:
+            self.model.recompute_blocks()
         if compiled:
             self.model.compile_blocks()
+        if start is not None:
+            self.model.load_state_dict(checkpoints.load(start).state_dict())
+        self.parallel = parallelize(self.model, config, world)  # by now the weights are what they are to be
+        self.optimizer = build_optimizer(self.model, config)
+        self.writer = CheckpointWriter(config.run_directory, self.model, self.optimizer, self.tokenizer, world)
+        self.validation = Validation(self.parallel.objective, self.text.validation, self.tokenizer, config, world, slice_unit)
         self.step = 0
-        self.summary = (
-            f"{config.preset}: {parameters:,} parameters, {self.device.type}, {precision}"
-            f"{', compiled' if compiled else ''}; {config.steps:,} steps of {self.tokens_per_step:,} tokens, "
-            f"from {len(self.train_stream):,} tokens of {corpus.name}, to {config.run_directory}"
-        )
+        self.skipped = 0
+        self._skipped_in_a_row = 0
+        self._validation_loss: float | None = None  # of this very step
+        if start is not None:
+            self._restore(start)
+        self.resumed = start is not None
+        self.notes = [*notes, self._summary(parameters)]
+        if start is not None:
+            self.notes.append(f"Going on from {start.name}.")
+        if self.text.is_lossy:
+            self.notes.append(
+                "The tokenizer does not give back the text as it was: bits per byte and perplexity per word leave out what it "
+                "loses, and do not compare with those of other tokenizers."
+            )
 
-    def restore(self, path: Path, saved: checkpoints.TrainingState) -> None:
-        """Go back to a checkpoint."""
-        self.model.load_state_dict(checkpoints.load(path).state_dict())
-        self.step = saved.step
-        self.loader.restore({"rows": saved.step * self.config.batch_size * self.config.accumulate})
-        for name, parameter in self.model.named_parameters():
-            kept = {key: saved.tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            moments = {key: value.to(self.device) for key, value in kept.items() if value is not None}
-            if moments:  # none before the first step
-                self.optimizer.state[parameter] = moments
-        torch.set_rng_state(saved.tensors["random.cpu"])
-        if self.device.type == "cuda" and "random.cuda" in saved.tensors:
-            torch.cuda.set_rng_state(saved.tensors["random.cuda"])
+    def _set_context_parallel(self, model_config: ModelConfig, context_length: int) -> int:
+        """Have the processes share sequences; what the length of one has to be a multiple of for that."""
+        try:
+            set_context_parallel(self.model, self.world.context_group)
+        except ValueError as error:  # another mixer than FLASH
+            raise LineartimeError(f"--context-parallel: {error}") from None
+        ranks, chunk_size = self.world.context_parallel, getattr(model_config.mixer, "chunk_size", 1)
+        if ranks > 1 and context_length % (ranks * chunk_size):
+            raise LineartimeError(
+                f"--context-length is {context_length}, but must be a multiple of --context-parallel {ranks} x chunk_size "
+                f"{chunk_size} = {ranks * chunk_size}."
+            )
+        return ranks * int(chunk_size)
+
+    def _restore(self, start: Path) -> None:
+        """Take up what a checkpoint holds besides weights; LineartimeError if the text is another one now."""
+        facts = checkpoints.read_facts(start)
+        if facts.text != self.text.identity:
+            raise LineartimeError(
+                f"The text of the run in {self.config.run_directory} has changed: it was {facts.text}, and now it is "
+                f"{self.text.identity}; bring back the old text, or start another run in another --out."
+            )
+        self.step, self.skipped = facts.step, facts.skipped
+        restore_moments(start, self.model, self.optimizer, self.step - self.skipped, self.world)
+        self.text.loader.restore(facts.data)
+
+    def _summary(self, parameters: int) -> str:
+        config, world = self.config, self.world
+        together = "" if world.size == 1 else f" x {world.size} processes ({config.parallel})"
+        if world.context_parallel > 1:
+            together += f", {world.context_parallel} to a sequence"
+        return (
+            f"{config.preset}: {parameters:,} parameters, vocabulary of {self.tokenizer.vocab_size:,}, "
+            f"{self.device.type}{together}, {config.precision}{', compiled' if config.compile == 'on' else ''}; "
+            f"{config.steps:,} steps of {self.tokens_per_step:,} tokens, from {self.text.name}, to {config.run_directory}"
+        )
 
     def run(self) -> None:
         """Take all steps that are left, evaluating and writing checkpoints on the way."""
-        config = self.config
-        run = config.run_directory
-        if not checkpoints.list_checkpoints(run):  # so that there is one from the first moment
-            self._save(self._validation_loss())
-        trackers = ("tensorboard",) if config.tensorboard else ()
-        with Reporter(run, self.step, config.steps, trackers, record=config.to_dict()) as report, _interrupts() as stop:
-            report.say(self.summary)
-            if self.step >= config.steps:
-                report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
-            while self.step < config.steps:
-                loss, gradient_norm, rate = self._take_step()
-                numbers = {"loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm, "waiting": 0.0}
-                report.step(self.step, **numbers, tokens=self.tokens_per_step, skipped=0)
-                interrupted = stop.requested and self.step < config.steps
-                if self.step % config.eval_every == 0 or self.step == config.steps or interrupted:
-                    validation_loss = self._validation_loss()
-                    report.validation(self.step, validation_loss, self._bits_per_byte(validation_loss))
-                    self._save(validation_loss)
-                if interrupted:
-                    report.say(f"Interrupted after step {self.step}, which is saved: go on by --resume --out {run}.")
-                    raise KeyboardInterrupt
+        config, run = self.config, self.config.run_directory
+        try:
+            with self._reporter() as report, interrupts() as stop:
+                for note in self.notes:
+                    report.say(note)
+                if not self.resumed:
+                    self._validate()
+                    self._save()  # so that there is one from the first moment
+                if self.step >= config.steps:
+                    report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
+                while self.step < config.steps:
+                    stopped = self._take_step(report, stop)
+                    if self.step % config.eval_every == 0 or self.step == config.steps:
+                        loss = self._validate()
+                        report.validation(self.step, loss, self.text.bits_per_byte(loss))
+                        self._save()
+                    elif stopped:
+                        self._save()
+                    if stopped and self.step < config.steps:
+                        self.writer.finish()
+                        report.say(f"Stopped after step {self.step}, which is saved: go on by {self._command()}")
+                        break
+                self.writer.finish()
+        finally:
+            self.text.loader.close()
+            self.writer.wait()  # whatever has happened, the checkpoint that is being written is worth having
 
-    def _take_step(self) -> tuple[float, float, float]:
-        """One optimiser step: its loss, the norm of its gradient and its learning rate."""
+    def _reporter(self) -> Reporter | Silent:
+        if not self.world.is_main:
+            return Silent()
         config = self.config
+        write_record(config.run_directory, config.to_dict(), sys.argv)
+        return Reporter(config.run_directory, self.step, config.steps, config.track, record=config.to_dict())
+
+    def _take_step(self, report: Reporter | Silent, stop: Stop) -> bool:
+        """One step of the optimiser, unless a number in it is not finite; whether any process was asked to stop."""
+        config, world = self.config, self.world
+        start = time.perf_counter()
+        batches = self.text.loader.next_step()
+        waited = time.perf_counter() - start
+        own_targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        [targets] = world.sum(own_targets / world.context_parallel)  # those that share a sequence have the same batches
+        targets = max(1.0, targets)
+        # The mean over all processes of what they add up to is the gradient of the mean loss: of this replica, or of all.
+        weight = world.context_parallel / max(1, own_targets) if self.parallel.local else world.size / targets
+
+        torch.manual_seed(_dropout_seed(config.seed, self.step, world.rank))
         self.model.train()
         total = 0.0
-        for batch in self.loader.next_step():
-            with autocast(self.device, config.precision == "bf16"):
-                loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device)) / config.accumulate
-            loss.backward()
-            total += loss.item()
-        limit = config.clip_norm or math.inf
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            raise self._diverged(total)
-        rate = learning_rate(self.step, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return total, norm, rate
+        for index, batch in enumerate(batches):
+            with self.parallel.accumulate(last=index == len(batches) - 1):
+                with autocast(self.device, config.precision == "bf16"):
+                    loss = self.parallel.objective(*part_of(batch, world, self.device))
+                (loss * weight).backward()
+            total += float(loss.detach())
+        norm = self.parallel.clip(config.clip_norm or math.inf)
+        finite = math.isfinite(total) and math.isfinite(norm)
+        total, infinite, failed, stopped = world.sum(total, not finite, self.writer.failed, stop.requested)
+        if failed:
+            self.writer.finish()  # which says why
 
-    def _diverged(self, loss: float) -> LineartimeError:
-        last = checkpoints.last_checkpoint(self.config.run_directory)
-        what = f"The loss became {loss}" if not math.isfinite(loss) else "The gradient became infinite"
-        return LineartimeError(
-            f"{what} at step {self.step + 1}, and training stopped; {last} is the last good checkpoint: start another run in "
-            f"another --out with a --learning-rate below {self.config.learning_rate:g} or more --warmup-steps."
+        rate = learning_rate(self.step, config)
+        self.step += 1
+        self._validation_loss = None
+        if infinite:
+            self._skip(total / targets, report)
+        else:
+            self._skipped_in_a_row = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        report.step(
+            self.step,
+            loss=total / targets,
+            learning_rate=rate,
+            gradient_norm=norm,
+            tokens=self.tokens_per_step,
+            waiting=waited,
+            skipped=self.skipped,
+        )
+        return stopped > 0
+
+    def _skip(self, loss: float, report: Reporter | Silent) -> None:
+        """Count a step that changes nothing; LineartimeError if there were too many in a row."""
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        what = "its gradient was not finite" if math.isfinite(loss) else f"its loss was {loss}"
+        if self._skipped_in_a_row < self.config.max_skipped:
+            report.skipped(self.step, what)
+            return
+        self.writer.finish()
+        last = self.world.share(lambda: checkpoints.last_checkpoint(self.config.run_directory))
+        raise LineartimeError(
+            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (--max-skipped), because "
+            f"{what}; {last} is the last checkpoint: start another run in another --out with a --learning-rate below "
+            f"{self.config.learning_rate:g} or more --warmup-steps."
         )
 
-    def _validation_loss(self) -> float:
-        config = self.config
-        with torch.compiler.set_stance("force_eager"):  # other shapes, and no gradients: not worth a compilation of their own
-            loss = mean_loss(
-                self.model,
-                self.validation_stream,
-                self.tokenizer,
-                task=config.task,
-                context_length=config.context_length,
-                windows=config.eval_windows,
-                batch_size=config.batch_size,
-                bf16=config.precision == "bf16",
-            )
+    def _validate(self) -> float:
+        loss = self._validation_loss = self.validation.loss()
         if not math.isfinite(loss):
-            raise self._diverged(loss)
+            raise LineartimeError(
+                f"The validation loss became {loss} at step {self.step}, and training stopped: start another run in another "
+                f"--out with a --learning-rate below {self.config.learning_rate:g} or more --warmup-steps."
+            )
         return loss
 
-    def _bits_per_byte(self, loss: float) -> float | None:
-        stream = self.validation_stream
-        return bits_per_byte(loss, len(stream), stream.n_bytes) if self.config.task == "clm" else None
+    def _save(self) -> None:
+        data = merge_states(self.world.gather(self.text.loader.state()))
+        self.writer.begin(
+            checkpoints.TrainingState(
+                self.step, self.skipped, self._validation_loss, self.text.identity, data, self.config.to_dict()
+            )
+        )
 
-    def _save(self, validation_loss: float) -> None:
-        tensors = {"random.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        tokens = len(self.train_stream)
-        state = checkpoints.TrainingState(self.step, validation_loss, tokens, self.config.to_dict(), tensors)
-        checkpoints.save_checkpoint(self.config.run_directory, self.model, self.tokenizer, state)
+    def _command(self) -> str:
+        start = "lineartime"
+        if self.world.size > 1:
+            start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', self.world.size)} -m lineartime"
+        return f"{start} train --resume --out {shlex.quote(str(self.config.run_directory))}"
 
 
-@contextmanager
-def _interrupts() -> Iterator[_Stop]:
-    """Turn the first Ctrl-C, or a polite request to end, into a flag; the second one acts as always."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield stop
-        return
-    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in numbers}
-
-    def request(number: int, _frame: object) -> None:
-        stop.requested = True
-        signal.signal(number, previous[number])
-
-    for number in previous:
-        signal.signal(number, request)
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _dropout_seed(seed: int, step: int, rank: int) -> int:
+    """A seed for what a step draws in the model: nothing of it has to be kept in checkpoints."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -19,13 +19,20 @@ _COMPILE_SAVES = {"cpu": 0.03, "cuda": 0.30}
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 
 
-def choose_device(device: Device) -> torch.device:
-    """The device to compute on; LineartimeError for a GPU that is not there."""
+def choose_device(device: Device, local_rank: int = 0) -> torch.device:
+    """The device to compute on, of several GPUs the one of this rank; LineartimeError for a GPU that is not there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise LineartimeError("--device is cuda, but PyTorch sees no GPU here: use --device cpu.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    if device == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise LineartimeError(
+            f"Process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start as many "
+            "processes, or use --device cpu."
+        )
+    return torch.device("cuda", local_rank)
 
 
 def choose_precision(precision: Precision, device: torch.device) -> Precision:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training.checkpoint import last_checkpoint, list_checkpoints, read_facts
+from lineartime.training.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_facts
 from lineartime.training.curve import Line, thinned
+from lineartime.training.folder import is_claimed
 from lineartime.training.record import RECORD_FILE, read_record
 from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_damaged_metrics
 
@@ -34,7 +35,7 @@ class RunSummary:
         seconds: of training, evaluations and checkpoints included.
         waiting: share of the steps' time that was spent waiting for data.
         skipped: steps that changed nothing.
-        state: "finished"; "running" for one that wrote a moment ago; "silent" for one that is not finished and did not.
+        state: "finished"; "running"; "stopped" for one that was saved where it ended; "silent" for any other.
         silent_seconds: since it last wrote.
         lines: its losses, thinned for the plot.
     """
@@ -104,7 +105,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         seconds=seconds,
         waiting=_waiting(lines),
         skipped=int(_largest(lines, "skipped") or 0),
-        state=_state(options.get("steps"), step, seconds, silent),
+        state=_state(path, options.get("steps"), step, seconds, silent),
         silent_seconds=round(silent, 1),
         lines=thinned(lines),
     )
@@ -121,8 +122,7 @@ def _options(path: Path, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            kept = read_facts(last_checkpoint(path))["config"]
-            return kept if isinstance(kept, dict) else {}
+            return read_facts(last_checkpoint(path)).config
         except LineartimeError as error:
             problems.append(str(error))
     return {}
@@ -142,9 +142,15 @@ def _waiting(lines: list[dict[str, float]]) -> float | None:
     return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds)
 
 
-def _state(steps: object, step: float | None, seconds: float | None, silent: float) -> str:
-    """Whether a run is finished, or wrote a moment ago: a minute, or the time of ten of its steps where they are long."""
+def _state(path: Path, steps: object, step: float | None, seconds: float | None, silent: float) -> str:
+    """What the files tell: whether all steps are recorded, the folder is in use, it was saved in the end, it wrote just now."""
     if isinstance(steps, int) and step is not None and step >= steps:
         return "finished"
+    if is_claimed(path):
+        return "running"
+    checkpoints = list_checkpoints(path)
+    if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
+        return "stopped"
+    # On another machine, perhaps: a minute, or the time of ten of its steps where they are long.
     moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
     return "running" if silent < moment else "silent"

@@ -1,0 +1,122 @@
+"""Who of a run's processes is there: they meet at the start, show signs of life, and if one is lost the others say which.
+
+They do so through torch.distributed's key-value store, which torchrun serves, or else process 0.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lineartime.errors import LineartimeError
+
+_BEAT_SECONDS = 0.5
+_SILENCE_SECONDS = 4.0
+"""Without a beat for so long, a process is lost."""
+
+
+def meet(rank: int, size: int, timeout: float) -> dist.Store:
+    """The store that all processes share, once each of them is there; LineartimeError naming those that do not come."""
+    store = _connect(rank, size, timeout)
+    deadline = time.monotonic() + timeout
+    missing = list(range(size))
+    try:
+        store.set(f"here/{rank}", "yes")
+        while missing and time.monotonic() < deadline:
+            missing = [other for other in missing if not store.check([f"here/{other}"])]
+            if missing:
+                time.sleep(0.02)
+    except (RuntimeError, dist.DistError):  # the store went with the process that served it
+        missing = [0]
+    if missing:
+        raise LineartimeError(
+            f"{_processes(missing, size)} did not start within {timeout:g} s (--timeout): their own output says why; then "
+            "start all of them again."
+        )
+    return store
+
+
+@contextmanager
+def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> Iterator[None]:
+    """Show signs of life, and turn the failure of an exchange into one sentence that says which process was lost."""
+    ended = threading.Event()
+    pulse = _connect(rank, size, timeout)  # of its own: while one thread waits for something in a store, others cannot use it
+    threading.Thread(target=_beat, args=(pulse, rank, ended), daemon=True).start()
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
+            raise
+        lost = _silent(store, rank, size)
+        if lost:
+            what = f"{_processes(lost, size)} was lost" if len(lost) == 1 else f"{_processes(lost, size)} were lost"
+        else:
+            what = f"The processes exchanged nothing for {timeout:g} s (--timeout), though all of them are alive"
+        raise LineartimeError(
+            f"{what}: their own output says why; go on from the last checkpoint by the same command with --resume."
+        ) from None
+    finally:
+        ended.set()
+
+
+def _connect(rank: int, size: int, timeout: float) -> dist.Store:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does, which outlives us
+    wait = timedelta(seconds=timeout)
+    try:
+        if not serves:
+            _wait_for_server(host, port, timeout)
+        store = dist.TCPStore(host, port, size, serves, wait, wait_for_workers=False, multi_tenant=True)
+    except (OSError, RuntimeError, dist.DistError):
+        raise LineartimeError(
+            f"Process {rank} of {size} found nobody at {host}:{port} within {timeout:g} s (--timeout): process 0, or torchrun, "
+            "is not running there; its own output says why."
+        ) from None
+    # Processes that were started before, and lost, have left their notes under another number.
+    return dist.PrefixStore(f"lineartime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_server(host: str, port: int, timeout: float) -> None:
+    """Try to reach it again and again, OSError if that takes too long; the store itself would try for twice the time."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _beat(store: dist.Store, rank: int, ended: threading.Event) -> None:
+    try:
+        while not ended.wait(_BEAT_SECONDS):
+            store.add(f"beat/{rank}", 1)
+    except (RuntimeError, dist.DistError):  # the store is gone: whoever needs it will say so
+        return
+
+
+def _silent(store: dist.Store, rank: int, size: int) -> list[int]:
+    """The processes that show no sign of life."""
+    others = [other for other in range(size) if other != rank]
+    try:
+        before = {other: store.add(f"beat/{other}", 0) for other in others}
+        deadline = time.monotonic() + _SILENCE_SECONDS
+        while others and time.monotonic() < deadline:
+            time.sleep(_BEAT_SECONDS / 2)
+            others = [other for other in others if store.add(f"beat/{other}", 0) == before[other]]
+    except (RuntimeError, dist.DistError):
+        return [0] if rank else []  # the store went with the process that served it
+    return others
+
+
+def _processes(ranks: list[int], size: int) -> str:
+    names = [str(rank) for rank in ranks]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{'Process' if len(names) == 1 else 'Processes'} {listed} of {size} (counted from 0)"

@@ -1,0 +1,215 @@
+"""Writing checkpoints while training goes on, and reading back what a run needs besides its weights.
+
+The weights go into one safetensors file, for anybody to read. The optimiser's moments are written by all processes at once,
+each its part, through torch.distributed.checkpoint in its safetensors format: so that they can be read back by any number
+of processes.
+"""
+
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
+from lineartime.errors import LineartimeError, ReportedError, cannot
+from lineartime.models.heads import LanguageModel
+from lineartime.training.checkpoint import (
+    MANIFEST,
+    OPTIMIZER_FOLDER,
+    TrainingState,
+    checkpoint_path,
+    digests,
+    hidden,
+    list_checkpoints,
+    prune,
+    sync,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from lineartime.training.distributed import World
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, in the background; every process of the run has one.
+
+    `begin` and `finish` are called by all processes together.
+    """
+
+    def __init__(
+        self, run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, world: World
+    ) -> None:
+        self._run = run
+        self._model = model
+        self._optimizer = optimizer
+        self._tokenizer = tokenizer
+        self._world = world
+        self._thread: threading.Thread | None = None
+        self._target: Path | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that was being written could not be: `finish` will say so."""
+        return self._error is not None
+
+    def begin(self, state: TrainingState) -> None:
+        """Copy all that a checkpoint holds, and write it while the caller goes on.
+
+        Raises:
+            LineartimeError: as `finish`, for the checkpoint before.
+        """
+        self.finish()
+        target = checkpoint_path(self._run, state.step)
+        partial = hidden(target)
+        self._world.share(lambda: self._prepare(partial, target))
+        weights = _whole(self._model.state_dict(), keep=self._world.is_main)  # FSDP takes up its parts again for that
+        writing = self._write_moments(partial)
+        self._target = target
+        self._thread = threading.Thread(target=self._complete, args=(writing, weights, state, partial, target), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is on disk.
+
+        Raises:
+            LineartimeError: if it could not be written; the run's other checkpoints stay as they are.
+        """
+        if self._thread is None or self._target is None:
+            return
+        self.wait()
+        self._thread = None
+        error, self._error = self._error, None
+        [failures] = self._world.sum(float(error is not None))
+        if not failures:
+            return
+        if self._world.is_main:
+            shutil.rmtree(hidden(self._target), ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise error or ReportedError("Another process could not write its part of the checkpoint.")
+        raise self._cannot_write(self._target, error)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, without asking the other processes."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _prepare(self, partial: Path, target: Path) -> None:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise self._cannot_write(target, error) from None
+
+    def _cannot_write(self, target: Path, error: OSError) -> LineartimeError:
+        then = f"go on by --resume --out {self._run}" if list_checkpoints(self._run) else "run the command again"
+        return cannot("write", f"the checkpoint {target}", error, then)
+
+    def _write_moments(self, partial: Path) -> "Future[Any] | None":
+        moments = _moments(self._model, self._optimizer.state)
+        if not moments:  # before the first step
+            return None
+        dcp = _engine()
+        writer = dcp.HuggingFaceStorageWriter(str(partial / OPTIMIZER_FOLDER), save_distributed=True)
+        future = dcp.async_save(
+            moments,
+            storage_writer=writer,
+            process_group=self._world.checkpoint_group,
+            no_dist=self._world.size == 1,
+        )
+        assert isinstance(future, Future)
+        return future
+
+    def _complete(
+        self, writing: "Future[Any] | None", weights: dict[str, Tensor], state: TrainingState, partial: Path, target: Path
+    ) -> None:
+        """Wait for all processes' parts; then the main one adds its own and makes the whole visible."""
+        try:
+            if writing is not None:
+                writing.result()
+            if not self._world.is_main:
+                return
+            write_tensors(partial / "model.safetensors", weights)
+            write_json(partial / "model.json", self._model.config.to_dict())
+            write_text(partial / TOKENIZER_FILE, self._tokenizer.to_json())
+            write_json(partial / "training.json", state.to_dict())
+            write_json(partial / MANIFEST, digests(partial))
+            for folder in (partial / OPTIMIZER_FOLDER, partial):
+                if folder.is_dir():
+                    sync(folder)
+            partial.rename(target)
+            sync(self._run)
+        except BaseException as error:  # whatever it is, `finish` raises it where it can be dealt with
+            self._error = _cause(error)
+        else:
+            prune(self._run)
+
+
+def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> None:
+    """Give an optimiser the moments in a checkpoint, each process its part, whoever wrote them; `step` steps were taken."""
+    folder = checkpoint / OPTIMIZER_FOLDER
+    if not folder.is_dir():  # of a run that had not taken a step
+        return
+    dcp = _engine()
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), device=parameter.device),
+            **{name: torch.zeros_like(parameter) for name in _MOMENTS},
+        }
+    dcp.load(
+        _moments(model, optimizer.state),
+        storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
+        no_dist=world.size == 1,
+    )
+
+
+def _engine() -> Any:
+    """torch.distributed.checkpoint, which takes a while to import, and warns those that are alone that they are."""
+    from torch.distributed import checkpoint as dcp
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    return dcp
+
+
+def _moments(model: nn.Module, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The optimiser's moments by the name of their parameter."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for moment in _MOMENTS:
+            if moment in state.get(parameter, {}):
+                tensors[f"{moment}.{name}"] = state[parameter][moment]
+    return tensors
+
+
+def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Copies of tensors in ordinary memory, put together from their parts; nothing unless they are to be kept."""
+    copies = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every process has to take part
+        if keep:
+            copies[name] = whole.detach().to("cpu", copy=True)
+    return copies
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies behind an error of torch.distributed.checkpoint, which wraps those of all processes."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        causes = [failure[0] for failure in error.failures.values()]
+        error = next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+    if not isinstance(error, OSError):
+        number = re.search(r"os error (\d+)", str(error))
+        if number:
+            return OSError(int(number[1]), f"the system's error {number[1]}")
+    return error

@@ -1,0 +1,286 @@
+"""Several processes on one machine, over gloo: whatever they share, the run is that of one process."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.errors import LineartimeError
+from lineartime.training.checkpoint import last_checkpoint, list_checkpoints
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
+
+MakeConfig = Callable[..., TrainConfig]
+Launch = Callable[..., Any]
+
+pytestmark = pytest.mark.slow
+
+
+def metrics(run: Path, name: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    for name in ("loss", "gradient_norm", "validation_loss"):
+        found, wanted = metrics(run, name), metrics(expected, name)
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
+    weights = lineartime.load(last_checkpoint(run)).state_dict()
+    for name, weight in lineartime.load(last_checkpoint(expected)).state_dict().items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {}),
+        (4, {"batch_size": 1}),
+        (2, {"task": "mlm"}),
+        (2, {"packed": True}),
+        (2, {"parallel": "fsdp"}),
+        (4, {"parallel": "fsdp", "task": "mlm", "batch_size": 1, "recompute": True}),
+        (2, {"context_parallel": 2}),
+        (4, {"context_parallel": 2, "task": "mlm", "batch_size": 2}),
+        (4, {"context_parallel": 4, "parallel": "fsdp"}),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) or "ddp" if isinstance(value, dict) else str(value),
+)
+def test_any_number_of_processes_gives_the_run_of_one(
+    config: MakeConfig, launch: Launch, tmp_path: Path, size: int, options: dict[str, Any]
+) -> None:
+    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4}
+    alone = {key: value for key, value in options.items() if key in ("task", "packed")}
+    for name, changed, count in (("one", alone, 1), ("run", options, size)):
+        processes = launch(config(**{**common, **changed}, out=tmp_path / name), count, before=KEEP_GRADIENTS)
+        assert processes.wait() == [0] * count, processes.errors()
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+    one, several = (torch.load(tmp_path / f"{name}-gradients.pt") for name in ("one", "run"))
+    for a, b in zip(several, one, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+# The gradients of the first step, whole, from the main process.
+KEEP_GRADIENTS = """
+import lineartime.training.loop as loop
+build = loop.build_optimizer
+def watched(model, config):
+    optimizer = build(model, config)
+    step = optimizer.step
+    def keep_and_step():
+        gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        file = config.out.with_name(config.out.name + "-gradients.pt")
+        if os.environ["RANK"] == "0" and not file.exists():
+            torch.save(gradients, file)
+        step()
+    optimizer.step = keep_and_step
+    return optimizer
+loop.build_optimizer = watched
+"""
+
+
+def test_each_process_clips_its_own_gradient(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    record = """
+import lineartime.training.loop as loop
+build = loop.build_optimizer
+def recording(model, config):
+    optimizer = build(model, config)
+    def save():
+        torch.save([p.grad for p in model.parameters()], Path(config.out).with_name(f"gradient-{os.environ['RANK']}.pt"))
+    optimizer.step = save
+    return optimizer
+loop.build_optimizer = recording
+"""
+    limit = 0.01  # below the norm of any gradient here
+    assert launch(config(clip="local", clip_norm=limit, steps=1), 2, before=record).wait() == [0, 0]
+    own = []
+    for rank in range(2):  # what each would have computed for itself, without exchanging anything
+        alone = f"""
+import lineartime.training.loop as loop
+import lineartime.training.parallel as parallel
+loop.parallelize = lambda model, config, world: parallel.Parallel(parallel.Objective(model))
+{record}
+"""
+        only = config(clip_norm=limit, steps=1, out=tmp_path / f"alone-{rank}" / "run")
+        only.out.parent.mkdir()
+        assert launch(only, 2, before=alone).wait() == [0, 0]
+        own.append(torch.load(only.out.with_name(f"gradient-{rank}.pt")))
+    together = [torch.load(tmp_path / f"gradient-{rank}.pt") for rank in range(2)]
+    for first, second, a, b in zip(*together, *own, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, (a + b) / 2, atol=1e-8, rtol=1e-5)
+    norms = [torch.cat([g.flatten() for g in gradients]).norm().item() for gradients in own]
+    assert norms == pytest.approx([limit, limit], rel=1e-3)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
+    config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str
+) -> None:
+    common = {"tokens_per_batch": 4 * 24, "batch_size": 4, "override": (*config().override, "dropout=0.0")}
+    expected = train(config(**common, out=tmp_path / "one"))
+    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '{}'\n" + STOP
+    for size, last in ((4, 2), (2, 4)):
+        resume = config(**common, parallel=parallel, resume=size != 4)
+        assert launch(resume, size, before=stop.format(last)).wait() == [0] * size
+        assert last_checkpoint(tmp_path / "run").name == f"step-0000000{last}"
+    train(config(**common, resume=True))
+    assert_same_run(tmp_path / "run", expected)
+
+
+STOP = """
+import signal
+take = loop.Trainer._take_step
+def take_and_stop(self, report, stop):
+    if self.step + 1 == int(os.environ["STOP_AFTER"]) and self.world.rank == self.world.size - 1:
+        os.kill(os.getpid(), signal.SIGTERM)  # of the last process alone: all have to agree
+    return take(self, report, stop)
+loop.Trainer._take_step = take_and_stop
+"""
+
+
+def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
+    config: MakeConfig, launch: Launch, tmp_path: Path
+) -> None:
+    long = config(context_length=1024, context_parallel=2, batch_size=1, steps=1)  # 5% of the text are 690 tokens
+    processes = launch(long, 2)
+    assert processes.wait() == [0, 0], processes.errors()
+    assert metrics(tmp_path / "run", "validation_loss")[1] > 0
+
+
+def test_a_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
+    common = {"data": str(file), "streaming": True, "lanes": 2, "tokens_per_batch": 4 * 24}
+    expected = train(config(**common, out=tmp_path / "one"))
+    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '3'\n" + STOP
+    assert launch(config(**common), 2, before=stop).wait() == [0, 0]
+    train(config(**common, resume=True))
+    assert_same_run(tmp_path / "run", expected)
+
+
+def test_in_bf16_fsdp_trains_as_ddp_does(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    for name in ("ddp", "fsdp"):
+        assert launch(config(parallel=name, precision="bf16", steps=4, out=tmp_path / name), 2).wait() == [0, 0]
+    found, wanted = (metrics(tmp_path / name, "loss") for name in ("fsdp", "ddp"))
+    assert found == pytest.approx(wanted, rel=1e-2)  # weights are gathered in bf16, so that sums are, too
+
+
+def test_processes_that_do_not_share_their_folder_are_told_so(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    elsewhere = """
+if os.environ["RANK"] == "1":
+    import dataclasses
+    config = dataclasses.replace(config, out=Path("elsewhere"))
+"""
+    processes = launch(config(), 2, before=elsewhere)
+    assert processes.wait(30) == [1, 1]
+    assert "is not the same folder for 1 of the 2 processes" in processes.errors()[0]
+
+
+def test_a_process_that_never_starts_is_named(config: MakeConfig, launch: Launch) -> None:
+    processes = launch(config(timeout=2.0), 3, only=(0, 2))
+    assert processes.wait(30) == [1, 1]
+    assert processes.errors()[0].startswith("LineartimeError: Process 1 of 3 (counted from 0) did not start within 2 s")
+
+
+def test_a_process_that_finds_nobody_says_so_in_time(config: MakeConfig, launch: Launch) -> None:
+    start = time.monotonic()
+    processes = launch(config(timeout=2.0), 2, only=(1,))
+    assert processes.wait(30) == [1]
+    assert time.monotonic() - start < 8  # and not twice the time, and some more
+    [said] = [file.read_text() for file in processes.folder.iterdir()]
+    assert said.startswith("LineartimeError: Process 1 of 2 found nobody at 127.0.0.1:")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_process_that_is_lost_while_training_is_named_and_nobody_hangs(
+    config: MakeConfig, launch: Launch, tmp_path: Path, how: signal.Signals
+) -> None:
+    processes = launch(config(steps=100_000, eval_every=50_000, timeout=3.0), 2)
+    wait_for_step(tmp_path / "run", 3)
+    os.kill(processes.processes[1].pid, how)
+    processes.processes[0].join(60)
+    assert processes.processes[0].exitcode == 1
+    assert "Process 1 of 2 (counted from 0) was lost" in processes.errors()[0]
+    assert "go on from the last checkpoint by the same command with --resume" in processes.errors()[0]
+
+
+def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch) -> None:
+    processes = launch(config(data="/does/not/exist"), 2)
+    assert processes.wait(60) == [1, 1]
+    first, second = processes.errors()
+    assert first.startswith("LineartimeError: Cannot read /does/not/exist")
+    assert second.startswith("ReportedError")  # which the command line does not show
+
+
+def test_killed_at_any_moment_twenty_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 120, "eval_every": 3, "eval_windows": 1, "timeout": 20.0, "tokens_per_batch": 4 * 24}
+    expected = train(config(**options, out=tmp_path / "one"))
+    run, chance, kills = tmp_path / "run", random.Random(5), 0
+    quick = "import lineartime.training.liveness as liveness\nliveness._SILENCE_SECONDS = 1.0"  # the other one's last seconds
+    while kills < 20:
+        processes = launch(config(**options, resume=bool(list_checkpoints(run))), 2, before=quick)
+        # From before the first step to some way on: every moment can be hit, and there is progress on the whole.
+        wait_for_step(run, 0 if not list_checkpoints(run) else int(last_checkpoint(run).name[5:]))
+        time.sleep(chance.random() * 0.4)
+        victim = processes.processes[chance.randrange(2)]
+        if victim.exitcode is not None:
+            break
+        os.kill(victim.pid, signal.SIGKILL)
+        kills += 1
+        codes = processes.wait(40)
+        assert None not in codes, "one that was not killed did not end"
+        assert -signal.SIGKILL in codes
+    assert kills == 20
+    processes = launch(config(**options, resume=True), 2)
+    assert processes.wait() == [0, 0], processes.errors()
+    assert_same_run(run, expected)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    """Wait until that step, or the first checkpoint, is on record."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        file = run / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+        if max(steps, default=0) >= step and list_checkpoints(run):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{run} did not come to step {step}")
+
+
+def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> None:
+    with pytest.raises(LineartimeError, match="multiple of 72, which is 3 processes x --context-length"):
+        replace(config(), tokens_per_batch=96).rows(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_parallel": 2}, "--context-length is 24, but must be a multiple of --context-parallel 2 x chunk_size 8 = 16"),
+        ({"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)}, "only FLASH can be split"),
+        ({"context_parallel": 2, "packed": True}, "--packed keeps documents apart, which --context-parallel cannot"),
+        ({"context_parallel": 3}, "--context-parallel is 3, which does not divide the 2 processes"),
+        ({"parallel": "fsdp", "clip": "local"}, "use --clip global, or --parallel ddp"),
+        (
+            {"tokens_per_batch": 24},
+            "--tokens-per-batch is 24, but must be a positive multiple of 48, which is 2 processes x --context-length",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_processes_are_named(
+    config: MakeConfig, launch: Launch, options: dict[str, Any], message: str
+) -> None:
+    processes = launch(config(**options), 2)
+    assert processes.wait(30) == [1, 1]
+    assert message in processes.errors()[0]
