@@ -35,7 +35,7 @@ def main() -> None:
         result = windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         speed = statistics.median(line["tokens_per_second"] for line in metrics if "loss" in line)
-        tokens = config.steps * config.batch_size * config.accumulate * length
+        tokens = config.steps * config.batch_size * length
         rows.append(
             {
                 "preset": preset,
