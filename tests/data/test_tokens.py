@@ -54,20 +54,17 @@ def test_documents_stand_in_a_row_each_with_its_end(tmp_path: Path) -> None:
     stream = encode(corpus_of(tmp_path / "a", tmp_path / "b"), tmp_path / "cache")
     assert stream.tokens[:].tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
     assert (stream.n_bytes, stream.n_words) == (4, 2)
-    assert stream.document_ends.tolist() == [3, 6]
     assert isinstance(stream.tokens[:], np.memmap)
-    assert isinstance(stream.document_ends, np.memmap)
 
 
 def test_empty_documents_are_left_out(tmp_path: Path) -> None:
     stream = encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path)
     assert stream.tokens[:].tolist() == [97, 256, 98, 256]
-    assert stream.document_ends.tolist() == [2, 4]
 
 
 def test_nothing_at_all_is_an_empty_stream(tmp_path: Path) -> None:
     stream = encode(Blocks(), tmp_path)
-    assert len(stream) == len(stream.tokens[:]) == len(stream.document_ends) == 0
+    assert len(stream) == len(stream.tokens[:]) == 0
 
 
 @settings(deadline=None)  # other work on the machine must not make it fail
@@ -80,8 +77,7 @@ def test_bytes_and_words_are_those_of_the_text_however_it_is_cut(
     assert stream.n_bytes == sum(len(text.encode()) for text in texts)
     assert stream.n_words == sum(len(text.split()) for text in texts)
     assert BYTES.decode(stream.tokens[:].tolist()) == "".join(texts)
-    assert (stream.tokens[:][stream.document_ends - 1] == 256).all()
-    assert len(stream.document_ends) == sum(1 for text in texts if text)
+    assert (stream.tokens[:] == 256).sum() == sum(1 for text in texts if text)
 
 
 @pytest.fixture
@@ -165,7 +161,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "ends", "facts"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "facts"])
 def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
     corpus = Blocks(["text " * 5])
     encode(corpus, tmp_path)
@@ -178,9 +174,6 @@ def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
         shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
     elif damage == "missing":
         shard.unlink()
-    elif damage == "ends":
-        file = folder / "ends.bin"
-        file.write_bytes(b"12345678")
     else:
         file = folder / "facts.json"
         file.write_text("{")
@@ -197,11 +190,10 @@ def test_files_that_were_found_right_are_not_read_again_but_copies_are(tmp_path:
     encode(corpus, tmp_path)
     assert calls == []
     (folder,) = tmp_path.iterdir()
-    for file in ("tokens-00000.bin", "ends.bin"):
-        os.utime(folder / file, ns=(1, 1))  # as copying does
+    os.utime(folder / "tokens-00000.bin", ns=(1, 1))  # as copying does
     for _ in range(2):
         encode(corpus, tmp_path)
-    assert sorted(calls) == ["ends.bin", "tokens-00000.bin"]
+    assert calls == ["tokens-00000.bin"]
 
 
 def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: Path) -> None:

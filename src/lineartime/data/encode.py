@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -60,7 +59,6 @@ class Writer:
         self._shard: IO[bytes] | None = None
         self._hasher = hashlib.sha256()
         self._digests: dict[str, str] = {}
-        self._ends = array("q")
         self._in_word = False
         self.n_tokens = self._n_bytes = self._n_words = 0
 
@@ -76,7 +74,6 @@ class Writer:
         for text in texts:
             if text is None:
                 self._write(np.array([self._tokenizer.end_of_document], self._dtype))
-                self._ends.append(self.n_tokens)
                 self._in_word = False
             else:
                 ids = next(encoded)
@@ -93,9 +90,6 @@ class Writer:
         if not self._digests:
             self._open_shard()
             self._close_shard()
-        ends = self._folder / "ends.bin"
-        ends.write_bytes(self._ends.tobytes())
-        self._digests[ends.name] = digest(ends)
         facts = {
             "dtype": self._dtype.name,
             "n_tokens": self.n_tokens,

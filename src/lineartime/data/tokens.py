@@ -3,7 +3,6 @@
 A folder of the cache is made under another name and renamed when it is whole. It holds
 
     tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
-    ends.bin                int64, the position after the end of each document
     facts.json              how much there is, and the SHA-256 of each file
 
 The digest of a file is checked when it is opened, unless its size and date are those at which it was last found right.
@@ -17,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +30,7 @@ from lineartime.data.readers import Split
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 
-_FORMAT = 2  # part of every folder's name: raise it when the same input would give other tokens
+_FORMAT = 3  # part of every folder's name: raise it when the same input would give other tokens
 _VERIFIED = "verified.json"
 
 
@@ -52,7 +51,6 @@ class TokenStream:
         tokens: unsigned integers [n].
         n_bytes: the bytes of the text they encode.
         n_words: the words of that text, as white space parts them.
-        document_ends: int64, rising: the position after each end-of-document token.
         digest: what differs between streams of different tokens; empty for one that is not on disk.
     """
 
@@ -60,7 +58,6 @@ class TokenStream:
     tokens: Tokens
     n_bytes: int
     n_words: int = 0
-    document_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     digest: str = ""
 
     def __len__(self) -> int:
@@ -149,9 +146,9 @@ def _open(folder: Path, name: str) -> TokenStream:
         _verify(folder, facts["sha256"])
         dtype = np.dtype(facts["dtype"])
         shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
-        ends = _map(folder / "ends.bin", np.dtype(np.int64))
-        digest = hashlib.sha256("".join(facts["sha256"][file] for file in sorted(facts["sha256"])).encode()).hexdigest()
-        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], ends, digest[:12])
+        written = "".join(facts["sha256"][file] for file in sorted(facts["sha256"]))
+        identity = hashlib.sha256(written.encode()).hexdigest()[:12]
+        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], identity)
     except OSError as error:
         raise cannot("read", folder, error) from None
     except (ValueError, KeyError, TypeError):
