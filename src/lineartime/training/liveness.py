@@ -67,11 +67,12 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
 def _connect(rank: int, size: int, timeout: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does, which outlives us
-    wait = timedelta(seconds=timeout)
     try:
         if not serves:
             _wait_for_server(host, port, timeout)
-        store = dist.TCPStore(host, port, size, serves, wait, wait_for_workers=False, multi_tenant=True)
+        soon = timedelta(seconds=min(timeout, 5.0))  # it answered a moment ago
+        store = dist.TCPStore(host, port, size, serves, soon, wait_for_workers=False, multi_tenant=True)
+        store.set_timeout(timedelta(seconds=timeout))
     except (OSError, RuntimeError, dist.DistError):
         raise LineartimeError(
             f"Process {rank} of {size} found nobody at {host}:{port} within {timeout:g} s (--timeout): process 0, or torchrun, "
