@@ -57,6 +57,8 @@ def options(folder: Path) -> list[str]:
 
 def lineartime_process(*arguments: str, **keywords: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "lineartime", *arguments]
+    # What runs in the background of a shell ignores interrupts, and so would its children.
+    keywords.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(command, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords)  # type: ignore[call-overload,no-any-return]
 
 

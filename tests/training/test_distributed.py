@@ -58,7 +58,7 @@ def assert_same_run(run: Path, expected: Path) -> None:
 def test_any_number_of_processes_gives_the_run_of_one(
     config: MakeConfig, launch: Launch, tmp_path: Path, size: int, options: dict[str, Any]
 ) -> None:
-    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4}
+    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3}
     alone = {key: value for key, value in options.items() if key in ("task", "packed")}
     for name, changed, count in (("one", alone, 1), ("run", options, size)):
         processes = launch(config(**{**common, **changed}, out=tmp_path / name), count, before=KEEP_GRADIENTS)
@@ -223,10 +223,11 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
 
 
 def test_killed_at_any_moment_twenty_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 120, "eval_every": 3, "eval_windows": 1, "timeout": 20.0, "tokens_per_batch": 4 * 24}
+    options: dict[str, Any] = {"steps": 120, "eval_every": 3, "eval_windows": 1, "timeout": 10.0, "tokens_per_batch": 4 * 24}
     expected = train(config(**options, out=tmp_path / "one"))
     run, chance, kills = tmp_path / "run", random.Random(5), 0
-    quick = "import lineartime.training.liveness as liveness\nliveness._SILENCE_SECONDS = 1.0"  # the other one's last seconds
+    # What is left to the other one, once its neighbour is gone.
+    quick = "import lineartime.training.liveness as alive\nalive._BEAT_SECONDS, alive._SILENCE_SECONDS = 0.1, 0.4"
     while kills < 20:
         processes = launch(config(**options, resume=bool(list_checkpoints(run))), 2, before=quick)
         # From before the first step to some way on: every moment can be hit, and there is progress on the whole.
@@ -237,7 +238,7 @@ def test_killed_at_any_moment_twenty_times_a_run_loses_nothing(config: MakeConfi
             break
         os.kill(victim.pid, signal.SIGKILL)
         kills += 1
-        codes = processes.wait(40)
+        codes = processes.wait(60)
         assert None not in codes, "one that was not killed did not end"
         assert -signal.SIGKILL in codes
     assert kills == 20
