@@ -37,6 +37,13 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert facts["matplotlib"] == {"value": "not installed", "why": "pip install 'lineartime[plot]'"}
 
 
+def test_the_table_shows_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(info, "EXTRAS", {"no_such_package": "plot"})
+    assert main(["info"]) == 0
+    assert "pip install 'lineartime[plot]'" in capsys.readouterr().out
+
+
 def test_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -45,7 +45,8 @@ def show_info(config: InfoConfig) -> None:
     table = Table("", "here", "why", show_edge=False)
     for fact in facts:
         table.add_row(fact.name, fact.value, fact.why)
-    Console(highlight=False).print(table)
+    # Cells are rendered with the console's settings: without markup, [plot] is the name of an extra and no style.
+    Console(highlight=False, markup=False).print(table)
 
 
 @dataclass(frozen=True)
