@@ -90,7 +90,10 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
     """Operations per second of the fastest of several matrix products, each repeated for about so many seconds."""
-    clock = lambda: synchronized(device)  # noqa: E731
+
+    def clock() -> float:
+        return synchronized(device)
+
     number = torch.bfloat16 if dtype == "bf16" else torch.float32
     best = 0.0
     for m, n, k in PRODUCTS[device.type]:
