@@ -14,10 +14,10 @@ from measure import interleaved, markdown, save
 
 import lineartime
 from lineartime.layers.attention import AttentionState
+from lineartime.machine import choose_precision
 from lineartime.models import CausalLM
 from lineartime.models.backbone import BackboneState
 from lineartime.ops import MixedChunkState, QuadraticState
-from lineartime.training.machine import choose_precision
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from measure import markdown, save
 
+from lineartime.checkpoint import best_checkpoint, list_checkpoints, load
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.evaluation import windowed
-from lineartime.training.checkpoint import best_checkpoint, list_checkpoints, load
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 

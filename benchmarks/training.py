@@ -86,7 +86,7 @@ from pathlib import Path
 from lineartime.training.config import TrainConfig
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import prepare
-from lineartime.training.reporting import Silent
+from lineartime.runs.metrics import Silent
 
 with tempfile.TemporaryDirectory() as folder:
     config = TrainConfig(preset="{preset}", context_length={context}, steps=1000, compile="off", out=Path(folder) / "run")

@@ -17,10 +17,10 @@ import pytest
 import lineartime
 from lineartime.__main__ import main as run_command
 from lineartime.bench.config import BenchConfig
+from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.cli import EvalConfig, GenerateConfig, main
 from lineartime.data.tokenize import TokenizeConfig
 from lineartime.models.presets import PAPER_MILLIONS
-from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
 
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]

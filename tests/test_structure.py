@@ -12,12 +12,14 @@ SOURCE = Path(lineartime.__file__).parent
 # From the ground up; a room may import from its own floor's rooms as listed, and from every floor below.
 FLOORS: list[set[str]] = [
     {"errors"},
+    {"files", "machine"},
     {"ops"},
     {"layers"},
     {"baselines"},
     {"models"},
     {"data"},
-    {"evaluation", "generation", "catalogue"},
+    {"checkpoint", "evaluation", "generation", "catalogue"},
+    {"runs"},
     {"training"},
     {"bench", "info"},
     {"cli"},

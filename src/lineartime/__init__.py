@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lineartime.checkpoint import load
     from lineartime.layers import FLASH, GAU
     from lineartime.models import build, presets
-    from lineartime.training.checkpoint import load
 
 __all__ = ["FLASH", "GAU", "build", "load", "presets"]
 
@@ -15,7 +15,7 @@ _HOMES = {
     "GAU": "lineartime.layers",
     "build": "lineartime.models",
     "presets": "lineartime.models",
-    "load": "lineartime.training.checkpoint",
+    "load": "lineartime.checkpoint",
 }
 _ROOMS = ("baselines", "bench", "data", "evaluation", "generation", "layers", "models", "ops", "training")
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lineartime import checkpoint as checkpoints
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.catalogue import PresetsConfig, show_presets
@@ -29,17 +30,16 @@ from lineartime.errors import LineartimeError, ReportedError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
 from lineartime.info import InfoConfig, show_info
+from lineartime.machine import Device, Precision, choose_device, choose_precision
 from lineartime.models import CausalLM
 from lineartime.models.heads import LanguageModel
-from lineartime.training import checkpoint as checkpoints
-from lineartime.training.config import Device, Precision, TrainConfig
-from lineartime.training.curve import draw_curve
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import METRICS_FILE
+from lineartime.runs.table import RunsConfig, show_runs
+from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import is_main_process
 from lineartime.training.loop import train
-from lineartime.training.machine import choose_device, choose_precision
-from lineartime.training.reporting import METRICS_FILE
 from lineartime.training.resuming import complete, saved_config
-from lineartime.training.runs import RunsConfig, show_runs
 
 
 @dataclass(frozen=True)

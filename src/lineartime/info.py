@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lineartime.machine import choose_device, compiler_missing, processor_name, product_seconds
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
-from lineartime.training.machine import choose_device, compiler_missing, processor_name, product_seconds
 
 EXTRAS = {
     "matplotlib": "plot",

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import lineartime
+from lineartime import checkpoint as checkpoints
+from lineartime.checkpoint import TrainingState
 from lineartime.data import ByteTokenizer, load_tokenizer
 from lineartime.errors import LineartimeError
+from lineartime.files import sha256
 from lineartime.models import CausalLM
-from lineartime.training import checkpoint as checkpoints
 from lineartime.training import saving
-from lineartime.training.checkpoint import TrainingState
 from lineartime.training.distributed import World
 from lineartime.training.saving import CheckpointWriter, restore_moments
 
@@ -113,7 +114,7 @@ def test_a_model_description_from_another_time_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     description = json.loads((path / "model.json").read_text()) | {"colour": "red"}
     (path / "model.json").write_text(json.dumps(description))
-    manifest = json.loads((path / "manifest.json").read_text()) | {"model.json": checkpoints._digest(path / "model.json")}
+    manifest = json.loads((path / "manifest.json").read_text()) | {"model.json": sha256(path / "model.json")}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(LineartimeError, match="model has no field 'colour'"):
         lineartime.load(path)
@@ -161,7 +162,7 @@ def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypa
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "sync", full)
+    monkeypatch.setattr(saving, "synchronise", full)
     message = r"Cannot write .*step-00000002: No space left on device; free some space, then go on by --resume"
     with pytest.raises(LineartimeError, match=message):
         save(tmp_path, 2)
@@ -173,17 +174,18 @@ KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from lineartime.training import checkpoint as checkpoints, saving
+from lineartime import checkpoint as checkpoints, files
+from lineartime.training import saving
 import test_checkpoint
 run, moment = Path(sys.argv[1]), int(sys.argv[2])
 test_checkpoint.save(run, 1)
-sync, calls = checkpoints.sync, []
-def sync_and_die(path):
-    sync(path)
+synchronise, calls = files.synchronise, []
+def synchronise_and_die(path):
+    synchronise(path)
     calls.append(path)
     if len(calls) == moment:
         os.kill(os.getpid(), signal.SIGKILL)
-checkpoints.sync = saving.sync = sync_and_die
+files.synchronise = checkpoints.synchronise = saving.synchronise = synchronise_and_die
 test_checkpoint.save(run, 2, loss=0.5)
 """
 

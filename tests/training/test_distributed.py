@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.checkpoint import last_checkpoint, list_checkpoints
 from lineartime.errors import LineartimeError
-from lineartime.training.checkpoint import last_checkpoint, list_checkpoints
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 

@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import LineartimeError
+from lineartime.runs.claim import is_claimed
+from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
-from lineartime.training.folder import claimed, is_claimed
+from lineartime.training.folder import claimed
 from lineartime.training.loop import train
-from lineartime.training.summary import summarize
 
 MakeConfig = Callable[..., TrainConfig]
 

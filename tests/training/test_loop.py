@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
+from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_facts
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
-from lineartime.training.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_facts
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.resuming import saved_config

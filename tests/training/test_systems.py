@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.checkpoint import last_checkpoint
 from lineartime.models import presets
 from lineartime.models.systems import SYSTEMS
-from lineartime.training.checkpoint import last_checkpoint
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import prepare
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.training.checkpoint import last_checkpoint
+from lineartime.checkpoint import last_checkpoint
 
 pytestmark = pytest.mark.slow
 

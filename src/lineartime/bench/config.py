@@ -12,11 +12,11 @@ import tyro
 from lineartime.bench.peers import PEERS, Peer, check_peer
 from lineartime.bench.subjects import STREAMED, Case, Dtype, Measure, Mode, Subject
 from lineartime.errors import LineartimeError
+from lineartime.machine import Device, choose_device, compiler_missing
 from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import build_model
 from lineartime.models.presets import PRESETS, resolve
-from lineartime.training.config import Device, TrainConfig
-from lineartime.training.machine import choose_device, compiler_missing
+from lineartime.training.config import TrainConfig
 
 FOLDER = Path("runs") / "bench"
 

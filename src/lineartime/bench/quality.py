@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training.checkpoint import best_checkpoint
-from lineartime.training.reporting import METRICS_FILE, read_metrics
+from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.training.resuming import saved_config
 
 

@@ -15,7 +15,7 @@ from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import cannot
-from lineartime.training.machine import processor_name
+from lineartime.machine import processor_name
 
 RESULTS_FILE = "results.json"
 

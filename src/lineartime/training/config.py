@@ -10,11 +10,10 @@ import tyro
 
 from lineartime.data import Rows, names_corpus, names_tokenizer
 from lineartime.errors import LineartimeError
+from lineartime.machine import Device, Precision
 from lineartime.models.config import ModelConfig, Task, check_fields, from_fields
 from lineartime.models.presets import resolve
 
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 

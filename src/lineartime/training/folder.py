@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from lineartime import checkpoint as checkpoints
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training import checkpoint as checkpoints
+from lineartime.runs.claim import LOCK_FILE, claim
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
-
-_LOCK = ".lock"
 
 
 @contextmanager
@@ -23,48 +22,15 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
         yield
         return
     lock: list[IO[str]] = []
-    world.share(lambda: lock.append(_claim(run)))
+    world.share(lambda: lock.append(claim(run)))
     try:
         yield
     finally:
         for file in lock:
             file.close()
-            if [path.name for path in run.iterdir()] == [_LOCK]:  # nothing came of it
-                (run / _LOCK).unlink()
+            if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # nothing came of it
+                (run / LOCK_FILE).unlink()
                 run.rmdir()
-
-
-def is_claimed(run: Path) -> bool:
-    """Whether a run of this machine is in a folder now."""
-    if not (run / _LOCK).exists():
-        return False
-    try:
-        _claim(run).close()
-    except LineartimeError:
-        return True
-    return False
-
-
-def _claim(run: Path) -> IO[str]:
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        file = (run / _LOCK).open("w", encoding="utf-8")
-    except OSError as error:
-        raise cannot("write", f"--out {run}", error) from None
-    try:
-        import fcntl
-    except ImportError:  # another kind of system, on which nobody is kept out
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends, however it ends
-    except BlockingIOError:
-        file.close()
-        raise LineartimeError(
-            f"--out {run} is in use by another run that is going on: wait for its end, or give another folder."
-        ) from None
-    except OSError:  # a disk that knows no locks
-        pass
-    return file
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:

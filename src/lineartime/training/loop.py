@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lineartime import checkpoint as checkpoints
 from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, merge_states, tokenizer_for
 from lineartime.errors import LineartimeError
 from lineartime.evaluation.perplexity import autocast
+from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models import set_context_parallel
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
 from lineartime.ops.cross_entropy import IGNORED
-from lineartime.training import checkpoint as checkpoints
+from lineartime.runs.metrics import Reporter, Silent
+from lineartime.runs.record import write_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World, join_world, local_rank, started_again
 from lineartime.training.folder import check_shared, claimed, starting_point
 from lineartime.training.interrupts import Stop, interrupts
-from lineartime.training.machine import choose_compile, choose_device, choose_precision
 from lineartime.training.optim import build_optimizer, learning_rate
 from lineartime.training.parallel import parallelize, part_of
-from lineartime.training.record import write_record
-from lineartime.training.reporting import Reporter, Silent
 from lineartime.training.resuming import resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.text import Text

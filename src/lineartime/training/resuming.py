@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_facts
 from lineartime.errors import LineartimeError
 from lineartime.models.presets import PRESETS
-from lineartime.training.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_facts
 from lineartime.training.config import TrainConfig, flag
 from lineartime.training.recipes import recipe_config
 

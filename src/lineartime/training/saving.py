@@ -18,10 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import LineartimeError, ReportedError, cannot
-from lineartime.models.heads import LanguageModel
-from lineartime.training.checkpoint import (
+from lineartime.checkpoint import (
     MANIFEST,
     OPTIMIZER_FOLDER,
     TrainingState,
@@ -30,11 +27,13 @@ from lineartime.training.checkpoint import (
     hidden,
     list_checkpoints,
     prune,
-    sync,
     write_json,
     write_tensors,
-    write_text,
 )
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
+from lineartime.errors import LineartimeError, ReportedError, cannot
+from lineartime.files import synchronise, write_synchronised
+from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -141,14 +140,14 @@ class CheckpointWriter:
                 return
             write_tensors(partial / "model.safetensors", weights)
             write_json(partial / "model.json", self._model.config.to_dict())
-            write_text(partial / TOKENIZER_FILE, self._tokenizer.to_json())
+            write_synchronised(partial / TOKENIZER_FILE, self._tokenizer.to_json())
             write_json(partial / "training.json", state.to_dict())
             write_json(partial / MANIFEST, digests(partial))
             for folder in (partial / OPTIMIZER_FOLDER, partial):
                 if folder.is_dir():
-                    sync(folder)
+                    synchronise(folder)
             partial.rename(target)
-            sync(self._run)
+            synchronise(self._run)
         except BaseException as error:  # whatever it is, `finish` raises it where it can be dealt with
             self._error = _cause(error)
         else:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.training.curve import draw_curve
-from lineartime.training.reporting import Reporter, Silent, read_damaged_metrics, read_metrics
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import Reporter, Silent, read_damaged_metrics, read_metrics
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:

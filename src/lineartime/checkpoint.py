@@ -10,7 +10,6 @@ stored, but read off the directories.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import LineartimeError, cannot
+from lineartime.files import sha256, synchronise, write_synchronised
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 
@@ -188,7 +188,7 @@ def hidden(checkpoint: Path) -> Path:
 def digests(checkpoint: Path) -> dict[str, str]:
     """The SHA-256 of every file in a checkpoint, by its path in there."""
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != MANIFEST)
-    return {file.relative_to(checkpoint).as_posix(): _digest(file) for file in files}
+    return {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
 
 
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
@@ -201,7 +201,7 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         if not file.is_file():
             raise _damaged(checkpoint, f"{name} is missing")
         try:
-            found = _digest(file)
+            found = sha256(file)
         except OSError as error:
             raise cannot("read", file, error) from None
         if found != manifest.get(name):
@@ -219,15 +219,9 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a text to the disk itself; OSError if that fails."""
-    file.write_text(text, encoding="utf-8")
-    sync(file)
-
-
 def write_json(file: Path, data: dict[str, Any]) -> None:
     """Write plain data to the disk itself; OSError if that fails."""
-    write_text(file, json.dumps(data, indent=2) + "\n")
+    write_synchronised(file, json.dumps(data, indent=2) + "\n")
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -240,24 +234,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
-    sync(file)
-
-
-def sync(path: Path) -> None:
-    """Have the system bring a file or folder from its buffers to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        hasher = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+    synchronise(file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

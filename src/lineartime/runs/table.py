@@ -15,8 +15,8 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training.curve import counted, draw_comparison
-from lineartime.training.summary import RunSummary, find_runs, summarize
+from lineartime.runs.curve import counted, draw_comparison
+from lineartime.runs.summary import RunSummary, find_runs, summarize
 
 PICTURE = "runs.png"
 MOST_OPTIONS = 4

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lineartime.errors import LineartimeError, missing_extra
-from lineartime.training.record import write_whole
+from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
 PROJECT = "lineartime"
@@ -118,7 +118,7 @@ def _identity(run: Path, first_step: int) -> str:
         if re.fullmatch(r"[0-9a-f]{12}", kept):
             return kept
     identity = uuid.uuid4().hex[:12]
-    write_whole(file, identity + "\n")
+    write_atomically(file, identity + "\n")
     return identity
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training.record import write_whole
-from lineartime.training.trackers import Trackers
+from lineartime.files import write_atomically
+from lineartime.runs.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 AVERAGED = 20
@@ -237,7 +237,7 @@ def _drop_after(run: Path, step: int) -> list[dict[str, float]]:
     if not file.exists():
         return []
     kept = [line for line in read_metrics(run) if line["step"] <= step]
-    write_whole(file, "".join(json.dumps(line) + "\n" for line in kept))
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from lineartime.errors import LineartimeError, cannot
-from lineartime.training.checkpoint import list_checkpoints
-from lineartime.training.machine import processor_name
+from lineartime.files import write_atomically
+from lineartime.checkpoint import list_checkpoints
+from lineartime.machine import processor_name
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
@@ -54,7 +55,7 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
     )
     try:
         run.mkdir(parents=True, exist_ok=True)
-        write_whole(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+        write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise cannot("write", run / RECORD_FILE, error) from None
 
@@ -76,16 +77,6 @@ def read_record(run: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in fields):
         raise LineartimeError(f"{file} is damaged: restore it from a copy, or delete it, for training does not need it.")
     return record
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file so that a process killed at any moment leaves the new one or the one before; OSError as from `open`."""
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    partial.replace(file)
 
 
 def _versions() -> dict[str, str]:

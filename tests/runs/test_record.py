@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lineartime.errors import LineartimeError
-from lineartime.training.record import read_record, write_record, write_whole
+from lineartime.runs.record import read_record, write_record
 
 COMMAND = ["lineartime", "train", "--seed", "7"]
 OPTIONS = {"seed": 7, "override": ("d_model=16",), "precision": "fp32", "resume": False}
@@ -122,16 +122,3 @@ def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path
     (tmp_path / "run.json").mkdir()
     with pytest.raises(LineartimeError, match=r"Cannot write .*run.json: Is a directory"):
         write_record(tmp_path, OPTIONS, COMMAND)
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "run.json"
-    write_whole(file, "old")
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(file, "new")
-    assert file.read_text() == "old"

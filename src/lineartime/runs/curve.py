@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, cannot, missing_extra
-from lineartime.training.reporting import AVERAGED, METRICS_FILE, read_metrics
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, read_metrics
 
 CURVE_FILE = "loss.png"
 Line = Mapping[str, float]

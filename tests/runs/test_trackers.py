@@ -8,8 +8,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
-from lineartime.training.reporting import Reporter, read_metrics
-from lineartime.training.trackers import check_trackers
+from lineartime.runs.metrics import Reporter, read_metrics
+from lineartime.runs.trackers import check_trackers
 
 
 class FakeRun:

@@ -4,11 +4,14 @@ import platform
 import shutil
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from lineartime.errors import LineartimeError
-from lineartime.training.config import Device, Precision
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 # What compiling costs and what part of a step it then saves: on a CPU, benchmarks/speed.py measured 3 to 13 seconds, and a
 # few percent of a Transformer's step, next to nothing of FLASH's, whose tiles leave little to fuse; for GPUs, where

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from lineartime import machine
 from lineartime.errors import LineartimeError
-from lineartime.training import machine
-from lineartime.training.machine import choose_compile, choose_precision
+from lineartime.machine import choose_compile, choose_precision
 
 CPU = torch.device("cpu")
 

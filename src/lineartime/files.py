@@ -1,0 +1,36 @@
+"""Files that are whole or not there: atomic writes, synchronised writes, checksums."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replace a file so that a process killed at any moment leaves the new one or the one before; OSError as from `open`."""
+    partial = file.with_name(file.name + ".partial")
+    write_synchronised(partial, text)
+    partial.replace(file)
+
+
+def write_synchronised(file: Path, text: str) -> None:
+    """Write a text and wait until it is on the disk; OSError if that fails."""
+    file.write_text(text, encoding="utf-8")
+    synchronise(file)
+
+
+def synchronise(path: Path) -> None:
+    """Wait until the system has written a file or folder from its buffers to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with file.open("rb") as opened:
+        hasher = hashlib.sha256()
+        while block := opened.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
