@@ -216,7 +216,11 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--track", "paper"], "--track", 2),
         (["train", "--tokenizer", "bpe-100", "--data", "{text}"], "--tokenizer is bpe-100, but bpe needs at least 258", 1),
         (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be a name that .* lists", 1),
-        (["train", "--preset", "linformer-tiny"], "--preset: linformer-tiny cannot be a causal model: every landmark mixes", 1),
+        (
+            ["train", "--preset", "linformer-tiny"],
+            "--preset: .*linformer-tiny cannot be a causal model: every landmark mixes",
+            1,
+        ),
         (
             ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
             "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* --override max_positions=2000",
@@ -235,7 +239,7 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["bench", "--peers", "nobody"], "--peers", 2),
         (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1", 1),
         (["bench", "--out", ""], "--out is empty: give a path", 1),
-        (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
+        (["train", "--override", "chunk=3"], "--override: chunk is not an option", 1),
         (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
         (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length = 24", 1),

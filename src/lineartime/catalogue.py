@@ -11,9 +11,9 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lineartime.errors import LineartimeError
-from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, count_parameters, stream_bytes
-from lineartime.models.presets import PAPER_MILLIONS, PRESETS, SIZES, describe, presets
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, SIZES, describe, model_of, presets
 from lineartime.models.systems import SYSTEMS
 
 
@@ -90,11 +90,10 @@ def _right(header: str) -> Column:
 def systems_table() -> str:
     """All systems as a Markdown table, which the documents show: what and where each is, and how its memory grows."""
     lines = ["| system | what it is | code | feed-forward | memory of a stream |", "| --- | --- | --- | --- | --- |"]
-    for system in SYSTEMS:
-        config = SYSTEMS[system](SIZES["tiny"], "clm")
-        code = "/".join(config.mixer.layer.__module__.split(".")[1:]) + ".py"
-        feed_forward = {type(None): "none", MLPConfig: "MLP", GLUConfig: "GEGLU"}[type(config.feed_forward)]
-        cells = [f"`{system}`", describe(f"{system}-tiny"), f"`{code}`", feed_forward, _memory(config)]
+    for name, system in SYSTEMS.items():
+        code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
+        feed_forward = "none" if system.feed_forward is None else {"mlp": "MLP", "glu": "GEGLU"}[system.feed_forward.name]
+        cells = [f"`{name}`", system.describe(), f"`{code}`", feed_forward, _memory(model_of(system, SIZES["tiny"], "clm"))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

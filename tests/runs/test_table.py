@@ -9,13 +9,13 @@ import pytest
 
 from lineartime.cli import main
 from lineartime.errors import LineartimeError
-from lineartime.training.config import TrainConfig
 from lineartime.runs.curve import counted
-from lineartime.training.loop import train
-from lineartime.runs.record import write_record
 from lineartime.runs.metrics import read_metrics
-from lineartime.runs.table import RunsConfig, differing_options, show_runs
+from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
+from lineartime.runs.table import RunsConfig, differing_options, show_runs
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
 
 
 def make_run(run: Path, best: float = 2.0, steps: int = 40, taken: int = 40, **options: Any) -> Path:

@@ -116,7 +116,7 @@ def test_a_model_description_from_another_time_is_named(tmp_path: Path) -> None:
     (path / "model.json").write_text(json.dumps(description))
     manifest = json.loads((path / "manifest.json").read_text()) | {"model.json": sha256(path / "model.json")}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(LineartimeError, match="model has no field 'colour'"):
+    with pytest.raises(LineartimeError, match="colour is not an option of the model"):
         lineartime.load(path)
 
 

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from lineartime.baselines.chunked_heads import ChunkedHeads
+from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.norms import Norm
 from lineartime.ops.chunks import cut_chunks, fill, open_chunk_pieces
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def combiner_oracle(
+def combiner_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, ws_q: Tensor, ws_k: Tensor, *, chunk_size: int, causal: bool = False
 ) -> Tensor:
     """The definition for one document, one query at a time: [H, T, h] three times and [d, d] twice -> [H, T, h]."""
@@ -178,23 +178,16 @@ def combiner_attention_extend(
 
 
 class Combiner(ChunkedHeads):
-    """Multi-head attention over the own chunk and summaries of the others: [B, T, d] -> [B, T, d].
+    """Combiner, rowmajor-axial.
 
-    Arguments are those of `ChunkedHeads`.
+    Multi-head attention over the own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of
+    `ChunkedHeads`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        chunk_size: int = 256,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, chunk_size=chunk_size, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    name = "combiner"
+
+    def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
+        super().__init__(d_model, **options)
         self.query_summary = nn.Parameter(torch.empty(d_model, d_model))
         self.key_summary = nn.Parameter(torch.empty(d_model, d_model))
         nn.init.normal_(self.query_summary, std=0.02)

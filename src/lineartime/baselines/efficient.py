@@ -75,11 +75,13 @@ def efficient_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearSta
     return out, LinearState(summary, state.position + v.shape[-2])
 
 
-class EfficientAttention(MultiHeadMixer):
-    """Multi-head efficient attention, streaming with constant memory: [B, T, d] -> [B, T, d].
+class Efficient(MultiHeadMixer):
+    """Efficient attention: softmax over features and positions.
 
-    Arguments are those of every `MultiHeadMixer`; rotary positions come before both softmaxes.
+    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; rotary positions come before both softmaxes.
     """
+
+    name = "efficient"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Efficient attention, [R, H, L, h] three times -> [R, H, L, h]."""

@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.norms import Norm
+from lineartime.layers.residual import MixerOptions
 from lineartime.ops.activations import Normalization
 from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
-class GlobalState(NamedTuple):
+class FLASHGlobalState(NamedTuple):
     """What a causal stream has to remember.
 
     Attributes:
@@ -31,43 +32,36 @@ class GlobalState(NamedTuple):
     position: int
 
 
-class GlobalFLASH(FLASHInParts):
-    """`FLASH` without its quadratic part, and so without the arguments for that; the others as there."""
+class FLASHGlobalOptions(MixerOptions, total=False):
+    """The options of `FLASH` that are not those of its quadratic part."""
 
+    d_qk: int
+    expansion: int
+    normalization: Normalization
+    rope: bool
+
+
+class FLASHGlobal(FLASHInParts):
+    """FLASH with linear attention across chunks of 64 alone.
+
+    Args:
+        chunk_size: C; the length of the input need not be a multiple of it.
+        **options: those of `FLASH`, without activation and relative_bias: they belong to the quadratic part.
+    """
+
+    name = "flash-global"
     n_maps = 2
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_qk: int = 128,
-        expansion: int = 2,
-        chunk_size: int = 64,
-        causal: bool = False,
-        normalization: Normalization = "count",
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(
-            d_model,
-            d_qk=d_qk,
-            expansion=expansion,
-            chunk_size=chunk_size,
-            causal=causal,
-            normalization=normalization,
-            norm=norm,
-            rope=rope,
-            relative_bias=False,
-            dropout=dropout,
-        )
+    def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
+        # Stated here, so that giving them is an error.
+        super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
 
     def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
         """The linear part alone."""
         q, k = maps
         return self.linear_part(q, k, v, chunks)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: GlobalState) -> tuple[Tensor, GlobalState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState) -> tuple[Tensor, FLASHGlobalState]:
         """Attend to the summary of all complete chunks, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         q, k = maps.unbind(1)
@@ -81,12 +75,12 @@ class GlobalFLASH(FLASHInParts):
                 position = state.position + last - first
                 if last == self.chunk_size:
                     summary = state.summary + k_open.mT @ v_open
-                    state = GlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
+                    state = FLASHGlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
                 else:
-                    state = GlobalState(state.summary, k_open, v_open, position)
+                    state = FLASHGlobalState(state.summary, k_open, v_open, position)
         return torch.cat(outputs, 1), state
 
-    def init_state(self, batch_size: int) -> GlobalState:
+    def init_state(self, batch_size: int) -> FLASHGlobalState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
-        return GlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)
+        return FLASHGlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)

@@ -11,9 +11,13 @@ from lineartime.ops.chunks import Chunks
 from lineartime.ops.mixed_chunk_stream import MixedChunkState
 
 
-class LocalFLASH(FLASHInParts):
-    """`FLASH` without its linear part; arguments as there."""
+class FLASHLocal(FLASHInParts):
+    """FLASH that reads nothing beyond a token's own chunk.
 
+    It is `FLASH` without its linear part; options are those of `FLASH`.
+    """
+
+    name = "flash-local"
     n_maps = 2
 
     def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:

@@ -19,7 +19,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def overlapping_attention_oracle(
+def flash_overlapping_oracle(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool = False, activation: Activation = "relu2"
 ) -> Tensor:
     """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
@@ -62,7 +62,7 @@ def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class OverlappingState(NamedTuple):
+class FLASHOverlappingState(NamedTuple):
     """What a causal stream has to remember: of constant size.
 
     Attributes:
@@ -79,9 +79,13 @@ class OverlappingState(NamedTuple):
     position: int
 
 
-class OverlappingFLASH(FLASHInParts):
-    """`FLASH` whose quadratic part also reads the chunk before, or, looking both ways, both neighbours; arguments as there."""
+class FLASHOverlapping(FLASHInParts):
+    """FLASH whose chunks also read their neighbours.
 
+    Causal, a chunk reads the one before it. Options are those of `FLASH`.
+    """
+
+    name = "flash-overlapping"
     bias_chunks = 2
 
     def chunk_bias(self) -> Tensor | None:
@@ -109,7 +113,7 @@ class OverlappingFLASH(FLASHInParts):
             published_length=None if self.normalization == "count" else float(self.chunk_size),
         )
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: OverlappingState) -> tuple[Tensor, OverlappingState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHOverlappingState) -> tuple[Tensor, FLASHOverlappingState]:
         """Attend to the open chunk, the one before, and the summary, and the state N tokens later."""
         size, compute = self.chunk_size, matmul_dtype(maps, v)
         q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
@@ -119,7 +123,7 @@ class OverlappingFLASH(FLASHInParts):
         with without_autocast(v):
             for new, first, last in open_chunk_pieces(state.position, v.shape[1], size):
                 complete = state.position - first
-                state = OverlappingState(
+                state = FLASHOverlappingState(
                     state.summary,
                     fill(state.k_quad, size + first, k_quad[:, new]),
                     fill(state.v, size + first, v[:, new]),
@@ -141,10 +145,10 @@ class OverlappingFLASH(FLASHInParts):
                     state = self._fold(state)
         return torch.cat(outputs, 1), state
 
-    def _fold(self, state: OverlappingState) -> OverlappingState:
+    def _fold(self, state: FLASHOverlappingState) -> FLASHOverlappingState:
         """Add the open chunk, now full, to the summary; it becomes the one before."""
         size = self.chunk_size
-        return OverlappingState(
+        return FLASHOverlappingState(
             state.summary + state.k_lin.mT @ state.v[:, size:],
             torch.cat([state.k_quad[:, size:], torch.zeros_like(state.k_quad[:, size:])], 1),
             torch.cat([state.v[:, size:], torch.zeros_like(state.v[:, size:])], 1),
@@ -152,8 +156,8 @@ class OverlappingFLASH(FLASHInParts):
             state.position,
         )
 
-    def init_state(self, batch_size: int) -> OverlappingState:
+    def init_state(self, batch_size: int) -> FLASHOverlappingState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
         twice = (1, 2, 1)
-        return OverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)
+        return FLASHOverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)

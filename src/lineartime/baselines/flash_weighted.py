@@ -27,7 +27,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def weighted_summaries_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition of the linear part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e]."""
     chunks = [slice(start, min(start + chunk_size, len(v))) for start in range(0, len(v), chunk_size)]
     q_bar, k_bar = ([x[chunk].mean(0) for chunk in chunks] for x in (q, k))
@@ -87,7 +87,7 @@ def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class WeightedState(NamedTuple):
+class FLASHWeightedState(NamedTuple):
     """What a causal stream has to remember: it grows by one summary for every chunk.
 
     Attributes:
@@ -108,14 +108,19 @@ class WeightedState(NamedTuple):
     position: int
 
 
-class WeightedFLASH(FLASHInParts):
-    """`FLASH` with weighted chunk summaries; arguments as there. Its state grows by s x e numbers with every chunk."""
+class FLASHWeighted(FLASHInParts):
+    """FLASH with attention between chunk summaries.
+
+    Its state grows by s x e numbers with every chunk. Options are those of `FLASH`.
+    """
+
+    name = "flash-weighted"
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         """Weighted summaries in the place of plain ones."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: WeightedState) -> tuple[Tensor, WeightedState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHWeightedState) -> tuple[Tensor, FLASHWeightedState]:
         """Attend to the open chunk and the weighted summaries before it, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
@@ -135,7 +140,7 @@ class WeightedFLASH(FLASHInParts):
                     state = self._fold(state, v_open)
         return torch.cat(outputs, 1), state
 
-    def _fold(self, state: WeightedState, v_open: Tensor) -> WeightedState:
+    def _fold(self, state: FLASHWeightedState, v_open: Tensor) -> FLASHWeightedState:
         """Summarise the open chunk, now full, and find what the next one reads."""
         summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
         summaries = torch.cat([state.summaries, summary[:, None]], 1)
@@ -149,10 +154,10 @@ class WeightedFLASH(FLASHInParts):
             k_lin=torch.zeros_like(state.k_lin),
         )
 
-    def init_state(self, batch_size: int) -> WeightedState:
+    def init_state(self, batch_size: int) -> FLASHWeightedState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
         context, k_lin = mixed.summary, mixed.k_lin
-        return WeightedState(
+        return FLASHWeightedState(
             context, context[:, None][:, :0], k_lin[:, :0], k_lin[:, 0], k_lin, self.quadratic_state(batch_size), 0
         )

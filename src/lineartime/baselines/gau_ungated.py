@@ -9,8 +9,13 @@ from torch import Tensor
 from lineartime.layers.gau import GAU
 
 
-class UngatedGAU(GAU):
-    """`GAU` with U dropped and V widened to 2e; arguments as there."""
+class GAUUngated(GAU):
+    """GAU without its gate, values twice as wide.
+
+    Options are those of `GAU`.
+    """
+
+    name = "gau-ungated"
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """No gate, and values of 2e."""

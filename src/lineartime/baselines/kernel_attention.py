@@ -15,7 +15,7 @@ from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, l
 class KernelAttention(MultiHeadMixer):
     """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
-    Arguments are those of every `MultiHeadMixer`; rotary positions come before the feature map.
+    Options are those of `MultiHeadMixer`; rotary positions come before the feature map.
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
@@ -24,8 +24,8 @@ class KernelAttention(MultiHeadMixer):
     def features(self, x: Tensor) -> Tensor:
         """Queries or keys [..., h] -> features [..., f], none of them negative."""
 
-    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """How the sums over earlier tokens are computed: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
+    def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
         return chunked_sums(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ class KernelAttention(MultiHeadMixer):
             v,
             causal=self.causal,
             real=None if real is None else real[:, None],
-            causal_sums=self.causal_sums,
+            causal_sums=self.sums,
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:

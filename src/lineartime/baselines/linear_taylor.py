@@ -10,7 +10,12 @@ from lineartime.baselines.kernel_attention import KernelAttention
 
 
 class LinearTaylor(KernelAttention):
-    """Linear attention with similarity 1 + cos(q, k), which are the features (1, x / |x|)."""
+    """Linear attention with similarity 1 + cos(q, k).
+
+    Its features are (1, x / |x|).
+    """
+
+    name = "linear-taylor"
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h + 1]."""

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.scores import float32_or_better, masked_products
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.chunks import exclusive_cumsum
 
 SELF_SCORE = -1e5
@@ -36,7 +36,7 @@ COMPARED = 2**20
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def lsh_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
+def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
     """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
     rows = []
     for i in range(len(q)):
@@ -54,14 +54,14 @@ def lsh_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: i
 # 2. The parallel form -------------------------------------------------------------------------------------------------
 
 
-def lsh_buckets(x: Tensor, directions: Tensor) -> Tensor:
+def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
     """The bucket of every vector in every round: [R, H, L, h] and directions [H, P, h, n / 2] -> int64 [R, H, P, L]."""
     wide = float32_or_better(x)
     along = x.detach()[:, :, None].to(wide) @ directions.to(wide)  # [R, H, P, L, n / 2]
     return torch.cat([along, -along], -1).argmax(-1)
 
 
-def lsh_attention(
+def reformer_attention(
     q: Tensor,
     v: Tensor,
     buckets: Tensor,
@@ -167,7 +167,7 @@ class ReformerState(NamedTuple):
         return self.k.shape[2]
 
 
-def lsh_attention_extend(
+def reformer_attention_extend(
     q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, chunk_size: int
 ) -> tuple[Tensor, ReformerState]:
     """Continue causal streams by N tokens, q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h] and the state."""
@@ -203,50 +203,39 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
 
 
 class Reformer(MultiHeadMixer):
-    """Multi-head attention inside buckets of a random hash: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+    """Reformer: attention inside buckets of a hash.
 
     The hash is drawn where the layer is constructed, is not learned, and is saved with the weights. Two forms of the same
     layer agree up to rounding, except where rounding takes a token across the border of two buckets.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
         n_buckets: n, how many buckets a hash has; even.
         n_rounds: P, how many hashes there are: a pair of tokens that one of them separates may meet in another.
         chunk_size: C, of the chunks that a bucket is cut into; a token reads its own and the one before.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position, after they are hashed.
-        dropout: probability of dropping an output before the residual.
+        **options: those of `MultiHeadMixer`; rotary positions come after the hash.
 
-    Raises:
-        ValueError: for an argument outside what it allows.
-
-    Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), without its reversible blocks.
+    The published model also has reversible blocks, which this layer leaves out.
     """
 
+    name = "reformer"
     n_maps = 2
 
     def __init__(
         self,
         d_model: int,
         *,
-        n_heads: int = 12,
         n_buckets: int = 8,
         n_rounds: int = 2,
         chunk_size: int = 64,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        super().__init__(d_model, **options)
         check_positive(n_buckets=n_buckets, n_rounds=n_rounds, chunk_size=chunk_size)
         check_even("every direction of a hash has a bucket at both of its ends", n_buckets=n_buckets)
         self.n_buckets = n_buckets
         self.chunk_size = chunk_size
         self.directions: Tensor
-        self.register_buffer("directions", torch.randn(n_heads, n_rounds, self.head_dim, n_buckets // 2))
+        self.register_buffer("directions", torch.randn(self.n_heads, n_rounds, self.head_dim, n_buckets // 2))
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""
@@ -255,12 +244,14 @@ class Reformer(MultiHeadMixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attention inside buckets, [R, H, L, h] three times -> [R, H, L, h]; k is what is hashed."""
-        buckets = lsh_buckets(k, self.directions)
-        return lsh_attention(q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real)
+        buckets = reformer_buckets(k, self.directions)
+        return reformer_attention(
+            q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real
+        )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState) -> tuple[Tensor, ReformerState]:
         """Attend with the cache of all earlier tokens, and the cache grown by N tokens."""
-        return lsh_attention_extend(q, v, lsh_buckets(k, self.directions), state, chunk_size=self.chunk_size)
+        return reformer_attention_extend(q, v, reformer_buckets(k, self.directions), state, chunk_size=self.chunk_size)
 
     def init_state(self, batch_size: int) -> ReformerState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""

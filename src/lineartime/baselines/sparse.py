@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.scores import float32_or_better, masked_products
 from lineartime.layers.checks import check_positive
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 
 GATHERED = 8192
 """How many keys of a head a stream copies at a time, so that a long prompt needs little memory beside the cache."""
@@ -117,36 +117,18 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState,
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class SparseAttention(MultiHeadMixer):
-    """Multi-head attention to near tokens and to every S-th one: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+class Sparse(MultiHeadMixer):
+    """Sparse Transformer: near tokens and every so many-th.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
         stride: S; about the square root of the length is the cheapest.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
-
-    Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509).
+        **options: those of `MultiHeadMixer`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        stride: int = 128,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    name = "sparse"
+
+    def __init__(self, d_model: int, *, stride: int = 128, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(stride=stride)
         self.stride = stride
 

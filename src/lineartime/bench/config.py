@@ -163,7 +163,7 @@ class BenchConfig:
         try:
             config = resolve(preset, self.task).to_dict()
         except ValueError as error:
-            raise LineartimeError(str(error).replace("use the task 'mlm'", "use --task mlm")) from None
+            raise LineartimeError(str(error).replace("use task='mlm'", "use --task mlm")) from None
         parts = [config, *(part for part in config.values() if isinstance(part, dict))]
         return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
 

@@ -27,21 +27,14 @@ class AttentionState(NamedTuple):
 
 
 class Attention(MultiHeadMixer):
-    """Softmax multi-head self-attention with pre-norm and residual inside: [B, T, d] -> [B, T, d].
+    """Softmax multi-head self-attention.
 
-    Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+    Pre-norm and residual are inside: [B, T, d] -> [B, T, d]. Options are those of `MultiHeadMixer`.
 
     Source: "Attention Is All You Need" (arXiv 1706.03762), with rotary positions (arXiv 2104.09864).
     """
+
+    name = "attention"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""

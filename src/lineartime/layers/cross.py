@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import ResidualLayer, init_dense, zero_padding
+from lineartime.layers.residual import LayerOptions, ResidualLayer, init_dense, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
 from lineartime.ops.cross import cross_attention
 from lineartime.ops.layout import check_mask, check_tokens
@@ -45,14 +45,12 @@ class CrossGAU(ResidualLayer):
         d_qk: s, the width of queries and keys, all heads together.
         expansion: values and gate are e = expansion * d wide, all heads together.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `ResidualLayer`.
 
     Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, read across two sequences.
     """
+
+    name = "cross-gau"
 
     def __init__(
         self,
@@ -62,10 +60,9 @@ class CrossGAU(ResidualLayer):
         d_qk: int = 128,
         expansion: int = 2,
         activation: Activation = "relu2",
-        norm: Norm = "layernorm",
-        dropout: float = 0.0,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(d_model, norm, dropout)
+        super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
         check_positive(n_heads=n_heads, d_qk=d_qk, expansion=expansion)
         self.d_value = expansion * d_model

@@ -10,15 +10,22 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
+from lineartime.layers.residual import Mixer, MixerOptions, init_dense, new_positions, zero_padding
 from lineartime.ops.layout import document_rows, token_positions
 from lineartime.ops.positions import rope
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 State = TypeVar("State", bound=tuple[Any, ...])
+
+
+class HeadOptions(MixerOptions, total=False):
+    """What every multi-head attention takes: see `MultiHeadMixer`."""
+
+    n_heads: int
+    rope: bool
 
 
 class MultiHeadMixer(Mixer):
@@ -27,31 +34,16 @@ class MultiHeadMixer(Mixer):
     `attend` sees every document as a row of its own, with its real tokens first, and need not know of padding otherwise.
 
     Args:
-        d_model: d, the width of inputs and outputs.
         n_heads: H, which must divide d.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
         rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `Mixer`.
     """
 
     n_maps: ClassVar[int] = 3
     """How many maps of its input a layer attends with: queries, keys and values; 2 where queries and keys are one."""
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, causal, norm, dropout)
+    def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(n_heads=n_heads)
         if d_model % n_heads:
             raise ValueError(f"n_heads is {n_heads}, but must divide d_model = {d_model}.")

@@ -5,10 +5,11 @@ Shapes: B batch, T tokens, d model width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
@@ -16,10 +17,35 @@ from lineartime.ops.context_parallel import ContextGroup
 from lineartime.ops.layout import check_tokens
 
 
-class ResidualLayer(nn.Module):
-    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f."""
+class LayerOptions(TypedDict, total=False):
+    """What every layer takes: see `ResidualLayer`."""
 
-    def __init__(self, d_model: int, norm: Norm, dropout: float) -> None:
+    norm: Norm
+    dropout: float
+
+
+class MixerOptions(LayerOptions, total=False):
+    """What every mixer takes: see `Mixer`."""
+
+    causal: bool
+
+
+class ResidualLayer(nn.Module):
+    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+    """
+
+    name: ClassVar[str]
+    """Its name in a `LayerConfig`, in JSON and in the documents: that of its file, with hyphens."""
+
+    def __init__(self, d_model: int, *, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
@@ -39,6 +65,10 @@ class Mixer(ResidualLayer, ABC):
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
     then y, state = mixer.extend(x, state) for any number of new tokens.
+
+    Args:
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        **options: those of `ResidualLayer`.
     """
 
     why_not_causal: ClassVar[str | None] = None
@@ -48,11 +78,16 @@ class Mixer(ResidualLayer, ABC):
     context: ContextGroup | None = None
     """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
-    def __init__(self, d_model: int, causal: bool, norm: Norm, dropout: float) -> None:
-        super().__init__(d_model, norm, dropout)
+    def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
             raise ValueError(f"causal is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that the mixer can read, or None where there is no limit."""
+        return None
 
     @abstractmethod
     def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -116,7 +151,7 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def init_dense(linear: nn.Linear) -> nn.Linear:
-    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (spec, section 5)."""
+    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (arXiv 2202.10447, appendix B)."""
     nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)
     return linear

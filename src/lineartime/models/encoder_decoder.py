@@ -3,8 +3,9 @@
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.cross import SourceState
+from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.residual import new_positions
+from lineartime.layers.residual import Mixer, new_positions
 from lineartime.models.backbone import Backbone
-from lineartime.models.config import FeedForwardConfig, ModelConfig, check_fields, config_from_dict, config_to_dict
-from lineartime.models.mixers import CrossGAUConfig, MixerConfig
+from lineartime.models.config import LayerConfig, ModelConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.models.fields import from_fields
 from lineartime.ops.layout import check_mask, token_positions
 
 # 1. The description ---------------------------------------------------------------------------------------------------
@@ -44,25 +45,25 @@ class EncoderDecoderConfig:
     d_model: int
     n_encoder_blocks: int
     n_decoder_blocks: int
-    mixer: MixerConfig
-    cross: CrossGAUConfig = field(default_factory=CrossGAUConfig)
-    feed_forward: FeedForwardConfig | None = None
+    mixer: LayerConfig
+    cross: LayerConfig = field(default_factory=partial(LayerConfig, "cross-gau"))
+    feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
+        check_parts(self)
         check_positive(vocab_size=self.vocab_size, d_model=self.d_model)
         check_positive(n_encoder_blocks=self.n_encoder_blocks, n_decoder_blocks=self.n_decoder_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
-        return config_to_dict(self)
+        return parts_to_dict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "EncoderDecoderConfig":
-        """The config that `to_dict` described; ValueError naming the field for anything unknown or of the wrong type."""
-        return config_from_dict(cls, data)
+    def from_dict(cls, data: Mapping[str, Any]) -> "EncoderDecoderConfig":
+        """The config that `to_dict` described; ArgumentError, naming the field, for anything unknown or of the wrong type."""
+        return from_fields(cls, parts_from_dict(data), "the model")
 
     def encoder(self) -> ModelConfig:
         """The encoder alone, which is the backbone of a masked language model."""
@@ -95,8 +96,8 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
-        self.mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
-        self.cross = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
+        self.cross: CrossGAU = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)

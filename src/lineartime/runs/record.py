@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import write_atomically
-from lineartime.checkpoint import list_checkpoints
 from lineartime.machine import processor_name
 
 RECORD_FILE = "run.json"

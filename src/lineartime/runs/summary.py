@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, cannot
 from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_facts
-from lineartime.runs.curve import Line, thinned
+from lineartime.errors import LineartimeError, cannot
 from lineartime.runs.claim import is_claimed
-from lineartime.runs.record import RECORD_FILE, read_record
+from lineartime.runs.curve import Line, thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, read_damaged_metrics
+from lineartime.runs.record import RECORD_FILE, read_record
 
 DEPTH = 3
 """Folders from the one that is given down to a run, at the most."""

@@ -11,7 +11,8 @@ import tyro
 from lineartime.data import Rows, names_corpus, names_tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.machine import Device, Precision
-from lineartime.models.config import ModelConfig, Task, check_fields, from_fields
+from lineartime.models.config import ModelConfig, Task
+from lineartime.models.fields import check_fields, from_fields
 from lineartime.models.presets import resolve
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
@@ -130,7 +131,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise LineartimeError, naming the option, for a value outside what it allows."""
         try:
-            check_fields(self, "TrainConfig")
+            check_fields(self)
         except ValueError as error:
             raise LineartimeError(str(error)) from None
         for option in _POSITIVE:
@@ -195,9 +196,9 @@ class TrainConfig:
             raise LineartimeError(f"--preset: {error}") from None
         try:
             config = config.override(vocab_size=vocab_size, **values)
+            longest = config.longest_sequence
         except ValueError as error:
             raise LineartimeError(f"--override: {error}") from None
-        longest = config.longest_sequence
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise LineartimeError(

@@ -150,7 +150,7 @@ class Trainer:
             set_context_parallel(self.model, self.world.context_group)
         except ValueError as error:  # another mixer than FLASH
             raise LineartimeError(f"--context-parallel: {error}") from None
-        ranks, chunk_size = self.world.context_parallel, getattr(model_config.mixer, "chunk_size", 1)
+        ranks, chunk_size = self.world.context_parallel, model_config.mixer.options.get("chunk_size", 1)
         if ranks > 1 and context_length % (ranks * chunk_size):
             raise LineartimeError(
                 f"--context-length is {context_length}, but must be a multiple of --context-parallel {ranks} x chunk_size "

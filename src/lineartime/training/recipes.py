@@ -43,7 +43,7 @@ def recipe_config(recipe: RecipeName, preset: str = "flash-base") -> TrainConfig
         preset: the model; FLASH gets the chunk size of the recipe, the vanilla Transformer is not clipped.
     """
     values = {**_SHARED, **_RECIPES[recipe], "recipe": recipe, "preset": preset}
-    if preset.startswith("flash") and hasattr(resolve(preset, values["task"]).mixer, "chunk_size"):
+    if preset.startswith("flash") and "chunk_size" in resolve(preset, values["task"]).mixer.options:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
     if preset.startswith(NOT_CLIPPED):
         values["clip_norm"] = 0.0
