@@ -17,7 +17,7 @@ from lineartime.layers.attention import AttentionState
 from lineartime.machine import choose_precision
 from lineartime.models import CausalLM
 from lineartime.models.backbone import BackboneState
-from lineartime.ops import MixedChunkState, QuadraticState
+from lineartime.ops import MixedChunkState, KVCache
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -42,9 +42,9 @@ def state_after(model: CausalLM, tokens: int) -> BackboneState:
     for state in model.init_state(1):
         if isinstance(state, MixedChunkState):
             states.append(state._replace(position=tokens))
-        elif isinstance(state, QuadraticState):
+        elif isinstance(state, KVCache):
             states.append(
-                QuadraticState(state.k.new_zeros(1, tokens, state.k.shape[-1]), state.v.new_zeros(1, tokens, state.v.shape[-1]))
+                KVCache(state.k.new_zeros(1, tokens, state.k.shape[-1]), state.v.new_zeros(1, tokens, state.v.shape[-1]))
             )
         else:
             assert isinstance(state, AttentionState)

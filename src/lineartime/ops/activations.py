@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lineartime.ops.precision import acc_dtype
+
 Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
 Normalization = Literal["count", "paper"]
 
@@ -71,8 +73,8 @@ def attention_weights(
     Returns:
         [..., Q, K] in float32 (float64 for float64 products); a row that sees no key is all zeros.
     """
-    # Squares of large scores and long sums lose digits, or overflow, in half precision (spec: trap 3).
-    products = products.to(torch.promote_types(products.dtype, torch.float32))
+    # Squares of large scores and long sums lose digits, or overflow, in half precision.
+    products = products.to(acc_dtype(products))
     is_softmax = activation in ("softmax", "softmax_plus")
     if published_length is None or is_softmax:
         scores = products * d_qk**-0.5

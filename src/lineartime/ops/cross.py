@@ -8,9 +8,9 @@ across two sequences, which the paper leaves open: n is the number of real token
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights, attention_weights_oracle, check_choice
+from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
 from lineartime.ops.layout import check_mask
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.blocked import attend_visible
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -63,18 +63,7 @@ def cross_attention(
         real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), -1)
         k, v = (x.masked_fill(~real[..., None], 0.0) for x in (k, v))  # 0 * inf, at padding, would be NaN
         visible = real[..., None, :]
-    dtype = matmul_dtype(q, k, v)
-    with without_autocast(q):
-        weights = attention_weights(
-            q.to(dtype) @ k.to(dtype).mT,
-            d_qk=q.shape[-1],
-            visible=visible,
-            bias=None,
-            activation=activation,
-            published_length=None,
-        )
-        out = weights.to(dtype) @ v.to(dtype)
-    return out.to(output_dtype(v, dtype))
+    return attend_visible(q, k, v, visible=visible, activation=activation, published_length=None)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
-from lineartime.ops.precision import matmul_dtype, without_autocast
+from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 IGNORED = -100
 """The target of tokens that have none."""
@@ -51,16 +51,16 @@ def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and, if they are to be kept, its gradients: to compute them later, the logits would be needed again."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_zeros((), dtype=wide)
-    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=wide)
-    d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=wide)
+    acc = acc_dtype(hidden)
+    loss = hidden.new_zeros((), dtype=acc)
+    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
+    d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=acc)
     size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
     with without_autocast(hidden):
         factor = weight.to(compute)
         for start in range(0, len(hidden), size):
             piece, wanted = hidden[start : start + size].to(compute), targets[start : start + size]
-            logits = (piece @ factor.T).to(wide)
+            logits = (piece @ factor.T).to(acc)
             real = (wanted != IGNORED)[:, None]
             column = wanted[:, None].masked_fill(~real, 0)
             log_sums = logits.logsumexp(-1, keepdim=True)
@@ -75,12 +75,12 @@ def _linear_cross_entropy(
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_empty((), dtype=wide)
+    acc = acc_dtype(hidden)
+    loss = hidden.new_empty((), dtype=acc)
     return (
         loss,
-        hidden.new_empty(hidden.shape if keep else 0, dtype=wide),
-        weight.new_empty(weight.shape if keep else 0, dtype=wide),
+        hidden.new_empty(hidden.shape if keep else 0, dtype=acc),
+        weight.new_empty(weight.shape if keep else 0, dtype=acc),
     )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.chunks import exclusive_cumsum
+from lineartime.ops.precision import acc_dtype
 
 SMALLEST_SUM = 1e-18
 """Sums of similarities below this are taken for this, so that a query similar to no key divides by no zero; its square, in the
@@ -46,7 +47,7 @@ def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """By a prefix sum over tokens, as Performer is published: it stores T states of f x h, and is slow for that."""
-    states = (k[..., None] * v[..., None, :]).to(_accumulator(v)).cumsum(-3)
+    states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
     return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
 
 
@@ -95,15 +96,11 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
     length = q.shape[-2]
     spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
     q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(-2, (-1, chunk_size)) for x in (q, k, v))
-    states = (k.mT @ v).to(_accumulator(v))  # [..., G, f, h]
+    states = (k.mT @ v).to(acc_dtype(v))  # [..., G, f, h]
     start = torch.zeros_like(states[..., :1, :, :]) if before is None else before[..., None, :, :]
     earlier = start + exclusive_cumsum(states, dim=-3)
     sums = (q @ k.mT).tril() @ v + q @ earlier.to(q.dtype)
     return sums.flatten(-3, -2)[..., :length, :], earlier[..., -1, :, :] + states[..., -1, :, :]
-
-
-def _accumulator(v: Tensor) -> torch.dtype:
-    return torch.promote_types(v.dtype, torch.float32)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
     return dtype if dtype == torch.float64 else autocast_dtype(tensors[0]) or dtype
 
 
+def acc_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that sums of such numbers are accumulated in: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
     """The dtype an op returns: that of its values, except under autocast, where the computed one is kept."""
     return values.dtype if autocast_dtype(values) is None else compute

@@ -20,7 +20,6 @@ from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_
 from lineartime.errors import LineartimeError
 from lineartime.evaluation.perplexity import autocast
 from lineartime.machine import choose_compile, choose_device, choose_precision
-from lineartime.models import set_context_parallel
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
 from lineartime.ops.cross_entropy import IGNORED
@@ -146,10 +145,8 @@ class Trainer:
 
     def _set_context_parallel(self, model_config: ModelConfig, context_length: int) -> int:
         """Have the processes share sequences; what the length of one has to be a multiple of for that."""
-        try:
-            set_context_parallel(self.model, self.world.context_group)
-        except ValueError as error:  # another mixer than FLASH
-            raise LineartimeError(f"--context-parallel: {error}") from None
+        if self.world.context_parallel > 1 and not self.model.splits_context:
+            raise LineartimeError(f"--context-parallel is for FLASH: {self.config.preset} needs its sequences whole.")
         ranks, chunk_size = self.world.context_parallel, model_config.mixer.options.get("chunk_size", 1)
         if ranks > 1 and context_length % (ranks * chunk_size):
             raise LineartimeError(

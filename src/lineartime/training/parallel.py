@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lineartime.data import Batch
 from lineartime.models.heads import LanguageModel
+from lineartime.ops.layout import ContextGroup
+from lineartime.ops.mixed_chunk.context_parallel import context_group
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 
@@ -27,13 +29,14 @@ from lineartime.training.distributed import World
 class Objective(nn.Module):
     """The sum of a model's losses as a module's forward pass, which is where PyTorch's engines take hold."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, context: ContextGroup | None) -> None:
         super().__init__()
         self.model = model
+        self._context = context
 
     def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """A scalar, in nats."""
-        return self.model.total_loss(inputs, targets, cu_seqlens=cu_seqlens)
+        return self.model.total_loss(inputs, targets, cu_seqlens=cu_seqlens, context=self._context)
 
 
 class Parallel:
@@ -111,7 +114,12 @@ class Sharded(Parallel):
     def __init__(self, objective: Objective, world: World, bf16: bool) -> None:
         device = next(objective.parameters()).device
         mesh = init_device_mesh(device.type, (world.size,))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        # Inputs stay as they are: the residual stream and the rotations of a layout are float32, as with other engines.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bf16 else None,
+            reduce_dtype=torch.float32 if bf16 else None,
+            cast_forward_inputs=False,
+        )
         for block in objective.model.backbone.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(objective, mesh=mesh, mp_policy=policy)
@@ -128,7 +136,7 @@ class Sharded(Parallel):
 
 def parallelize(model: LanguageModel, config: TrainConfig, world: World) -> Parallel:
     """A model as the run's processes share it, each of which brings the same weights."""
-    objective = Objective(model)
+    objective = Objective(model, None if world.context_group is None else context_group(world.context_group))
     if world.size == 1:
         return Parallel(objective)
     if config.parallel == "fsdp":
