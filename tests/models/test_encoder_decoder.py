@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.models.config import LayerConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
+from lineartime.models.layer_config import LayerConfig
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,

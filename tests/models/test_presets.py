@@ -6,8 +6,9 @@ import pytest
 import lineartime
 from lineartime import presets
 from lineartime.data import ByteTokenizer
-from lineartime.models.config import LayerConfig, Task
+from lineartime.models.config import Task
 from lineartime.models.cost import count_parameters
+from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve
 from lineartime.models.systems import SYSTEMS
 

@@ -1,9 +1,10 @@
 """Language models built from configurations."""
 
-from lineartime.models.config import LayerConfig, ModelConfig
+from lineartime.models.config import ModelConfig
 from lineartime.models.context_parallel import set_context_parallel
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import build, presets
 
 __all__ = [

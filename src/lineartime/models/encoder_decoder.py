@@ -17,8 +17,9 @@ from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.residual import Mixer, new_positions
 from lineartime.models.backbone import Backbone
-from lineartime.models.config import LayerConfig, ModelConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.models.config import ModelConfig
 from lineartime.models.fields import from_fields
+from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.layout import check_mask, token_positions
 
 # 1. The description ---------------------------------------------------------------------------------------------------
