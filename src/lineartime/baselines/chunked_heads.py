@@ -1,4 +1,4 @@
-"""What the multi-head baselines share that cut their input into chunks.
+"""Base of the multi-head baselines that cut their input into chunks.
 
 Shapes: B batch, T tokens, d model width, H heads, h head width, C chunk size.
 """
@@ -18,7 +18,7 @@ class ChunkedHeadOptions(HeadOptions, total=False):
 
 
 class ChunkedHeads(MultiHeadMixer):
-    """Multi-head attention by chunks, around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
+    """Multi-head attention by chunks; a subclass supplies `attend`: [B, T, d] -> [B, T, d].
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.

@@ -33,7 +33,7 @@ class FLASHCLS(BidirectionalMixer, FLASHInParts):
     why_not_causal: ClassVar[str] = "its first token has to see the tokens that follow"
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """With the first row of each document's first chunk exchanged."""
+        """That of `FLASH`, with softmax in the first row of each document."""
         bias = self.chunk_bias()
 
         def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
-Softmax replaces the quadratic part of those queries; their linear part stays. The relative bias belongs to places in a chunk,
-so that they go without.
+Softmax replaces the quadratic part of those queries; their linear part stays. They get no relative bias, which is defined for
+positions inside a chunk only.
 """
 
 from typing import ClassVar
@@ -32,7 +32,7 @@ class FLASHFirstToAll(BidirectionalMixer, FLASHInParts):
     why_not_causal: ClassVar[str] = "the first token of a chunk has to see the whole sequence"
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """With the first row of every chunk exchanged, in time T^2 / C."""
+        """That of `FLASH`, with softmax in the first row of every chunk, in time T^2 / C."""
 
         def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:
             queries = q[:, None, :, 0]  # [B, 1, g, s]

@@ -1,4 +1,4 @@
-"""FLASH in parts, so that a variant can exchange one of them. `FLASH` itself calls one operation, which a kernel can replace.
+"""FLASH in parts, of which a variant replaces one. `FLASH` itself calls a single operation, which a kernel can compute.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 """
@@ -15,7 +15,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 
 
 class FLASHInParts(FLASH):
-    """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
+    """The same function as `FLASH`; its quadratic and its linear part are methods that work on chunks."""
 
     has_backends = False
     splits_context = False

@@ -1,4 +1,4 @@
-"""GAU with several heads, each with its share of the query/key width and of the values: an ablation of the single head.
+"""GAU with several heads, which share the query/key width and the value width: an ablation of the single head.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, H heads,
 s query/key width and e value width of all heads together.
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
@@ -35,12 +36,12 @@ class GAUMultiHead(GAU):
         check_positive(n_heads=n_heads)
         for name, width in (("d_qk", self.d_qk), ("expansion * d_model", self.d_value)):
             if width % n_heads:
-                raise ValueError(f"n_heads is {n_heads}, but must divide {name} = {width}.")
+                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
         check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
         self.n_heads = n_heads
 
     def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
-        """Z [B, T, s] -> [B, maps, T, s], each head being turned by itself."""
+        """Z [B, T, s] -> [B, maps, T, s]; rotary positions rotate each head separately."""
         maps = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]
         if self.rope:
             heads = maps.unflatten(-1, (self.n_heads, -1))  # [B, maps, T, H, s / H]
@@ -48,7 +49,7 @@ class GAUMultiHead(GAU):
         return maps
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Every head of every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
+        """Attention per row and head: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         return self._merge(super().attend_rows(self._split(q), self._split(k), self._split(v), mask))
 

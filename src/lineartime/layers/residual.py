@@ -1,4 +1,4 @@
-"""What every layer has in common: a norm before it and a residual around it.
+"""The bases of all layers: a norm before the layer, a residual around it, and the contract of a mixer.
 
 Shapes: B batch, T tokens, d model width.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.ops.context_parallel import ContextGroup
@@ -49,7 +50,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}, but must be at least 0 and below 1.")
+            raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
         self.norm = build_norm(norm, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -72,7 +73,7 @@ class Mixer(ResidualLayer, ABC):
     """
 
     why_not_causal: ClassVar[str | None] = None
-    """Why a mixer that only looks both ways cannot be causal: the end of a sentence."""
+    """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
     context: ContextGroup | None = None
@@ -81,7 +82,7 @@ class Mixer(ResidualLayer, ABC):
     def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
-            raise ValueError(f"causal is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
+            raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
 
     @property
