@@ -218,7 +218,7 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be a name that .* lists", 1),
         (
             ["train", "--preset", "linformer-tiny"],
-            "--preset: .*linformer-tiny cannot be a causal model: every landmark mixes",
+            "--preset: .*linformer-tiny cannot be a causal model: every landmark",
             1,
         ),
         (

@@ -12,7 +12,7 @@ from lineartime.baselines.sparse import Sparse
 from lineartime.layers import FLASH, GAU, MLP, Attention
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.layers.options import constructor_options
-from lineartime.models.config import KINDS
+from lineartime.models.layer_config import KINDS
 
 # For each argument, another value than its default and the other arguments it needs to matter.
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer
-from lineartime.models.config import KINDS
+from lineartime.models.layer_config import KINDS
 
 D_MODEL, CHUNK = 16, 8
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such an option, and its row does not say otherwise

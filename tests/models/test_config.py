@@ -8,7 +8,7 @@ import pytest
 
 from lineartime.layers.options import constructor_options
 from lineartime.models import LayerConfig, ModelConfig, presets
-from lineartime.models.config import KINDS
+from lineartime.models.layer_config import KINDS
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.models.config import LayerConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
+from lineartime.models.layer_config import LayerConfig
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,
@@ -137,7 +137,7 @@ def test_mistakes_in_the_cross_attention_are_named() -> None:
 
 def test_inputs_that_do_not_fit_are_named() -> None:
     model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
-    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but source_ids has 2 rows"):
+    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, as source_ids"):
         model(source, target[:1])
     with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[B, T\] = \[2, 9\]"):
         model(source, target, torch.ones(2, 7, dtype=torch.bool))

@@ -6,9 +6,10 @@ import pytest
 import lineartime
 from lineartime import presets
 from lineartime.data import ByteTokenizer
-from lineartime.models.config import LayerConfig, Task
+from lineartime.models.config import Task
 from lineartime.models.cost import count_parameters
-from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve
+from lineartime.models.layer_config import LayerConfig
+from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve, system_of
 from lineartime.models.systems import SYSTEMS
 
 
@@ -92,6 +93,17 @@ def test_a_system_is_what_its_name_says() -> None:
         assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
     # fine-tuning: s = 512 and chunks of 128 (section 4.3 of the paper)
     assert presets("mlm")["flash-first-to-all-base"].mixer == LayerConfig("flash-first-to-all", d_qk=512, chunk_size=128)
+
+
+def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size() -> None:
+    takes = {name for name, system in SYSTEMS.items() if system.takes_chunk_size}
+    assert takes == {"flash", "flash-local", "flash-overlapping", "flash-weighted", "mc-tfm++", "combiner"}
+    assert system_of("flash-large").takes_chunk_size
+    assert not system_of("gau-scaling-512").takes_chunk_size
+
+
+def test_only_the_vanilla_transformer_is_not_clipped() -> None:
+    assert [name for name, system in SYSTEMS.items() if not system.clipped] == ["transformer"]
 
 
 @pytest.mark.parametrize("wrong", [None, ["flash-tiny"], 3])

@@ -1,4 +1,4 @@
-"""What the multi-head baselines share that cut their input into chunks.
+"""Base of the multi-head baselines that cut their input into chunks.
 
 Shapes: B batch, T tokens, d model width, H heads, h head width, C chunk size.
 """

@@ -1,4 +1,4 @@
-"""Combiner, rowmajor-axial: softmax over the tokens of the own chunk and one summary of every other chunk.
+"""Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and one summary of every other chunk.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
@@ -65,7 +65,7 @@ def combiner_attention(
 ) -> Tensor:
     """Attend in time T (C + T / C): [R, H, L, h] three times, weights [d, d] twice -> [R, H, L, h].
 
-    `real`, bool [R, L], is False behind the tokens of shorter rows.
+    `real`, bool [R, L], is False for the padding at the end of shorter rows.
     """
     n_heads = q.shape[1]
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
@@ -76,7 +76,7 @@ def combiner_attention(
     k_bar, v_bar = _summarise(q, k, v, slots, ws_q, ws_k)  # [R, G, H, h]
 
     near = slots
-    if causal:  # no more than the triangle is needed: empty slots stand behind real ones
+    if causal:  # the triangle is enough: empty slots come after real ones
         near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
     own = torch.arange(v.shape[1], device=v.device)
     others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
@@ -95,7 +95,7 @@ def _split(x: Tensor, n_heads: int) -> Tensor:
 
 
 def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], hold a token or not."""
+    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tell which hold a token."""
     empty = ~slots.mT
     lowest = torch.finfo(q.dtype).min
     pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
@@ -105,7 +105,7 @@ def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_
 def _summary(
     pooled_q: Tensor, pooled_k: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [..., H, h] from what was pooled, [..., H, h], and the keys and values of the chunk, [..., H, C, h]."""
+    """k_bar and v_bar [..., H, h] from pooled queries and keys [..., H, h] and a chunk's keys and values [..., H, C, h]."""
     q_bar, k_bar = (
         F.linear(pooled.flatten(-2), ws.to(pooled.dtype)).view_as(pooled) for pooled, ws in ((pooled_q, ws_q), (pooled_k, ws_k))
     )
@@ -125,7 +125,7 @@ def _read_both(near: Tensor, values: Tensor, far: Tensor, summaries: Tensor) -> 
 
 
 class CombinerState(NamedTuple):
-    """What a causal stream has to remember: it grows by one summary for every chunk.
+    """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
         k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
@@ -181,7 +181,7 @@ def combiner_attention_extend(
 class Combiner(ChunkedHeads[CombinerState]):
     """Combiner, rowmajor-axial.
 
-    Multi-head attention over the own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of
+    A head reads the tokens of its own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of
     `ChunkedHeads`.
     """
 

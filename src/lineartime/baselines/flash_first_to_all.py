@@ -3,8 +3,8 @@
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
-Softmax replaces the quadratic part of those queries; their linear part stays. The relative bias belongs to places in a chunk,
-so that they go without.
+Softmax replaces the quadratic part of those queries; their linear part stays. They get no relative bias, which is defined for
+positions inside a chunk only.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""FLASH global-only: the linear part alone. Causal, a token then reads nothing of its own chunk, which is why it is small.
+"""FLASH global-only: the linear part alone. A causal token reads nothing of its own chunk, which is therefore small.
 
 Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
@@ -19,7 +19,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 
 
 class FLASHGlobalState(NamedTuple):
-    """What a causal stream has to remember.
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, s, e], the sum of k v^T over all complete chunks.
@@ -54,7 +54,7 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
     n_maps = 2
 
     def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
-        # Stated here, so that giving them is an error.
+        # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
 
     def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         with without_autocast(v):
             for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
-                # Complete chunks are full, so both normalisations divide by the number of their tokens.
+                # Complete chunks are full: both normalisations divide by the number of their tokens.
                 mean = state.summary / max(1, state.position - first)
                 outputs.append((q[:, new].to(compute) @ mean.to(compute)).to(outputs[0].dtype))
                 k_open, v_open = fill(state.k, first, k[:, new]), fill(state.v, first, v[:, new])

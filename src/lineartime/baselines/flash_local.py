@@ -1,4 +1,4 @@
-"""FLASH local-only: the quadratic part alone, so that no token reads beyond its own chunk.
+"""FLASH local-only: the quadratic part alone. No token reads beyond its own chunk.
 
 Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "local only".
@@ -14,7 +14,7 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkState
 class FLASHLocal(FLASHInParts[MixedChunkState]):
     """FLASH that reads nothing beyond a token's own chunk.
 
-    It is `FLASH` without its linear part; options are those of `FLASH`.
+    `FLASH` without its linear part. Options are those of `FLASH`.
     """
 
     name = "flash-local"

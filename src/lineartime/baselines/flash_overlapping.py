@@ -1,8 +1,8 @@
-"""FLASH with overlapping local attention: a chunk also reads its neighbours, causal: the one before it. Better, slower.
+"""FLASH with overlapping local attention: a chunk also reads its neighbours; a causal one, the chunk before it.
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names it as a variant and leaves it out for speed.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names this variant as better and slower.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ def flash_overlapping_oracle(
 ) -> Tensor:
     """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
 
-    bias: [C, M C], row t and column j + C of it being added where the key stands at j, counted from the start of t's chunk.
+    bias: [C, M C]; row t and column j + C belong to the key at j, counted from the start of t's chunk.
     """
     rows = []
     for t in range(len(v)):
@@ -45,7 +45,7 @@ def flash_overlapping_oracle(
 
 
 def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
-    """Beside every chunk those next to it, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
+    """Every chunk joined with its neighbours, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
     before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
     return torch.cat([before, x] if causal else [before, x, after], 2)
 
@@ -63,11 +63,11 @@ def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
 
 
 class FLASHOverlappingState(NamedTuple):
-    """What a causal stream has to remember: of constant size.
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, s, e], the sum of k_lin v^T over all complete chunks.
-        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the chunk before and the open one, zero where there is no token.
+        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the previous chunk and the open one, zero where there is no token.
         k_lin: [B, C, s] of the open chunk.
         position: the number of tokens read so far.
     """
@@ -137,7 +137,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
                     complete + last,
                 )
                 visible = places[: size + last] <= places[size + first : size + last, None]
-                if not complete:  # there is no chunk before the first
+                if not complete:  # the first chunk has no previous one
                     visible = visible & (places[: size + last] >= size)
                 weights = self._weights(
                     q_quad[:, new].to(compute) @ state.k_quad[:, : size + last].to(compute).mT,
@@ -152,7 +152,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         return torch.cat(outputs, 1), state
 
     def _fold(self, state: FLASHOverlappingState) -> FLASHOverlappingState:
-        """Add the open chunk, now full, to the summary; it becomes the one before."""
+        """Add the open chunk, now full, to the summary; it becomes the previous chunk."""
         size = self.chunk_size
         return FLASHOverlappingState(
             state.summary + state.k_lin.mT @ state.v[:, size:],

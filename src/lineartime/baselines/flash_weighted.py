@@ -1,4 +1,4 @@
-"""FLASH with weighted chunk summaries: attention between chunks decides how much each counts in the linear part.
+"""FLASH with weighted chunk summaries: attention between chunks weights them in the linear part.
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
@@ -9,7 +9,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
     bidirectional: A[g] = softmax over all chunks h of q_bar[g].k_bar[h] / sqrt(s) + log |h|
     causal:        the same over h < g, with q_bar[g - 1] for q_bar[g], which would show a token what follows it in its chunk
 
-Equal scores give the plain mean over tokens, which is FLASH. The summaries of all chunks have to be kept.
+Equal scores give the mean over tokens, which is FLASH. A stream keeps the summaries of all chunks.
 """
 
 import math
@@ -88,14 +88,14 @@ def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor 
 
 
 class FLASHWeightedState(NamedTuple):
-    """What a causal stream has to remember: it grows by one summary for every chunk.
+    """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
         context: [B, s, e], the weighted mean of summaries that the open chunk reads.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
         k_lin: [B, C, s] of the open chunk.
-        quadratic: what the quadratic part has to remember, which holds the open chunk's values.
+        quadratic: the state of the quadratic part, which holds the open chunk's values.
         position: the number of tokens read so far.
     """
 
@@ -117,7 +117,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
     name = "flash-weighted"
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """Weighted summaries in the place of plain ones."""
+        """Across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
 
     def attend_next(
@@ -143,7 +143,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
         return torch.cat(outputs, 1), state
 
     def _fold(self, state: FLASHWeightedState, v_open: Tensor) -> FLASHWeightedState:
-        """Summarise the open chunk, now full, and find what the next one reads."""
+        """Summarise the open chunk, now full, and compute the context of the next one."""
         summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
         summaries = torch.cat([state.summaries, summary[:, None]], 1)
         k_bar = torch.cat([state.k_bar, state.k_lin.mean(1, keepdim=True)], 1)

@@ -1,4 +1,4 @@
-"""GAU with several heads, each with its share of the query/key width and of the values: an ablation of the single head.
+"""GAU with several heads, which share the query/key width and the value width: an ablation of the single head.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, H heads,
 s query/key width and e value width of all heads together.
@@ -8,6 +8,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
@@ -35,7 +36,7 @@ class GAUMultiHead(GAU):
         check_positive(n_heads=n_heads)
         for name, width in (("d_qk", self.d_qk), ("expansion * d_model", self.d_value)):
             if width % n_heads:
-                raise ValueError(f"n_heads is {n_heads}, but must divide {name} = {width}.")
+                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
         check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
         self.n_heads = n_heads
 

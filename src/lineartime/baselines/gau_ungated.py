@@ -1,4 +1,4 @@
-"""GAU without its gate, the values being twice as wide instead: an ablation of gating.
+"""GAU without its gate, with values twice as wide: an ablation of gating.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "no gating": V is 2e wide and Wo maps 2e to d.
@@ -22,5 +22,5 @@ class GAUUngated(GAU):
         return 0, 2 * width
 
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        """Attention's output as it is, [B, T, 2e]."""
+        """Attention's output, unchanged: [B, T, 2e]."""
         return attended

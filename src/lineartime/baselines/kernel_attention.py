@@ -1,4 +1,4 @@
-"""Multi-head linear attention by a feature map, which is all that a subclass has to supply.
+"""Multi-head linear attention by a feature map, which a subclass supplies.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
 """
@@ -15,14 +15,15 @@ from lineartime.ops.precision import acc_dtype
 class KernelAttention(MultiHeadMixer[LinearState]):
     """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
-    Options are those of `MultiHeadMixer`; rotary positions come before the feature map.
+    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; the feature map comes after rotary
+    positions.
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., h] -> features [..., f], none of them negative."""
+        """Queries or keys [..., h] -> features [..., f], which must not be negative."""
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""

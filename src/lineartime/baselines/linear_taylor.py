@@ -19,5 +19,5 @@ class LinearTaylor(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h + 1]."""
-        # eps well above what float32 squares to zero, so that empty slots have finite gradients
+        # The square of this eps is not zero in float32, so that the gradients of empty slots are finite.
         return F.pad(F.normalize(x, dim=-1, eps=1e-6), (1, 0), value=1.0)

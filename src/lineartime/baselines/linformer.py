@@ -39,7 +39,7 @@ def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Te
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
     """Attend to landmarks: [R, H, L, h] three times, the maps [m, M] twice -> [R, H, L, h].
 
-    Slots without a token have to hold zeros in k and v, and then add nothing to any landmark.
+    k and v must be zero at padding, which then adds nothing to a landmark.
     """
     length = k.shape[-2]
     if length > e.shape[1]:
@@ -60,18 +60,18 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """Linformer: 512 positions mixed into 128 landmarks.
 
     Args:
-        n_landmarks: m, the number of keys and values that the tokens of a sequence are mixed into.
+        n_landmarks: m, the number of keys and values into which the tokens of a sequence are mixed.
         max_length: M, the largest number of tokens in a sequence; a longer one is an error.
         **options: those of `MultiHeadMixer`; causal=True is an error.
     """
 
     name = "linformer"
-    why_not_causal = "every landmark mixes all positions, so that each compressed key would already contain the future"
+    why_not_causal = "every landmark mixes all positions, so that each compressed key would contain the future"
 
     def __init__(self, d_model: int, *, n_landmarks: int = 128, max_length: int = 512, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
         check_positive(n_landmarks=n_landmarks, max_length=max_length)
-        # E and F. A landmark adds up as many as M tokens: with this deviation it is about as large as one of them.
+        # E and F. A landmark is a sum of up to M tokens: this deviation keeps it about as large as one token.
         self.mix_keys = nn.Parameter(torch.empty(n_landmarks, max_length))
         self.mix_values = nn.Parameter(torch.empty(n_landmarks, max_length))
         for mix in (self.mix_keys, self.mix_values):
@@ -83,5 +83,5 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
         return self.mix_keys.shape[1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding holds zeros and so adds nothing."""
+        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding is zero and adds nothing."""
         return linformer_attention(q, k, v, self.mix_keys, self.mix_values)

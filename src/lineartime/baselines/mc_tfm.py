@@ -56,7 +56,7 @@ def mc_tfm_attention(
 
 
 class MCTFMState(NamedTuple):
-    """What a causal stream has to remember, of a size that does not depend on the number of tokens read.
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, H, h, h], the sum of k v^T over all complete chunks, in float32 or better.

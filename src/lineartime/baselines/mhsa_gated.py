@@ -1,4 +1,4 @@
-"""Softmax attention with a gate on its output, as GAU has one: an ablation of the Transformer.
+"""Softmax attention with a gate on its output, like that of a GAU: an ablation of the Transformer.
 
 Shapes: B batch, T tokens, d model width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "add gating".

@@ -1,4 +1,4 @@
-"""Performer with its ReLU kernel, in the two forms that the FLASH paper times.
+"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper times.
 
 Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention with features relu(x) + eps.
 """
@@ -17,7 +17,7 @@ from lineartime.ops.linear import matmul_sums, prefix_sums
 CausalSums = Literal["prefix", "matmul"]
 
 SMALLEST_FEATURE = 1e-3
-"""The published eps, without which a query could be similar to no key at all."""
+"""The published eps; without it, a query could be similar to no key."""
 
 
 class Performer(KernelAttention):
@@ -43,5 +43,5 @@ class Performer(KernelAttention):
         return torch.relu(x) + SMALLEST_FEATURE
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The causal sums over tokens, in the form that was asked for."""
+        """The causal sums over tokens, as `causal_sums` says."""
         return prefix_sums(q, k, v) if self.causal_sums == "prefix" else matmul_sums(q, k, v)

@@ -1,4 +1,4 @@
-"""The strided pattern of the Sparse Transformer: the tokens near by, and every S-th token.
+"""The strided pattern of the Sparse Transformer: nearby tokens, and every S-th token.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, S stride, R rows (one for each document),
 L tokens of the longest, G blocks of S tokens, K keys that a token may read at the most.
@@ -20,7 +20,7 @@ from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
 
 GATHERED = 8192
-"""How many keys of a head a stream copies at a time, so that a long prompt needs little memory beside the cache."""
+"""Keys of a head that a stream gathers at a time; it bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -38,28 +38,28 @@ def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, cau
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, real: Tensor | None = None) -> Tensor:
-    """Attend to near tokens and to every S-th one, with S + L / S scores for a token: [R, H, L, h] three times -> [R, H, L, h].
+    """Attend to near tokens and to every S-th one, with S + L / S scores per token: [R, H, L, h] three times -> [R, H, L, h].
 
-    `real`, bool [R, L], is False behind the tokens of shorter rows; None if all are as long.
+    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
     """
     length = q.shape[-2]
-    stride = max(1, min(stride, length))  # a larger one reads everything, as does this
+    stride = max(1, min(stride, length))  # a larger stride reads everything, as this one does
     blocks = max(1, -(-length // stride))
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)
 
     def cut(x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., G, S, f], with zeros behind the tokens."""
+        """[..., L, f] -> [..., G, S, f], padded with zeros."""
         padded = F.pad(x, (0, 0, 0, blocks * stride - length))
         return padded.view(*x.shape[:-2], blocks, stride, x.shape[-1])
 
     def neighbourhood(x: Tensor) -> Tensor:
-        """Every block between the blocks next to it, as far as they may be read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
+        """Every block, joined with the neighbours that it may read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
         before, after = F.pad(x, (0, 0, 0, 0, 1, -1)), F.pad(x, (0, 0, 0, 0, -1, 1))
         return torch.cat([before, x] if causal else [before, x, after], -2)
 
     def columns(x: Tensor) -> Tensor:
-        """The tokens at the same place of their blocks, which are S apart: [..., G, S, f] -> [..., S, G, f], and back."""
+        """Group tokens that are multiples of S apart: [..., G, S, f] -> [..., S, G, f], and back."""
         return x.transpose(-3, -2)
 
     q, k, v, present = cut(q), cut(k), cut(v), cut(real[:, None, :, None])  # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
@@ -70,7 +70,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
     band = (distance < stride) & (distance >= 0 if causal else distance > -stride)
     near = masked_products(q, keys, band & neighbourhood(present).mT)  # [R, H, G, S, 2 S or 3 S]
 
-    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # a token has read itself among the near ones
+    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # the near tokens include the token itself
     others = others.tril() if causal else others
     far = columns(masked_products(columns(q), columns(k), others & columns(present).mT))  # [R, H, G, S, G]
 
@@ -109,7 +109,7 @@ class Sparse(MultiHeadMixer[KVCache]):
     """Sparse Transformer: near tokens and every so many-th.
 
     Args:
-        stride: S; about the square root of the length is the cheapest.
+        stride: S; the square root of the length is about the cheapest.
         **options: those of `MultiHeadMixer`.
     """
 

@@ -1,4 +1,4 @@
-"""Softmax multi-head attention, the layer that GAU and FLASH are measured against.
+"""Softmax multi-head attention, with which GAU and FLASH are compared.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -25,9 +25,9 @@ class Attention(MultiHeadMixer[KVCache]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        visible: Tensor | None = None  # causal needs no mask: padding stands behind the real tokens
+        visible: Tensor | None = None  # causal needs no mask: padding comes after the real tokens
         if real is not None and not self.causal:
-            # A softmax over nothing would be NaN: a row without a real token reads its zeros.
+            # A softmax over no key is NaN: let a row without real tokens read its zeros.
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
 
@@ -43,5 +43,5 @@ class Attention(MultiHeadMixer[KVCache]):
         return KVCache(empty, empty)
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-        """That of the values, float16 too: this softmax keeps its scores in float32 by itself."""
+        """That of the values, also float16: this softmax computes its scores in float32."""
         return autocast_dtype(v) or v.dtype

@@ -1,4 +1,4 @@
-"""Checks of constructor arguments, which name the argument, its value and what is allowed."""
+"""Checks of constructor arguments."""
 
 from lineartime.errors import ArgumentError
 

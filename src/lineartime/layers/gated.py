@@ -1,4 +1,4 @@
-"""The gated unit around both attentions of the paper: what GAU and FLASH share.
+"""The gated unit, base of GAU and FLASH.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query/key width.
 
@@ -46,7 +46,7 @@ class GatedUnit(Mixer[State]):
     """
 
     n_maps: ClassVar[int] = 2
-    """How many queries and keys are made of Z, each by its own gamma and beta."""
+    """Queries and keys that are made of Z, each by its own gamma and beta."""
 
     def __init__(
         self,

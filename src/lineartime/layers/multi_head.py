@@ -1,4 +1,4 @@
-"""What all multi-head attentions share: projections, heads, rotary positions, padding, packing, output and residual.
+"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing, output and residual.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.residual import Mixer, MixerOptions, State, init_dense
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -28,7 +29,7 @@ class HeadOptions(MixerOptions, total=False):
 class MultiHeadMixer(Mixer[State]):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
-    `attend` sees every document as a row of its own, with its real tokens first, and need not know of padding otherwise.
+    `attend` gets every document as a row of its own, with its real tokens first.
 
     Args:
         n_heads: H, which must divide d.
@@ -37,13 +38,13 @@ class MultiHeadMixer(Mixer[State]):
     """
 
     n_maps: ClassVar[int] = 3
-    """How many maps of its input a layer attends with: queries, keys and values; 2 where queries and keys are one."""
+    """Projections of the input: queries, keys and values; 2 if queries and keys are the same."""
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
         check_positive(n_heads=n_heads)
         if d_model % n_heads:
-            raise ValueError(f"n_heads is {n_heads}, but must divide d_model = {d_model}.")
+            raise ArgumentError("n_heads", f"is {n_heads}, but must divide d_model = {d_model}.")
         if rope:
             check_even("rotary positions turn pairs of features", head_dim=d_model // n_heads)
         self.n_heads = n_heads

@@ -3,8 +3,6 @@
 import inspect
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from torch import nn
-
 
 class Option(NamedTuple):
     """The type and the default of a keyword argument."""
@@ -13,7 +11,7 @@ class Option(NamedTuple):
     default: Any
 
 
-def constructor_options(layer: type[nn.Module]) -> dict[str, Option]:
+def constructor_options(layer: type[Any]) -> dict[str, Option]:
     """The keyword arguments of a layer's constructor, by name: those of its bases first, then its own.
 
     A constructor that passes arguments on, `**options: Unpack[SomeOptions]`, takes those that SomeOptions lists. Their types

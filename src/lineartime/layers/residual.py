@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, make_layout, step_layout, stream_layout
@@ -48,7 +49,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}, but must be at least 0 and below 1.")
+            raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
         self.norm = build_norm(norm, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -98,14 +99,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """
 
     why_not_causal: ClassVar[str | None] = None
-    """Why a mixer that only looks both ways cannot be causal: the end of a sentence."""
+    """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
 
     def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
-            raise ValueError(f"causal is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
+            raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
 
     @property

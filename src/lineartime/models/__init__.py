@@ -3,6 +3,7 @@
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import build, presets
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder reads a source, a decoder writes a target and reads the source by gated cross-attention.
+"""Sequence to sequence: an encoder reads a source; a decoder writes a target and reads the source by gated cross-attention.
 
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
-from lineartime.models.config import LayerConfig, ModelConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.models.config import ModelConfig
 from lineartime.models.fields import from_fields
 from lineartime.ops.layout import Layout, check_mask
 
@@ -26,17 +27,17 @@ from lineartime.ops.layout import Layout, check_mask
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """An encoder of equal blocks, and a decoder of equal blocks that read what the encoder wrote.
+    """An encoder of equal blocks, and a decoder of equal blocks that read the encoder's output.
 
     Attributes:
-        vocab_size: number of tokens; the embeddings of both sides and of the output are one.
+        vocab_size: number of tokens; both sides and the output share one embedding.
         d_model: width of the residual streams.
         n_encoder_blocks: number of blocks of the encoder.
-        n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse exactly with two and not with one:
-            where to read depends on the length of the source, which has to be read first.
-        mixer: what moves information between the tokens of one side; causal in the decoder alone.
+        n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse a string with two, but not with one:
+            where to read depends on the length of the source, which must be read first.
+        mixer: what moves information between the tokens of one side; causal in the decoder only.
         cross: what moves information from the source to the target.
-        feed_forward: what follows them in a block, or None: gated attention units need none.
+        feed_forward: what follows the mixers in a block, or None: gated attention units need none.
         norm: the norm before every layer, before the source is read and before the logits.
         dropout: of every layer's output.
     """
@@ -92,7 +93,7 @@ class Encoder(Backbone):
 
 
 class DecoderBlock(nn.Module):
-    """A causal mixer, the cross-attention and perhaps a feed-forward layer; norms and residuals are theirs."""
+    """A causal mixer, the cross-attention and perhaps a feed-forward layer, each with its norm and residual inside."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class DecoderBlock(nn.Module):
 
 
 class EncoderDecoderState(NamedTuple):
-    """For each block of the decoder, its mixer's state and what it keeps of the source, which never changes."""
+    """For each block of the decoder, the state of its mixer, and the source as it has read it, which never changes."""
 
     mixers: tuple[Any, ...]
     sources: tuple[SourceState, ...]
@@ -127,7 +128,7 @@ class EncoderDecoderState(NamedTuple):
 
 
 class EncoderDecoder(nn.Module):
-    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which foretell the next target token."""
+    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which predict the next target token."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class EncoderDecoder(nn.Module):
 
         Args:
             source_ids: [B, S] token ids.
-            target_ids: [B, T] token ids, usually the target behind a start token.
-            source_mask: bool [B, S], True for real tokens; padding may stand anywhere.
+            target_ids: [B, T] token ids, usually the target after a start token.
+            source_mask: bool [B, S], True for real tokens; padding may be anywhere.
             target_mask: bool [B, T], the same for the target.
 
         Returns:
@@ -158,7 +159,8 @@ class EncoderDecoder(nn.Module):
         """
         sources = self._read(source_ids, source_mask)
         if target_ids.shape[:1] != source_ids.shape[:1]:
-            raise ValueError(f"target_ids has shape {list(target_ids.shape)}, but source_ids has {source_ids.shape[0]} rows.")
+            shape = list(target_ids.shape)
+            raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
         check_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
         layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
@@ -209,7 +211,7 @@ def greedy(
     stop_token: int,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Write the target of every source, always taking the likeliest token.
+    """Write the target of every source, always choosing the most likely token.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -217,7 +219,7 @@ def greedy(
         source_mask: bool [B, S], True for real tokens.
         start_token: the token before every target.
         stop_token: the token that ends a target; it is not returned.
-        max_tokens: how many tokens to write at the most, the stop token included.
+        max_tokens: the most tokens to write, the stop token included.
 
     Returns:
         The token ids of B targets.
@@ -237,5 +239,5 @@ def greedy(
         ended |= tokens == stop_token
         if ended.all():
             break
-    # A target that has ended runs on until all have: what stands behind its stop token means nothing.
+    # Targets end at different steps: cut each one at its stop token.
     return [row[: row.index(stop_token)] if stop_token in row else row for row in torch.cat(written, 1).tolist()]

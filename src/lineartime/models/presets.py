@@ -4,13 +4,14 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, overload
 
 from lineartime.errors import ArgumentError
-from lineartime.models.config import LayerConfig, ModelConfig, Task
+from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.ops.activations import check_choice
 
 BYTE_VOCABULARY = 258
-"""256 bytes, end of document and mask: what the tiny presets assume until a tokenizer says otherwise."""
+"""256 bytes, end of document and mask: the vocabulary of the tiny presets."""
 
 # The sizes of arXiv 2202.10447; tiny is ours, for a laptop.
 BASE = Size(d_model=768, gated_blocks=24, attention_blocks=12, n_heads=12)
@@ -61,7 +62,7 @@ def _names() -> dict[str, tuple[str, Size]]:
     names = {f"{system}-{size}": (system, SIZES[size]) for size in ("tiny", "base") for system in SYSTEMS}
     for size, systems in MORE_SIZES.items():
         for system in systems:
-            # The paper's ablations and scaling figure speak of GAU where they mean models of it, which are FLASH-Quad.
+            # Where the paper's ablations and scaling figure say GAU, they mean a model of GAUs, which is FLASH-Quad.
             names[f"{system}-{size}"] = ("flash-quad" if system == "gau" else system, SIZES[size])
     return names
 
@@ -90,7 +91,7 @@ def system_of(preset: str) -> System:
 
 
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
-    """The configurations that `build` knows by name; for "clm" without those that only look both ways."""
+    """The configurations that `build` knows by name; for "clm", without the systems that cannot be causal."""
     check_choice("task", task, get_args(Task))
     return {
         name: model_of(system_of(name), size, task)
@@ -136,9 +137,9 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
 
     Args:
         preset_or_config: a name from `presets()`, or a `ModelConfig`.
-        task: "clm", a causal language model (what a preset is unless told otherwise), or "mlm", a masked one; a config
-            keeps its own unless told otherwise.
-        **overrides: other values for fields of the config, its mixer or its feed-forward:
+        task: "clm", a causal language model, or "mlm", a masked one. The default is "clm" for a preset, and its own task for a
+            config.
+        **overrides: other values for fields of the model, or options of its mixer or feed-forward:
             `build("flash-base", vocab_size=50257, chunk_size=512)`.
 
     Raises:

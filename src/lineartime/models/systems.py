@@ -6,6 +6,7 @@ defaults. A new system is a row of `SYSTEMS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lineartime.baselines.combiner import Combiner
@@ -90,7 +91,7 @@ class System:
         """Whether a recipe may set its chunk size: it has one, which the row leaves to the size."""
         return "chunk_size" in self.sized_options
 
-    @property
+    @cached_property
     def sized_options(self) -> tuple[str, ...]:
         """The options of the mixer that the row leaves to the size."""
         own = {*self.options, *self.scaled}
