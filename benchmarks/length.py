@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from measure import interleaved, markdown, save
 
 import lineartime
-from lineartime.layers.attention import AttentionState
 from lineartime.machine import choose_precision
 from lineartime.models import CausalLM
 from lineartime.models.backbone import BackboneState
-from lineartime.ops import MixedChunkState, KVCache
+from lineartime.ops import KVCache, MixedChunkState
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -42,14 +41,9 @@ def state_after(model: CausalLM, tokens: int) -> BackboneState:
     for state in model.init_state(1):
         if isinstance(state, MixedChunkState):
             states.append(state._replace(position=tokens))
-        elif isinstance(state, KVCache):
-            states.append(
-                KVCache(state.k.new_zeros(1, tokens, state.k.shape[-1]), state.v.new_zeros(1, tokens, state.v.shape[-1]))
-            )
         else:
-            assert isinstance(state, AttentionState)
-            empty = state.k.new_zeros(1, state.k.shape[1], tokens, state.k.shape[-1])
-            states.append(AttentionState(empty, empty))
+            assert isinstance(state, KVCache)
+            states.append(KVCache(*(x.new_zeros(*x.shape[:-2], tokens, x.shape[-1]) for x in state)))
     return tuple(states)
 
 

@@ -1,6 +1,6 @@
 """Language models built from configurations."""
 
-from lineartime.models.config import LayerConfig, ModelConfig
+from lineartime.models.config import ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig

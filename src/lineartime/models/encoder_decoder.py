@@ -20,6 +20,7 @@ from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.fields import from_fields
+from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.layout import Layout, check_mask
 
 # 1. The description ---------------------------------------------------------------------------------------------------
