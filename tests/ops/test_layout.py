@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.ops.chunks import Reach, shift_chunks, sum_chunks
-from lineartime.ops.layout import Chunks, Layout, LayoutPlan, Slots, make_layout
+from lineartime.ops.chunks import Chunks, Reach, Slots, shift_chunks, sum_chunks
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
 from lineartime.layers.residual import StreamState
-from lineartime.ops.layout import Chunks
+from lineartime.ops.chunks import Chunks
 
 
 def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
 from lineartime.layers.residual import StreamState
-from lineartime.ops.chunks import join_documents, split_documents
-from lineartime.ops.layout import Chunks
+from lineartime.ops.chunks import Chunks, join_documents, split_documents
 
 
 def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:

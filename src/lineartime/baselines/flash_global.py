@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.layers.residual import MixerOptions
 from lineartime.ops.activations import Normalization
-from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import Chunks, Layout
+from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
+from lineartime.ops.layout import Layout
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 

@@ -7,7 +7,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "l
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.layout import Chunks, Layout
+from lineartime.ops.chunks import Chunks
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
-from lineartime.ops.chunks import fill, open_chunk_pieces, shift_chunks
-from lineartime.ops.layout import Chunks, Layout, LayoutPlan
+from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from torch import Tensor
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.residual import State
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.chunks import Reach
-from lineartime.ops.layout import Chunks, Layout
+from lineartime.ops.chunks import Chunks, Reach
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk import stream
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import Heads

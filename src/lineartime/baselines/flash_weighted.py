@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Normalization, attention_weights
-from lineartime.ops.chunks import fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
-from lineartime.ops.layout import Chunks, Layout
+from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 

@@ -1,19 +1,94 @@
-"""Sums over the chunks of documents, and the open chunk of a stream: what all chunked attentions share.
+"""Documents cut into chunks, sums over their chunks, and the open chunk of a stream: what all chunked attentions share.
 
-Shapes: B batch, G chunks of all documents, C chunk size, N new tokens of a stream, f features.
+Shapes: B batch, T tokens, D documents, R rows of L slots, G chunks of all documents, C chunk size, N new tokens, f features.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.layout import Chunks
-
 Reach = Literal["before", "others", "all"]
 """The chunks that a chunk reads of its document: those strictly before it, all but itself, or all of them."""
+
+
+class Slots(NamedTuple):
+    """A map from the tokens of a batch to slots, in which the real tokens of each document stand side by side in order.
+
+    Attributes:
+        slot: int64 [B, T], the slot of each token; padding has R * L, one behind the last slot.
+        real: bool [B, R, L], whether a slot holds a real token.
+    """
+
+    slot: Tensor
+    real: Tensor
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, R, L, f], with zeros in the slots that hold no real token."""
+        batch, rows, size = self.real.shape
+        index = self.slot[..., None].expand(-1, -1, x.shape[-1])
+        arranged = x.new_zeros(batch, rows * size + 1, x.shape[-1]).scatter(1, index, x)
+        return arranged[:, :-1].view(batch, rows, size, x.shape[-1])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """[B, R, L, f] -> [B, T, f], with zeros at padding: the inverse of `arrange`."""
+        y = F.pad(y.flatten(1, 2), (0, 0, 0, 1))
+        return y.gather(1, self.slot[..., None].expand(-1, -1, y.shape[-1]))
+
+
+class Chunks(NamedTuple):
+    """The tokens of a batch cut into chunks of C, each document from its own start.
+
+    Attributes:
+        length: T.
+        chunk_size: C.
+        n_chunks: G, the chunks of all documents of a row.
+        longest: the number of chunks of the longest document, or more.
+        slots: where every token goes; None where all tokens already stand side by side.
+        real: bool [B, G, C], whether a slot holds a token; None where all do. Empty slots stand behind a document's tokens.
+        document_starts: int64 [D + 1], where documents begin and end, counted in chunks.
+        document: int64 [G], the document of each chunk; None for a single document.
+    """
+
+    length: int
+    chunk_size: int
+    n_chunks: int
+    longest: int
+    slots: Slots | None
+    real: Tensor | None
+    document_starts: Tensor
+    document: Tensor | None
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, G, C, f], with zeros in the slots that hold no token."""
+        if self.slots is not None:
+            return self.slots.arrange(x)
+        spare = self.n_chunks * self.chunk_size - self.length
+        cut: Tensor = (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(1, (-1, self.chunk_size))
+        return cut
+
+    def join(self, y: Tensor) -> Tensor:
+        """[B, G, C, f] -> [B, T, f], with zeros at padding: the inverse of `cut`."""
+        return self.slots.restore(y) if self.slots is not None else y.flatten(1, 2)[:, : self.length]
+
+    def holds_token(self, device: torch.device) -> Tensor:
+        """`real`, or as many True: bool [B or 1, G, C]."""
+        if self.real is not None:
+            return self.real
+        return torch.ones(1, self.n_chunks, self.chunk_size, dtype=torch.bool, device=device)
+
+    def sizes(self, like: Tensor) -> Tensor:
+        """The number of tokens in every chunk, as numbers of the dtype and on the device of `like`: [B or 1, G]."""
+        if self.real is None:
+            return like.new_full((1, self.n_chunks), float(self.chunk_size))
+        return self.real.sum(-1).to(like.dtype)
+
+    def places(self) -> Tensor:
+        """The place of every chunk in its document, int64 [G], from 0 on."""
+        place = torch.arange(self.n_chunks, device=self.document_starts.device)
+        return place if self.document is None else place - self.document_starts[self.document]
 
 
 def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:

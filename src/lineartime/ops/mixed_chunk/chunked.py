@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.chunks import Reach, sum_chunks
-from lineartime.ops.layout import Chunks, Layout
+from lineartime.ops.chunks import Chunks, Reach, sum_chunks
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
