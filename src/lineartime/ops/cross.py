@@ -1,8 +1,8 @@
 """Cross-attention of gated units: queries of one sequence, keys and values of another.
 
-Shapes: B batch, T tokens that ask, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
+Shapes: B batch, T query tokens, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
 Source: the attention of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, relu(q.k / sqrt(s))^2 / n, read
-across two sequences, which the paper leaves open: n is the number of real tokens of the source.
+across two sequences. The paper leaves n open; here it is the number of real tokens of the source.
 """
 
 import torch
@@ -48,7 +48,7 @@ def cross_attention(
         q: [B, ..., T, s] queries.
         k: [B, ..., S, s] keys.
         v: [B, ..., S, e] values.
-        source_mask: bool [B, S], True for real tokens of the source; padding is read by nobody.
+        source_mask: bool [B, S], True for real tokens of the source; no query reads padding.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
 
     Returns:

@@ -1,10 +1,10 @@
-"""Logits and cross-entropy in one op, so that the logits of a large vocabulary are never in memory all at once.
+"""Logits and cross-entropy in one op, so that the logits of a large vocabulary are never all in memory.
 
 Shapes: B batch, T tokens, d model width, V vocabulary, n tokens of a piece.
 
     loss = sum over tokens of  logsumexp(W h) - (W h)[target]        W [V, d], h [d]
 
-PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older ones, and in compiled code in the lean form, too.
+PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older versions, and in the lean form in compiled code.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 IGNORED = -100
-"""The target of tokens that have none."""
+"""The target of a token without one."""
 
 LOGITS = {"cpu": 2**23, "cuda": 2**28}
 """How many logits are in memory at a time, roughly; fewer would keep a GPU waiting."""
@@ -32,7 +32,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     Returns:
         A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, but
-        never in float16, which gradients of a sum overflow; sums in float32. It can be differentiated once.
+        never in float16, which the gradients of a sum overflow; sums are float32. It can be differentiated once.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -50,7 +50,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and, if they are to be kept, its gradients: to compute them later, the logits would be needed again."""
+    """The loss and, if kept, its gradients: computing them later would need the logits again."""
     acc = acc_dtype(hidden)
     loss = hidden.new_zeros((), dtype=acc)
     d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)

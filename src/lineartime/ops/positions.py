@@ -28,7 +28,7 @@ def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Te
 
 
 _opaque_table = register_operator(_rotary_table, _fake_table)
-"""The table for compiled code, in which each use would otherwise compute each cosine again."""
+"""The table for compiled code, where each use would otherwise compute each cosine again."""
 
 
 def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
 class FactoredBias(NamedTuple):
     """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s].
 
-    Fused forms multiply it as they do queries and keys, in bfloat16 too, where the bias is then rounded as much as they are.
+    Fused forms multiply the factors as they do queries and keys, which in bfloat16 rounds them as much.
     """
 
     of_queries: Tensor

@@ -17,7 +17,7 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype that holds all of them, or that of autocast where it is on; for kernels, which widen float16 themselves."""
+    """The dtype that holds all of them, or that of autocast where it is on: for kernels, which convert float16 themselves."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return dtype if dtype == torch.float64 else autocast_dtype(tensors[0]) or dtype
 
