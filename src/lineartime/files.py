@@ -2,14 +2,18 @@
 
 import hashlib
 import os
+import uuid
 from pathlib import Path
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Replace a file so that a process killed at any moment leaves the new one or the one before; OSError as from `open`."""
-    partial = file.with_name(file.name + ".partial")
-    write_synchronised(partial, text)
-    partial.replace(file)
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # its own name: other processes may write the same file
+    try:
+        write_synchronised(partial, text)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_synchronised(file: Path, text: str) -> None:

@@ -349,7 +349,7 @@ def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
     if torch.cuda.is_available():
         train(config(device="cuda", steps=1))
     else:
-        with pytest.raises(LineartimeError, match="--device is cuda, but PyTorch sees no GPU here: use --device cpu"):
+        with pytest.raises(LineartimeError, match="device is cuda, but PyTorch sees no GPU here: use cpu"):
             train(config(device="cuda"))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.peers import build_peer
-from lineartime.evaluation.perplexity import autocast
 from lineartime.generation import PREFILL
+from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model

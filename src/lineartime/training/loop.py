@@ -18,8 +18,7 @@ import torch
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, merge_states, tokenizer_for
 from lineartime.errors import LineartimeError
-from lineartime.evaluation.perplexity import autocast
-from lineartime.machine import choose_compile, choose_device, choose_precision
+from lineartime.machine import autocast, choose_compile, choose_device, choose_precision
 from lineartime.models import set_context_parallel
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lineartime.data import Batch, Tokenizer, TokenStream, causal_batch, masked_batch, read_window, spread_windows
 from lineartime.errors import LineartimeError
-from lineartime.evaluation.perplexity import autocast
+from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
