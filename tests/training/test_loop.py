@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
-from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_facts
+from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
@@ -174,7 +174,7 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
     changes = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert changes == [False, False, True, True, True]
     assert trainer.skipped == 2
-    assert read_facts(last_checkpoint(trainer.config.run_directory)).skipped == 2
+    assert read_training_state(last_checkpoint(trainer.config.run_directory)).skipped == 2
     text = (trainer.config.run_directory / "metrics.jsonl").read_text()
     assert "NaN" not in text  # which is no JSON
     assert [line["skipped"] for line in metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, cannot
-from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_facts
+from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.runs.curve import Line, thinned
 from lineartime.runs.claim import is_claimed
 from lineartime.runs.record import RECORD_FILE, read_record
@@ -122,7 +122,7 @@ def _options(path: Path, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            return read_facts(last_checkpoint(path)).config
+            return read_training_state(last_checkpoint(path)).config
         except LineartimeError as error:
             problems.append(str(error))
     return {}

@@ -159,7 +159,7 @@ class Trainer:
 
     def _restore(self, start: Path) -> None:
         """Take up what a checkpoint holds besides weights; LineartimeError if the text is another one now."""
-        facts = checkpoints.read_facts(start)
+        facts = checkpoints.read_training_state(start)
         if facts.text != self.text.identity:
             raise LineartimeError(
                 f"The text of the run in {self.config.run_directory} has changed: it was {facts.text}, and now it is "

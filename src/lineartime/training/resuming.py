@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_facts
+from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
 from lineartime.errors import LineartimeError
 from lineartime.models.presets import PRESETS
 from lineartime.training.config import TrainConfig, flag
@@ -35,7 +35,7 @@ Reparse = Callable[[TrainConfig], TrainConfig]
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The options that the run of a checkpoint was started with; LineartimeError if they cannot be read."""
     try:
-        return TrainConfig.from_dict(read_facts(checkpoint).config)
+        return TrainConfig.from_dict(read_training_state(checkpoint).config)
     except ValueError as error:
         raise LineartimeError(f"The options in {checkpoint} are not of this version of lineartime: {error}") from None
 
