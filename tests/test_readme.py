@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.catalogue import systems_table
+from lineartime.models.catalogue import systems_table
 from lineartime.cli import parse
 
 ROOT = Path(__file__).parents[1]

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lineartime.cli import main
+from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
-from lineartime.training.config import TrainConfig
 from lineartime.runs.curve import counted
-from lineartime.training.loop import train
-from lineartime.runs.record import write_record
 from lineartime.runs.metrics import read_metrics
-from lineartime.runs.table import RunsConfig, differing_options, show_runs
+from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
+from lineartime.runs.table import differing_options
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
 
 
 def make_run(run: Path, best: float = 2.0, steps: int = 40, taken: int = 40, **options: Any) -> Path:
@@ -40,12 +40,12 @@ def silence(run: Path, seconds: float) -> None:
 
 
 def shown(*folders: Path, **options: Any) -> None:
-    show_runs(RunsConfig(folders, **options))
+    runs.run(runs.Options(folders, **options))
 
 
 def rows(text: str) -> list[list[str]]:
     """The cells of a printed table, the names of the columns first."""
-    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith((" ─", "left out", "plot:"))]
+    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith((" ─", "The screen", "plot:"))]
 
 
 def test_a_summary_tells_what_training_left(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_only_some_of_many_options_are_shown_and_the_others_are_named(
     monkeypatch.setenv("COLUMNS", "140")
     shown(tmp_path)
     text = capsys.readouterr().out
-    assert "2 more options differ: e, f (--json has everything)" in text
+    assert "2 more options differ: e, f (--json has everything)." in text
     assert rows(text)[0][-4:] == ["a", "b", "c", "d"]
 
 
@@ -160,10 +160,9 @@ def test_a_narrow_terminal_loses_columns_and_is_told_which(
     shown(tmp_path)
     text = capsys.readouterr().out
     assert (
-        "left out, for there is no room: waiting, tokens, training, learning_rate, time, tokens/s (--json has everything)"
-        in text
+        "The screen is too narrow for waiting, tokens, training, learning_rate, time, tokens/s (--json has everything)." in text
     )
-    table = [line for line in text.splitlines() if not line.startswith(("left", "plot"))]
+    table = [line for line in text.splitlines() if not line.startswith(("The screen", "plot"))]
     assert max(map(len, table)) <= 80
     assert rows(text)[0] == ["run", "model", "data", "step", "validation", "bits/byte", "state"]
 
