@@ -208,23 +208,23 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--override", "a=1", "--override", "b=2"], "--override is given twice", 1),
         (["train", "--out", ""], "--out is empty: give a path", 1),
         (["train", "--data", ""], "--data is empty: give a path", 1),
-        (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps = 600", 1),
+        (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below steps = 600", 1),
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
         (["train", "--recipe", "lm-moon"], "--recipe", 2),
-        (["train", "--recipe", "lm-pg19", "--like", "{run}"], "--like and --recipe cannot go together", 1),
+        (["train", "--recipe", "lm-pg19", "--like", "{run}"], "--like cannot be combined with recipe", 1),
         (["train", "--like", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
         (["train", "--track", "paper"], "--track", 2),
         (["train", "--tokenizer", "bpe-100", "--data", "{text}"], "--tokenizer is bpe-100, but bpe needs at least 258", 1),
-        (["train", "--preset", "flash-giant"], "--preset: preset is 'flash-giant', but must be a name that .* lists", 1),
-        (["train", "--preset", "linformer-tiny"], "--preset: linformer-tiny cannot be a causal model: every landmark mixes", 1),
+        (["train", "--preset", "flash-giant"], "preset is 'flash-giant', but must be a name that .* lists", 1),
+        (["train", "--preset", "linformer-tiny"], "linformer-tiny cannot be a causal model: every landmark mixes", 1),
         (
             ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
-            "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* --override max_positions=2000",
+            "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* override max_positions=2000",
             1,
         ),
         (
             ["train", "--preset", "linformer-tiny", "--task", "mlm", "--context-length", "513"],
-            "--context-length is 513, but linformer-tiny reads at most 512 tokens: .* --override max_length=513",
+            "--context-length is 513, but linformer-tiny reads at most 512 tokens: .* override max_length=513",
             1,
         ),
         (["presets", "zebra"], "no preset has zebra in its name", 1),
@@ -235,7 +235,7 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["bench", "--peers", "nobody"], "--peers", 2),
         (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1", 1),
         (["bench", "--out", ""], "--out is empty: give a path", 1),
-        (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
+        (["train", "--override", "chunk=3"], "--override does not fit the model: 'chunk' is not a field", 1),
         (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
         (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length = 24", 1),
@@ -247,10 +247,10 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["generate", "{run}", "--prompt", "\udcff"], "--prompt is not UTF-8 text", 1),
         (["generate", "{run}", "--seed", "-5"], "--seed is -5, but must be from 0", 1),
         (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0", 1),
-        (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: go on with it by --resume", 1),
+        (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: resume it", 1),
         (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run .* was started with 4", 1),
         (["train", "--out", "{run}/nothing", "--resume"], "does not exist: give the folder of a run", 1),
-        (["train", "--out", "{text}"], "--out .*text.txt is a file: give a folder", 1),
+        (["train", "--out", "{text}"], "--out is .*text.txt, which is a file: give a folder", 1),
     ],
 )
 def test_wrong_input_is_answered_with_the_option_and_what_it_allows(
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_named(folder: Path, tmp_path: Path, capsys: pyt
         fails(arguments, r"The checkpoint .* is damaged \(model.safetensors is not what was written\)", capsys)
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "is damaged (model.safetensors is not what was written): going on from step-00000000." in said
+    assert "is damaged (model.safetensors is not what was written): resuming from step-00000000." in said
     assert main(["eval", str(run)]) == 0
 
 
@@ -316,7 +316,7 @@ def test_a_damaged_last_checkpoint_is_gone_back_from_whatever_of_it_is_damaged(
     (last_checkpoint(run) / "training.json").write_text(content)
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "is damaged (training.json is not what was written): going on from step-00000001." in said
+    assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
 
 
 def test_a_refused_run_leaves_the_picture_of_the_other_one_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +366,7 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(folder: Path, tmp_
     process.send_signal(signal.SIGTERM)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 0, shown
-    assert f"which is saved: go on by lineartime train --resume --out {run}" in shown
+    assert f"resume by: lineartime train --resume --out {run}" in shown
     steps = [int(step) for step in re.findall(r'"step": (\d+), "loss"', (run / "metrics.jsonl").read_text())]
     assert steps == list(range(1, len(steps) + 1))  # no step is missing, none is there twice
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.readers import Split
 from lineartime.data.tokenize import TokenizeConfig, run_tokenize
-from lineartime.errors import LineartimeError, ReportedError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, ReportedError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
 from lineartime.info import InfoConfig, show_info
@@ -37,7 +38,7 @@ from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.runs.table import RunsConfig, show_runs
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import is_main_process
+from lineartime.training.distributed import is_main_process, started_by_torchrun
 from lineartime.training.loop import train
 from lineartime.training.resuming import complete, saved_config
 
@@ -108,7 +109,13 @@ Command = (
 
 def parse(arguments: Sequence[str]) -> Command:
     """The command that the arguments give; exits with status 2 and a message for arguments that give none."""
+    if arguments[:1] == ["train"]:
+        arguments = _without_aliases(arguments)
     return tyro.cli(Command, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+
+
+def _without_aliases(arguments: Sequence[str]) -> list[str]:
+    return [{"--model": "--preset", "--context": "--context-length"}.get(word, word) for word in arguments]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes once one has ended: the one that has something to say comes first
         return 1
+    except ArgumentError as error:
+        return _fail(f"--{error.argument.replace('_', '-')} {error.predicate}")
     except LineartimeError as error:
         return _fail(str(error))
     except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough
@@ -171,18 +180,27 @@ def _fail(message: str) -> int:
 
 def _train(config: TrainConfig, arguments: Sequence[str]) -> None:
     def reparse(defaults: TrainConfig) -> TrainConfig:
-        return tyro.cli(TrainConfig, prog="lineartime train", args=arguments, default=defaults)
+        return tyro.cli(TrainConfig, prog="lineartime train", args=_without_aliases(arguments), default=defaults)
 
     config, left_out = complete(config, reparse)
     run = config.run_directory
     before = _changed(run / METRICS_FILE)
     try:
-        train(config, left_out)
+        result = train(config, left_out)
         if is_main_process():
-            print(f"best checkpoint: {checkpoints.best_checkpoint(run)}")
+            if not result.finished:
+                print(f"resume by: {_resume_command(run)}", file=sys.stderr)
+            print(f"best checkpoint: {result.checkpoint}")
     finally:  # a run that ended early has a curve to look at, too
         if is_main_process() and _changed(run / METRICS_FILE) != before:
             _draw_curve(config)
+
+
+def _resume_command(run: Path) -> str:
+    start = "lineartime"
+    if started_by_torchrun():
+        start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])} -m lineartime"
+    return f"{start} train --resume --out {shlex.quote(str(run))}"
 
 
 def _changed(file: Path) -> int:
@@ -192,8 +210,7 @@ def _changed(file: Path) -> int:
 
 def _draw_curve(config: TrainConfig) -> None:
     try:
-        text = Path(config.data).name if config.data else load_corpus(None).name
-        print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {text}')}")
+        print(f"loss curve: {draw_curve(config.run_directory)}")
     except LineartimeError as error:
         print(f"no loss curve: {error}")
 

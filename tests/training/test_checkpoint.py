@@ -163,7 +163,7 @@ def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saving, "synchronise", full)
-    message = r"Cannot write .*step-00000002: No space left on device; free some space, then go on by --resume"
+    message = r"Cannot write .*step-00000002: No space left on device; free some space, then resume the run"
     with pytest.raises(LineartimeError, match=message):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == [good.name]
@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, m
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(LineartimeError, match=r"step-00000001: No space left on device; free some space, then run the command"):
+    with pytest.raises(LineartimeError, match=r"step-00000001: No space left on device; free some space, then train again"):
         save(tmp_path, 1)
 
 
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_another_version_is_no_damage_and_is_left_where_it_is(tm
     facts = json.loads((path / "training.json").read_text())
     (path / "training.json").write_text(json.dumps({**facts, "colour": "red"}))
     with pytest.raises(LineartimeError, match="was written by another version of lineartime"):
-        checkpoints.read_facts(path)
+        checkpoints.read_training_state(path)
 
 
 def test_an_empty_manifest_hides_no_damage(tmp_path: Path) -> None:
