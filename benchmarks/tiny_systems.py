@@ -6,6 +6,7 @@ Each sees the same batches of the embedded corpus, for as many steps as `make tr
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import markdown, save
@@ -24,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny_systems"))
     out = parser.parse_args().out
-    rows = []
+    rows: list[dict[str, Any]] = []
     for preset in PRESETS:
         config = TrainConfig(preset=preset, out=out / preset, resume=bool(list_checkpoints(out / preset)))
         result = train(config)

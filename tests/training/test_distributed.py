@@ -228,6 +228,19 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     assert second.startswith("ReportedError")  # which the command line does not show
 
 
+def test_an_error_in_one_process_alone_is_said_by_it_and_ends_the_others_at_once(config: MakeConfig, launch: Launch) -> None:
+    wrong = """
+if os.environ["RANK"] == "1":
+    import dataclasses
+    config = dataclasses.replace(config, batch_size=0)
+"""
+    processes = launch(config(), 3, before=wrong)
+    assert processes.wait(30) == [1, 1, 1]  # long before the timeout
+    said = processes.errors()
+    assert said[1] == "ArgumentError: batch_size is 0, but must be at least 1."
+    assert said[0] == said[2] == "ReportedError: batch_size is 0, but must be at least 1."
+
+
 def test_killed_at_any_moment_twenty_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 120, "eval_every": 3, "eval_windows": 1, "timeout": 10.0, "tokens_per_batch": 4 * 24}
     expected = trained(config(**options, out=tmp_path / "one"))
@@ -290,4 +303,6 @@ def test_options_that_do_not_fit_the_processes_are_named(
 ) -> None:
     processes = launch(config(**options), 2)
     assert processes.wait(30) == [1, 1]
-    assert message in processes.errors()[0]
+    first, second = processes.errors()
+    assert message in first
+    assert second.startswith("ReportedError")  # it is said once
