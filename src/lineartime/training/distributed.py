@@ -5,6 +5,7 @@ is one process, which exchanges nothing.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -212,4 +213,6 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             checkpoint_group = dist.new_group(backend="gloo", timeout=wait)
             yield World(rank, size, local_rank(), context_parallel, context_group, checkpoint_group, store)
         finally:
+            # DDP frees its process group with the GIL held and joins the threads of gloo, which need it to free tensors.
+            time.sleep(0.01)
             dist.destroy_process_group()

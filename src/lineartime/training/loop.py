@@ -52,9 +52,8 @@ def train(config: TrainConfig | None = None, left_out: TrainConfig | None = None
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     with together as world, claimed(config, world):
-        trainer = prepare(config, world, left_out)
-        trainer.run()
-    return TrainingResult(config.run_directory, trainer.step, finished=trainer.step >= trainer.config.steps)
+        # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
+        return prepare(config, world, left_out).run()
 
 
 def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None) -> "Trainer":
@@ -126,9 +125,9 @@ class Trainer:
         self.step, self.skipped = state.step, state.skipped
         self.text.loader.restore(state.data)
 
-    def run(self) -> None:
+    def run(self) -> TrainingResult:
         """Take the remaining steps, with evaluations and checkpoints in between."""
-        steps = self.config.steps
+        steps, run = self.config.steps, self.config.run_directory
         try:
             with self._reporter() as report, interrupts() as stop:
                 for note in self.notes:
@@ -137,7 +136,7 @@ class Trainer:
                     self._validate()
                     self.save()  # so that a checkpoint exists from the start
                 if self.step >= steps:
-                    report.say(f"The run in {self.config.run_directory} has already taken all of its {steps} steps.")
+                    report.say(f"The run in {run} has already taken all of its {steps} steps.")
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
@@ -153,6 +152,7 @@ class Trainer:
         finally:
             self.text.loader.close()
             self.writer.wait()  # even after an error, the checkpoint being written is worth having
+        return TrainingResult(run, self.step, finished=self.step >= steps)
 
     def _reporter(self) -> NullReporter:
         if not self.world.is_main:
