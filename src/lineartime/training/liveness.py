@@ -101,7 +101,7 @@ def _beat(store: dist.Store, rank: int, ended: threading.Event) -> None:
     try:
         while not ended.wait(_BEAT_SECONDS):
             store.add(f"beat/{rank}", 1)
-    except (RuntimeError, dist.DistError):  # the store is gone: whoever uses it next reports that
+    except (RuntimeError, dist.DistError):  # the store is gone, and its next user reports that
         return
 
 
