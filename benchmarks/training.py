@@ -86,14 +86,14 @@ from pathlib import Path
 from lineartime.training.config import TrainConfig
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import prepare
-from lineartime.runs.metrics import Silent
+from lineartime.runs.reporter import NullReporter
 
 with tempfile.TemporaryDirectory() as folder:
     config = TrainConfig(preset="{preset}", context_length={context}, steps=1000, compile="off", out=Path(folder) / "run")
     trainer = prepare(config)
     def step():
         start = time.perf_counter()
-        trainer._take_step(Silent(), Stop())
+        trainer.take_step(NullReporter(), Stop())
         return time.perf_counter() - start
     for _ in range(2):
         step()
@@ -101,7 +101,7 @@ with tempfile.TemporaryDirectory() as folder:
     for number in range({steps}):
         if number % 4 == 0:
             start = time.perf_counter()
-            trainer._save()
+            trainer.save()
             blocked.append(time.perf_counter() - start)
             during.append(step())
             start = time.perf_counter()

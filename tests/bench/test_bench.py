@@ -271,7 +271,7 @@ def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
             "'other-tiny' in 'other-tiny.d_qk=8' is none of the presets to compare: flash-tiny",
         ),
         ({"override": ("flash-tiny.n_heads=8",)}, "'n_heads' is not a field of flash-tiny; there are d_model"),
-        ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
+        ({"override": ("chunk_size",)}, "'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("d_qk=-3",)}, "--override: .*d_qk is -3"),
         ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: use --vocab-size"),
         ({"peers": ("fla",)}, "--peers fla needs a GPU"),

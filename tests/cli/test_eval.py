@@ -87,5 +87,5 @@ def test_a_damaged_checkpoint_is_named(
         fails(arguments, r"The checkpoint .* is damaged \(model.safetensors is not what was written\)")
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "is damaged (model.safetensors is not what was written)" in said
+    assert "is damaged (model.safetensors is not what was written): resuming from step-00000000." in said
     assert main(["eval", str(run)]) == 0

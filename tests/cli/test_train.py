@@ -65,7 +65,7 @@ def test_a_damaged_last_checkpoint_is_gone_back_from_whatever_of_it_is_damaged(
     (last_checkpoint(run) / "training.json").write_text(content)
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "is damaged (training.json is not what was written)" in said
+    assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
 
 
 def test_a_refused_run_leaves_the_picture_of_the_other_one_alone(folder: Path, fails: Fails) -> None:

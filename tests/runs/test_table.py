@@ -86,7 +86,7 @@ def test_a_run_that_has_not_taken_a_step_is_shown(tmp_path: Path, capsys: pytest
 
 
 def test_a_run_from_before_there_were_records_is_told_by_its_checkpoint(config: Callable[..., TrainConfig]) -> None:
-    run = train(config(steps=2))
+    run = train(config(steps=2)).run
     (run / "run.json").unlink(missing_ok=True)
     summary, problems = summarize(run, "run")
     assert problems == []
@@ -216,8 +216,8 @@ def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, ca
     captured = capsys.readouterr()
     assert [row[0] for row in rows(captured.out)[1:5]] == ["whole", "one", "two", "three"]
     assert sorted(captured.err.splitlines()) == [
-        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it, for training does not need it.",
-        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, passed over here: restore it from a copy if you have one.",
+        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it; training does not need it.",
+        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here: restore it from a copy if you have one.",
         f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then run the command"
         " again.",
     ]

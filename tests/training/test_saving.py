@@ -60,7 +60,7 @@ def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saving, "synchronise", full)
-    message = r"Cannot write .*step-00000002: No space left on device; free some space, then go on by --resume"
+    message = r"Cannot write .*step-00000002: No space left on device; free some space, then resume the run"
     with pytest.raises(LineartimeError, match=message):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == [good.name]
@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, m
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(LineartimeError, match=r"step-00000001: No space left on device; free some space, then run the command"):
+    with pytest.raises(LineartimeError, match=r"step-00000001: No space left on device; free some space, then train again"):
         save(tmp_path, 1)
 
 

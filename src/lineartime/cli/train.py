@@ -10,13 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from lineartime.checkpoint import best_checkpoint, last_checkpoint, read_training_state
-from lineartime.data import load_corpus
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import is_main_process
+from lineartime.training.distributed import is_main_process, started_by_torchrun
 from lineartime.training.loop import train
 from lineartime.training.resuming import complete
 
@@ -46,14 +44,14 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     metrics = run / METRICS_FILE
     before = _modified(metrics)
     try:
-        train(config, left_out)
+        result = train(config, left_out)
         if is_main_process():
-            if read_training_state(last_checkpoint(run)).step < config.steps:
-                _say_how_to_resume(run)
-            print(f"best checkpoint: {best_checkpoint(run)}")
+            if not result.finished:
+                print(f"resume by: {_resume_command(run)}", file=sys.stderr)
+            print(f"best checkpoint: {result.checkpoint}")
     finally:  # a run that ended early also has a curve to look at
         if is_main_process() and _modified(metrics) != before:
-            _draw(config)
+            _draw(run)
 
 
 def _modified(file: Path) -> int:
@@ -61,17 +59,15 @@ def _modified(file: Path) -> int:
     return file.stat().st_mtime_ns if file.is_file() else 0
 
 
-def _say_how_to_resume(run: Path) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+def _resume_command(run: Path) -> str:
     start = "lineartime"
-    if processes > 1:
-        start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', processes)} -m lineartime"
-    print(f"Resume the run by {start} train --resume --out {shlex.quote(str(run))}", file=sys.stderr)
+    if started_by_torchrun():
+        start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])} -m lineartime"
+    return f"{start} train --resume --out {shlex.quote(str(run))}"
 
 
-def _draw(config: TrainConfig) -> None:
+def _draw(run: Path) -> None:
     try:
-        text = Path(config.data).name if config.data else load_corpus(None).name
-        print(f"loss curve: {draw_curve(config.run_directory, f'{config.preset} on {text}')}")
+        print(f"loss curve: {draw_curve(run)}")
     except LineartimeError as error:
         print(f"no loss curve: {error}")
