@@ -94,6 +94,14 @@ class GenerateConfig:
     """Where to compute; auto takes a GPU if there is one."""
 
 
+@dataclass(frozen=True)
+class _BenchCommand(BenchConfig):
+    presets: tyro.conf.Positional[tuple[str, ...]] = BenchConfig.presets
+    """Models to compare, by the names that `lineartime presets` lists. Ratios are to the first one."""
+
+
+_BenchCommand.__doc__ = BenchConfig.__doc__
+
 Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[EvalConfig, tyro.conf.subcommand("eval")]
@@ -101,7 +109,7 @@ Command = (
     | Annotated[RunsConfig, tyro.conf.subcommand("runs")]
     | Annotated[TokenizeConfig, tyro.conf.subcommand("tokenize")]
     | Annotated[PresetsConfig, tyro.conf.subcommand("presets")]
-    | Annotated[BenchConfig, tyro.conf.subcommand("bench")]
+    | Annotated[_BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[InfoConfig, tyro.conf.subcommand("info")]
 )
 

@@ -21,7 +21,7 @@ _COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 """Operations per second of eager training steps, to estimate how long a run takes."""
 _FASTER = 0.8
-"""bf16 counts as faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise is harmless."""
+"""bf16 is faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise does no harm."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
