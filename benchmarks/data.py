@@ -23,13 +23,14 @@ import numpy as np
 from measure import markdown, save
 
 from lineartime.data import (
+    BatchMaker,
     ByteTokenizer,
+    CachedLoader,
     Rows,
+    StreamingLoader,
     Tokenizer,
-    cached_loader,
     load_tokenizer,
     local_text,
-    streaming_loader,
     token_stream,
     train_tokenizer,
 )
@@ -75,7 +76,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
     tokenizer = tokenizer_of(name, folder)
     stream = token_stream(local_text(file), "train", tokenizer, folder / f"cache-{name}")
     rows = Rows(64, 16)
-    loader = cached_loader(stream, tokenizer, task=task, context_length=CONTEXT, rows=rows, seed=0, packed=packed)
+    loader = CachedLoader(stream, BatchMaker(tokenizer, task, packed=packed), CONTEXT, rows)
     loader.next_step()
     start, steps = time.perf_counter(), 0
     while time.perf_counter() - start < 3:
@@ -87,9 +88,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
 def stream(file: Path, folder: Path, name: str) -> dict[str, Any]:
     """Stream the training split of a file once, in one lane."""
     rows = Rows(64, 16)
-    loader = streaming_loader(
-        local_text(file), tokenizer_of(name, folder), task="clm", context_length=CONTEXT, rows=rows, seed=0, lanes=1
-    )
+    loader = StreamingLoader(local_text(file), BatchMaker(tokenizer_of(name, folder), "clm"), CONTEXT, rows, lanes=1)
     start, tokens = time.perf_counter(), 0
     while loader.state()["lanes"]["0"]["epoch"] == 0:
         loader.next_step()
