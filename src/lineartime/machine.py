@@ -4,6 +4,7 @@ import platform
 import shutil
 import time
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -103,6 +104,14 @@ def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     return "" if present else "there is no C++ compiler here"
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def processor_name() -> str:

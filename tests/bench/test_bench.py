@@ -15,7 +15,7 @@ from lineartime import machine
 from lineartime.bench import command, memory, subjects
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, repetitions
+from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
 from lineartime.bench.memory import Memory
 from lineartime.bench.plots import draw_plots, pareto_front, round_marks
 from lineartime.bench.quality import read_quality
@@ -90,6 +90,21 @@ def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
     assert [key for key, _ in found] == list("abcabcab")
     assert [seconds for key, seconds in found if key == "a"] == [0.5, 0.5, 0.5]  # a tick for two calls
     assert isinstance(found[5][1], RuntimeError)
+
+
+def test_median_seconds_leave_out_what_does_not_fit_into_memory_and_raise_other_errors() -> None:
+    ticks = itertools.count()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    steps: dict[str, Callable[[], object]] = {"a": lambda: None, "large": lambda: fail(MemoryError())}
+    assert median_seconds(steps, 3, clock, min_seconds=4.0) == {"a": 1 / 4, "large": None}  # a tick for four calls
+    with pytest.raises(RuntimeError, match="odd"):
+        median_seconds({"odd": lambda: fail(RuntimeError("odd"))}, 3, clock)
 
 
 def test_medians_spreads_and_ratios_of_rounds() -> None:

@@ -80,6 +80,33 @@ def interleaved(
                 yield key, error
 
 
+def median_seconds(
+    steps: Mapping[Key, Callable[[], object]], rounds: int, clock: Clock, min_seconds: float = 0.0
+) -> dict[Key, float | None]:
+    """The median seconds of each step, timed in turn after two warm-up calls; None if there is too little memory.
+
+    Args:
+        steps: what to time; any other error is raised.
+        rounds: how many measurements of each.
+        clock: as for `interleaved`.
+        min_seconds: the shortest measurement, reached by repeating the step.
+    """
+    ready: dict[Key, tuple[Callable[[], object], int]] = {}
+    times: dict[Key, list[float]] = {key: [] for key in steps}
+    for key, step in steps.items():
+        try:
+            step()
+            ready[key] = step, repetitions(timed(step, 1, clock), min_seconds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    for key, result in interleaved(ready, rounds, clock):
+        if isinstance(result, Exception):
+            raise result
+        times[key].append(result)
+    return {key: median_and_spread(values)[0] if values else None for key, values in times.items()}
+
+
 def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """The median and the distance between the quartiles, which is None for a single value."""
     if len(values) < 2:

@@ -5,7 +5,6 @@ import os
 import platform
 import statistics
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import cannot
 from lineartime.files import write_atomically
-from lineartime.machine import processor_name
+from lineartime.machine import installed_version, processor_name
 
 RESULTS_FILE = "results.json"
 
@@ -186,12 +185,5 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "fp32_products": torch.get_float32_matmul_precision(),
     }
     if device.type == "cuda":
-        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": _installed("triton")}
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": installed_version("triton")}
     return facts
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
