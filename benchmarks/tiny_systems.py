@@ -1,6 +1,6 @@
 """The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 15 minutes on 2 cores).
 
-Each sees the same batches of the embedded corpus, for as many steps as `make train` takes, and is measured on its test split.
+Each reads the same batches of the default text for as many steps as `make train`, and is measured on its test split.
 """
 
 import argparse

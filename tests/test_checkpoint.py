@@ -282,7 +282,7 @@ def test_a_field_that_this_version_does_not_know_is_named(tmp_path: Path) -> Non
     with pytest.raises(LineartimeError, match="model has no field 'colour'"):
         lineartime.load(path)
     rewrite(path / "training.json", lambda data: {**data, "colour": "red"})
-    with pytest.raises(LineartimeError, match="has the unknown field .colour.: it was written by another version"):
+    with pytest.raises(LineartimeError, match=r"has the unknown field .colour.: it was written by another version"):
         checkpoints.read_training_state(path)
 
 

@@ -4,6 +4,7 @@ import platform
 import shutil
 import time
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,7 @@ _COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 """Operations per second of eager training steps, to estimate how long a run takes."""
 _FASTER = 0.8
-"""bf16 counts as faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise is harmless."""
+"""bf16 is faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise does no harm."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
@@ -103,6 +104,14 @@ def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     return "" if present else "there is no C++ compiler here"
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def processor_name() -> str:

@@ -146,9 +146,9 @@ def test_too_little_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    script = f"{sys.executable} -m lineartime presets tiny --context-length 8 | head -n 1"
+    script = f"{sys.executable} -m lineartime info --json | true"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_command_imports_no_more_than_it_needs() -> None:

@@ -37,7 +37,7 @@ def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, fails: Fai
     fails(arguments, r"bad.txt is not UTF-8 text \(byte 0xff at offset 500\)")
     (tmp_path / "empty.txt").touch()
     arguments[2] = str(tmp_path / "empty.txt")
-    fails(arguments, "--data .*empty.txt.* no text")
+    fails(arguments, "--data is .*empty.txt, which holds no text")
     (tmp_path / "empty.txt").write_text("short")
     fails(arguments, "has 5 tokens")
 

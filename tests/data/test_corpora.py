@@ -125,7 +125,7 @@ def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 def test_a_name_that_is_nothing_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(
-        LineartimeError, match=r"--data wiki41b is neither .* which are: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
+        LineartimeError, match=r"^data is wiki41b, which is neither .*: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
     ):
         load_corpus("wiki41b")
 
@@ -152,7 +152,7 @@ def test_text8_is_read_from_its_zip_file(tmp_path: Path, monkeypatch: pytest.Mon
     import zipfile
 
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LineartimeError, match=r"no file text8 or text8.zip here: get http"):
+    with pytest.raises(LineartimeError, match=r"no file text8 or text8.zip here: download http"):
         load_corpus("text8")
     with zipfile.ZipFile("text8.zip", "w") as archive:
         archive.writestr("text8", "é" * 500)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data import ByteTokenizer, Loader, Rows, TokenStream, cached_loader, merge_states, prefetched
+from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, PrefetchedLoader, Rows, TokenStream, merge_states
 from lineartime.data.batches import Batch
 from lineartime.errors import LineartimeError
 from lineartime.ops.cross_entropy import IGNORED
@@ -25,8 +25,7 @@ def stream(length: int) -> TokenStream:
 
 def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
     rows = Rows(*(options.pop(name, default) for name, default in (("per_step", 4), ("at_once", 2), ("rank", 0), ("ranks", 1))))
-    values: dict[str, Any] = {"task": "clm", "context_length": context, "rows": rows, "seed": 3, "packed": False, **options}
-    return cached_loader(stream(length), ByteTokenizer(), **values)
+    return CachedLoader(stream(length), BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 3, **options}), context, rows)
 
 
 def rows_of(batch: Batch, context: int) -> list[list[int]]:
@@ -46,7 +45,7 @@ def numbers(length: int) -> TokenStream:
 
 
 def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> None:
-    one = cached_loader(numbers(401), ByteTokenizer(), task="clm", context_length=8, rows=Rows(1, 1), seed=0)
+    one = CachedLoader(numbers(401), BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
     starts = [int(one.next_step()[0].inputs[0, 0]) for _ in range(150)]
     offsets = []
     while starts:
@@ -62,7 +61,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> 
 
 
 def test_inputs_and_targets_are_neighbours() -> None:
-    one = cached_loader(numbers(100), ByteTokenizer(), task="clm", context_length=7, rows=Rows(3, 3), seed=0)
+    one = CachedLoader(numbers(100), BatchMaker(ByteTokenizer(), "clm"), 7, Rows(3, 3))
     for _ in range(20):
         (batch,) = one.next_step()
         assert batch.inputs.shape == batch.targets.shape == (3, 7)
@@ -143,13 +142,16 @@ def test_ends_of_documents_are_never_masked_and_masks_do_not_depend_on_the_batch
 
 def test_rows_that_cannot_be_dealt_out_are_an_error_that_says_which_can() -> None:
     with pytest.raises(
-        LineartimeError, match=r"6 sequences cannot be dealt out to 2 processes in batches of 2: .* multiple of 4"
+        LineartimeError, match=r"6 sequences cannot be distributed over 2 processes in batches of 2: use a multiple of 4"
     ):
         Rows(6, 2, 0, 2)
 
 
 def test_text_shorter_than_a_context_is_an_error() -> None:
-    with pytest.raises(LineartimeError, match="has 8 tokens, fewer than one context"):
+    with pytest.raises(
+        LineartimeError,
+        match=r"There are 8 tokens in the train split of numbers, fewer than a context .* \(9\): give more text",
+    ):
         loader(length=8, context=8)
     assert loader(length=9, context=8).next_step()[0].inputs.shape == (2, 8)
 
@@ -191,7 +193,7 @@ def number(one: Loader) -> int:
 
 def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() -> None:
     inner = Counting()
-    ahead = prefetched(inner)
+    ahead = PrefetchedLoader(inner)
     for step in range(1, 30):
         assert number(ahead) == step
         assert ahead.state() == {"rows": step}
@@ -204,7 +206,7 @@ def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() 
 
 
 def test_an_error_comes_out_where_the_step_was_asked_for() -> None:
-    ahead = prefetched(Counting(fails_at=2))
+    ahead = PrefetchedLoader(Counting(fails_at=2))
     assert [number(ahead), number(ahead)] == [1, 2]
     for _ in range(2):
         with pytest.raises(LineartimeError, match="The file is gone"):

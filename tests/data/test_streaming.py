@@ -11,15 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lineartime.data import (
+    BatchMaker,
     ByteTokenizer,
     Corpus,
     Loader,
     Rows,
+    StreamingLoader,
     load_corpus,
     local_text,
     merge_states,
     stream_documents,
-    streaming_loader,
 )
 from lineartime.data.streaming import _Lane
 from lineartime.errors import LineartimeError
@@ -90,9 +91,8 @@ def test_a_lane_goes_on_after_any_document(corpus: Corpus, lanes: int) -> None:
 
 def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
     rows = Rows(options.pop("per_step", 4), options.pop("at_once", 1), options.pop("rank", 0), options.pop("ranks", 1))
-    return streaming_loader(
-        corpus, BYTES, **{"task": "clm", "context_length": CONTEXT, "rows": rows, "seed": 1, "lanes": lanes, **options}
-    )
+    context = options.pop("context_length", CONTEXT)
+    return StreamingLoader(corpus, BatchMaker(BYTES, **{"task": "clm", "seed": 1, **options}), context, rows, lanes)
 
 
 def step_rows(loaders: list[Loader]) -> list[list[int]]:
@@ -165,16 +165,16 @@ def test_a_document_that_is_longer_than_a_block_is_read_whole(tmp_path: Path) ->
 
 
 def test_processes_that_do_not_divide_the_lanes_are_an_error(corpus: Corpus) -> None:
-    with pytest.raises(LineartimeError, match="--lanes is 4, but 3 processes need a multiple of 3"):
+    with pytest.raises(LineartimeError, match=r"^lanes is 4, but 3 processes need a multiple of 3"):
         loader(corpus, 4, per_step=3, rank=0, ranks=3)
 
 
 def test_a_run_cannot_go_on_in_other_lanes(corpus: Corpus) -> None:
     one = loader(corpus, 2)
     one.next_step()
-    with pytest.raises(LineartimeError, match="in 2 lanes and cannot go on in 4"):
+    with pytest.raises(LineartimeError, match="in 2 lanes and cannot continue in 4"):
         loader(corpus, 4).restore(one.state())
-    with pytest.raises(LineartimeError, match="in no lanes and cannot go on in 4"):
+    with pytest.raises(LineartimeError, match="in no lanes and cannot continue in 4"):
         loader(corpus, 4).restore({"rows": 8})
 
 

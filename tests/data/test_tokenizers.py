@@ -32,7 +32,7 @@ def json_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["bytes", "json"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return load_tokenizer(None if request.param == "bytes" else request.getfixturevalue("json_file"))
+    return ByteTokenizer() if request.param == "bytes" else load_tokenizer(request.getfixturevalue("json_file"))
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _command("train").run(options, arguments[1:])
         else:
             _command(arguments[0]).run(options)
+        sys.stdout.flush()  # so that an output nobody reads fails here
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes when one ends: the one that reports the error must be first
         return 1

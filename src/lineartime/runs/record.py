@@ -9,7 +9,6 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import write_atomically
-from lineartime.machine import processor_name
+from lineartime.machine import installed_version, processor_name
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
@@ -80,13 +79,9 @@ def read_record(run: Path) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"torch": torch.__version__}  # with its build, which the package metadata may lack
+    found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
+    torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build
+    return {"python": platform.python_version()} | found | torch_with_build
 
 
 def _machine() -> dict[str, Any]:

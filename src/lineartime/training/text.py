@@ -4,14 +4,14 @@ import hashlib
 from pathlib import Path
 
 from lineartime.data import (
+    BatchMaker,
+    CachedLoader,
     Corpus,
     Loader,
+    PrefetchedLoader,
     Rows,
+    StreamingLoader,
     Tokenizer,
-    cached_loader,
-    check_long_enough,
-    prefetched,
-    streaming_loader,
     token_stream,
 )
 from lineartime.errors import LineartimeError
@@ -45,38 +45,21 @@ class Text:
         self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
         if len(self.validation) < 2:
             raise LineartimeError(
-                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or a "
-                "folder with files named train... and valid..."
+                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or "
+                "a folder with files named train... and valid..."
             )
         self.is_lossy = _is_lossy(tokenizer, corpus)
+        make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         if config.streaming:
-            loader = streaming_loader(
-                corpus,
-                tokenizer,
-                task=config.task,
-                context_length=config.context_length,
-                rows=rows,
-                seed=config.seed,
-                packed=config.packed,
-                lanes=config.lanes,
-            )
+            loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes)
             self.name = f"a stream of {corpus.name} in {config.lanes} lanes"
             self.identity = f"{self.name}, state {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
-            check_long_enough(stream, config.context_length)
-            loader = cached_loader(
-                stream,
-                tokenizer,
-                task=config.task,
-                context_length=config.context_length,
-                rows=rows,
-                seed=config.seed,
-                packed=config.packed,
-            )
+            loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
-        self.loader: Loader = prefetched(loader)
+        self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task == "clm"
 
     def bits_per_byte(self, loss: float) -> float | None:
