@@ -21,11 +21,11 @@ import torch.distributed as dist
 from measure import markdown, save
 from torch import Tensor
 
-from lineartime.models import FLASHConfig, ModelConfig, build_model, set_context_parallel
+from lineartime.models import LayerConfig, ModelConfig, build_model, set_context_parallel
 
 TOKENS = 2**20
 STEPS = 3
-MIXER = FLASHConfig(d_qk=16, expansion=1, chunk_size=256)
+MIXER = LayerConfig("flash", d_qk=16, expansion=1, chunk_size=256)
 MODEL = ModelConfig("clm", vocab_size=256, d_model=32, n_blocks=4, mixer=MIXER)
 SIZES = (1, 2, 4)
 
@@ -80,7 +80,7 @@ def run(size: int) -> dict[str, Any]:
         command = [sys.executable, __file__, "--size", str(size), "--store", f"{folder}/store", "--rank"]
         started = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
         outputs = [json.loads(one.communicate()[0]) for one in started]
-    state_bytes = 4 * MIXER.d_qk * MIXER.expansion * MODEL.d_model
+    state_bytes = 4 * MIXER.options["d_qk"] * MIXER.options["expansion"] * MODEL.d_model
     return {
         "processes": size,
         "tokens": TOKENS,

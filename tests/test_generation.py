@@ -52,7 +52,7 @@ def test_tokens_come_one_by_one(model: CausalLM) -> None:
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
 def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
     model.double()
-    chunk = model.config.mixer.chunk_size  # type: ignore[attr-defined]
+    chunk = model.config.mixer.options["chunk_size"]
     lengths = [1, chunk - 2, chunk, 2 * chunk + 5]  # some fill their chunk on the way
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
     together = generate_batch(model, prompts, 12, GREEDY)

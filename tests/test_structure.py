@@ -115,7 +115,7 @@ except AttributeError as error:
 
 
 def test_every_package_lists_only_names_it_has() -> None:
-    for name in ("ops", "layers", "baselines", "models", "data", "evaluation", "checkpoint"):
+    for name in ("ops", "layers", "models", "data", "evaluation", "checkpoint"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])
         assert all(hasattr(package, exported) for exported in package.__all__)
 

@@ -27,13 +27,6 @@ class ArgumentError(LineartimeError, ValueError):
         return f"{self.argument} {self.predicate}"
 
 
-def check_positive(**values: int | None) -> None:
-    """Raise ArgumentError for an argument below 1; None, for an argument that was left out, passes."""
-    for argument, value in values.items():
-        if value is not None and value < 1:
-            raise ArgumentError(argument, f"is {value}, but must be at least 1.")
-
-
 class ReportedError(LineartimeError):
     """An error that another process of the run reports, so that this process stays quiet."""
 

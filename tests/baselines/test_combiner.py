@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lineartime.baselines.combiner import Combiner, combiner_attention, combiner_oracle
+from lineartime.baselines.combiner import Combiner, combiner_attention, combiner_attention_oracle
 from lineartime.layers import Attention
 
 
@@ -14,7 +14,7 @@ from lineartime.layers import Attention
 def test_the_chunked_form_is_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(
         lambda q, k, v, *maps: combiner_attention(q[None], k[None], v[None], *maps, chunk_size=4, causal=causal)[0],
-        lambda q, k, v, *maps: combiner_oracle(q, k, v, *maps, chunk_size=4, causal=causal),
+        lambda q, k, v, *maps: combiner_attention_oracle(q, k, v, *maps, chunk_size=4, causal=causal),
         *(torch.randn(2, length, 3) for _ in range(3)),
         *(torch.randn(6, 6) for _ in range(2)),
     )

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.baselines.flash_first_to_all import CLSFLASH, FirstToAllFLASH, cls_softmax_oracle, first_to_all_oracle
-from lineartime.baselines.flash_global import GlobalFLASH
-from lineartime.baselines.flash_local import LocalFLASH
-from lineartime.baselines.flash_overlapping import OverlappingFLASH, overlapping_attention_oracle
+from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
+from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first_to_all_oracle
+from lineartime.baselines.flash_global import FLASHGlobal
+from lineartime.baselines.flash_local import FLASHLocal
+from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.baselines.flash_weighted import WeightedFLASH, weighted_summaries, weighted_summaries_oracle
+from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
 from lineartime.layers import FLASH, GAU
 from lineartime.ops.chunks import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
@@ -44,8 +45,8 @@ def quadratic_part(layer: FLASHInParts) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("normalization", ["count", "paper"])
 def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: Any) -> None:
     both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()
-    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
-    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
+    local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
+    across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
     weights = both.state_dict()
     local.load_state_dict({**weights, "gamma": both.gamma[:2], "beta": both.beta[:2]})
     shared = {name: value for name, value in weights.items() if not name.startswith("bias")}
@@ -70,13 +71,13 @@ def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
 def test_overlapping_attention_is_the_definition(
     causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
 ) -> None:
-    layer = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
+    layer = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
     bias = layer.chunk_bias()
     assert bias is not None
     assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return overlapping_attention_oracle(
+        return flash_overlapping_oracle(
             q,
             k,
             v,
@@ -90,7 +91,7 @@ def test_overlapping_attention_is_the_definition(
 
 
 def test_the_bias_of_overlapping_attention_depends_on_the_distance_alone() -> None:
-    bias = OverlappingFLASH(8, d_qk=4, chunk_size=CHUNK).chunk_bias()
+    bias = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK).chunk_bias()
     assert bias is not None
     for distance in range(-CHUNK, CHUNK + 1):
         assert bias[:, CHUNK:].diagonal(distance).unique().numel() <= 1
@@ -105,7 +106,7 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 
     assert_same_function(
         fast,
-        lambda q, k, v: weighted_summaries_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
+        lambda q, k, v: flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
         *(2 * torch.randn(length, width) for width in (4, 4, 5)),
     )
 
@@ -114,7 +115,7 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 @pytest.mark.parametrize("normalization", ["count", "paper"])
 def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization: Any) -> None:
     plain = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization))
-    weighted = WeightedFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)
+    weighted = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)
     with torch.no_grad():
         # Queries that sum to zero over a chunk, so that all scores of summaries are zero, and yet are read.
         plain.gamma[2:] = 0
@@ -126,14 +127,14 @@ def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization:
 
 @lengths
 def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer, plain = CLSFLASH(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
+    layer, plain = FLASHCLS(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
     plain.load_state_dict(layer.state_dict())
     bias = layer.chunk_bias()
     assert bias is not None
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = quadratic_part(plain)(q, k, v)
-        changed = cls_softmax_oracle(q, k, v, bias, chunk_size=CHUNK)
+        changed = flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
@@ -141,12 +142,12 @@ def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_sam
 
 @lengths
 def test_the_first_token_of_every_chunk_attends_to_all(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer, plain = FirstToAllFLASH(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
+    layer, plain = FLASHFirstToAll(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
     plain.load_state_dict(layer.state_dict())
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = quadratic_part(plain)(q, k, v)
-        changed = first_to_all_oracle(q, k, v, chunk_size=CHUNK)
+        changed = flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
@@ -166,8 +167,8 @@ def test_flash_in_parts_is_flash(causal: bool) -> None:
 def test_each_part_alone_is_the_definition_without_the_other(
     causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
-    local = LocalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
-    across = GlobalFLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
+    local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
+    across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
 
     def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
         return lambda q, k, v: layer.attend(torch.stack([q, k], 1), v, None, None)
@@ -181,7 +182,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
     assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)
 
 
-@pytest.mark.parametrize("variant", [OverlappingFLASH, WeightedFLASH, FirstToAllFLASH, CLSFLASH, LocalFLASH])
+@pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
 def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()

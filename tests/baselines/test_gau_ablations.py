@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.gau_multi_head import MultiHeadGAU
-from lineartime.baselines.gau_ungated import UngatedGAU
-from lineartime.baselines.mhsa_gated import GatedAttention
-from lineartime.baselines.mhsa_relu2 import Relu2Attention
+from lineartime.baselines.gau_multi_head import GAUMultiHead
+from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.mhsa_gated import MHSAGated
+from lineartime.baselines.mhsa_relu2 import MHSARelu2
 from lineartime.layers import GAU, Attention
 from lineartime.layers.residual import Mixer
 from lineartime.ops import quadratic_attention_oracle, rope
@@ -33,7 +33,7 @@ def prepared(layer: AnyMixer) -> AnyMixer:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(MultiHeadGAU(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
+    layer = prepared(GAUMultiHead(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
 
     def formula(x: Tensor) -> Tensor:
         u, v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([32, 32, 8], -1)
@@ -49,20 +49,20 @@ def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_functio
 
 
 def test_one_head_of_a_gau_is_a_gau() -> None:
-    layer = prepared(MultiHeadGAU(16, n_heads=1, d_qk=8))
+    layer = prepared(GAUMultiHead(16, n_heads=1, d_qk=8))
     plain = GAU(16, d_qk=8).double()
     plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)
 
 
 def test_heads_cost_a_gau_no_parameters() -> None:
-    one, four = (sum(p.numel() for p in MultiHeadGAU(16, n_heads=n, d_qk=8).parameters()) for n in (1, 4))
+    one, four = (sum(p.numel() for p in GAUMultiHead(16, n_heads=n, d_qk=8).parameters()) for n in (1, 4))
     assert one == four
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(UngatedGAU(16, d_qk=8, causal=causal, relative_bias=False))
+    layer = prepared(GAUUngated(16, d_qk=8, causal=causal, relative_bias=False))
 
     def formula(x: Tensor) -> Tensor:
         v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([64, 8], -1)
@@ -75,7 +75,7 @@ def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_s
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(Relu2Attention(16, n_heads=2, causal=causal))
+    layer = prepared(MHSARelu2(16, n_heads=2, causal=causal))
 
     def formula(x: Tensor) -> Tensor:
         q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
@@ -91,7 +91,7 @@ def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, asse
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(GatedAttention(16, n_heads=2, causal=causal))
+    layer = prepared(MHSAGated(16, n_heads=2, causal=causal))
     plain = Attention(16, n_heads=2, causal=causal).double()
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("to_gate")})
     with torch.no_grad():  # heads as they are
@@ -116,4 +116,4 @@ def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_func
 )
 def test_heads_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MultiHeadGAU(16, d_qk=8, **arguments)
+        GAUMultiHead(16, d_qk=8, **arguments)

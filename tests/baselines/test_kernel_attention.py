@@ -1,20 +1,27 @@
 """The feature maps of the linear attentions, and efficient attention, against their formulas."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.baselines.efficient import efficient_attention, efficient_attention_oracle
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
-from lineartime.baselines.performer import Performer, PerformerMatmul
+from lineartime.baselines.performer import Performer
 
-SIMILARITIES: dict[type[KernelAttention], Callable[[Tensor, Tensor], Tensor]] = {
-    Performer: lambda q, k: ((q.clamp(min=0) + 1e-3) * (k.clamp(min=0) + 1e-3)).sum(),
-    PerformerMatmul: lambda q, k: ((q.clamp(min=0) + 1e-3) * (k.clamp(min=0) + 1e-3)).sum(),
+
+def performer_similarity(q: Tensor, k: Tensor) -> Tensor:
+    return ((q.clamp(min=0) + 1e-3) * (k.clamp(min=0) + 1e-3)).sum()
+
+
+SIMILARITIES: dict[Callable[..., KernelAttention], Callable[[Tensor, Tensor], Tensor]] = {
+    Performer: performer_similarity,
+    partial(Performer, causal_sums="matmul"): performer_similarity,
     LinearELU: lambda q, k: (torch.where(q > 0, q + 1, q.exp()) * torch.where(k > 0, k + 1, k.exp())).sum(),
     LinearTaylor: lambda q, k: 1 + (q * k).sum() / (q.norm() * k.norm()),
 }
@@ -24,7 +31,7 @@ SIMILARITIES: dict[type[KernelAttention], Callable[[Tensor, Tensor], Tensor]] = 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 5, 17])
 def test_attention_is_the_mean_of_values_by_similarity(
-    layer: type[KernelAttention], causal: bool, length: int, assert_same_function: Callable[..., None]
+    layer: Callable[..., KernelAttention], causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
     mixer, similarity = layer(4, n_heads=1, causal=causal), SIMILARITIES[layer]
 
@@ -41,10 +48,22 @@ def test_attention_is_the_mean_of_values_by_similarity(
 
 
 @pytest.mark.parametrize("layer", SIMILARITIES)
-def test_similarities_are_never_negative(layer: type[KernelAttention]) -> None:
+def test_similarities_are_never_negative(layer: Callable[..., KernelAttention]) -> None:
     mixer = layer(8, n_heads=1)
     q, k = mixer.features(3 * torch.randn(100, 8)), mixer.features(3 * torch.randn(100, 8))
     assert (q @ k.mT).min() > -1e-6
+
+
+def test_a_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums() -> None:
+    operations = {}
+    for causal_sums in ("prefix", "matmul"):
+        layer = Performer(8, n_heads=1, causal=True, causal_sums=causal_sums)
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.zeros(1, 100, 8))
+        operations[causal_sums] = counter.get_total_flops()
+    assert operations["matmul"] - operations["prefix"] > 2 * 100 * 100 * 8
+    with pytest.raises(ValueError, match="causal_sums is 'chunked', but must be one of 'prefix', 'matmul'"):
+        Performer(8, n_heads=1, causal_sums="chunked")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lineartime.baselines.mc_tfm import MixedChunkHeads, mixed_chunk_heads, mixed_chunk_heads_oracle
+from lineartime.baselines.mc_tfm import MCTFM, mc_tfm_attention, mc_tfm_attention_oracle
 from lineartime.layers import Attention
 
 
@@ -14,8 +14,8 @@ from lineartime.layers import Attention
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
 def test_the_chunked_form_is_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(
-        lambda q, k, v: mixed_chunk_heads(q[None], k[None], v[None], chunk_size=4, causal=causal)[0],
-        lambda q, k, v: mixed_chunk_heads_oracle(q, k, v, chunk_size=4, causal=causal),
+        lambda q, k, v: mc_tfm_attention(q[None], k[None], v[None], chunk_size=4, causal=causal)[0],
+        lambda q, k, v: mc_tfm_attention_oracle(q, k, v, chunk_size=4, causal=causal),
         *(torch.randn(length, 6) for _ in range(3)),
     )
 
@@ -23,7 +23,7 @@ def test_the_chunked_form_is_the_definition(causal: bool, length: int, assert_sa
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 8])
 def test_one_chunk_is_softmax_attention_and_nothing_more(causal: bool, length: int) -> None:
-    mixer, plain = MixedChunkHeads(16, n_heads=2, chunk_size=8, causal=causal), Attention(16, n_heads=2, causal=causal)
+    mixer, plain = MCTFM(16, n_heads=2, chunk_size=8, causal=causal), Attention(16, n_heads=2, causal=causal)
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -34,7 +34,7 @@ def test_one_chunk_is_softmax_attention_and_nothing_more(causal: bool, length: i
 
 def test_two_chunks_are_more_than_softmax_attention_inside_each() -> None:
     q, k, v = torch.randn(3, 1, 16, 6)
-    mixed = mixed_chunk_heads(q, k, v, chunk_size=8, causal=True)
+    mixed = mc_tfm_attention(q, k, v, chunk_size=8, causal=True)
     alone = [
         F.scaled_dot_product_attention(*(x[:, part] for x in (q, k, v)), is_causal=True) for part in (slice(8), slice(8, 16))
     ]
@@ -43,5 +43,5 @@ def test_two_chunks_are_more_than_softmax_attention_inside_each() -> None:
 
 
 def test_the_state_keeps_the_keys_of_the_open_chunk_once() -> None:
-    state = MixedChunkHeads(16, n_heads=2, chunk_size=8, causal=True).init_state(1)
+    state = MCTFM(16, n_heads=2, chunk_size=8, causal=True).init_state(1)
     assert [tuple(part.shape) for part in state[:3]] == [(1, 2, 8, 8)] * 3

@@ -8,10 +8,10 @@ from lineartime.baselines import reformer
 from lineartime.baselines.reformer import (
     Reformer,
     ReformerState,
-    lsh_attention,
-    lsh_attention_extend,
-    lsh_attention_oracle,
-    lsh_buckets,
+    reformer_attention,
+    reformer_attention_extend,
+    reformer_attention_oracle,
+    reformer_buckets,
 )
 
 CHUNK, BUCKETS, ROUNDS = 4, 4, 3
@@ -24,7 +24,7 @@ def definition(q: Tensor, v: Tensor, buckets: Tensor, lengths: list[int], causal
     for row, tokens in enumerate(lengths):
         for head in range(v.shape[1] if tokens else 0):
             heads = q[row, head, :tokens], v[row, head, :tokens], buckets[row, head, :, :tokens]
-            out[row, head, :tokens] = lsh_attention_oracle(*heads, chunk_size=CHUNK, causal=causal)
+            out[row, head, :tokens] = reformer_attention_oracle(*heads, chunk_size=CHUNK, causal=causal)
     return out
 
 
@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_the_definition(length: int, causal: b
     tokens = [torch.randn(2, 2, length, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     direction, buckets = torch.randn(2, 2, length, 6, dtype=torch.float64), random_buckets(length, used)
     q, v = (x * real[:, None, :, None] for x in tokens)
-    fast = lsh_attention(q, v, buckets, n_buckets=BUCKETS, chunk_size=CHUNK, causal=causal, real=real if padded else None)
+    fast = reformer_attention(q, v, buckets, n_buckets=BUCKETS, chunk_size=CHUNK, causal=causal, real=real if padded else None)
     fast, exact = fast * real[:, None, :, None], definition(q, v, buckets, lengths, causal)
     torch.testing.assert_close(fast, exact, atol=1e-10, rtol=0)
     if length:
@@ -62,9 +62,9 @@ def test_streaming_is_the_causal_form_however_few_are_compared(
     buckets = random_buckets(23, used)
     state, pieces = ReformerState(q[:, :, :0], v[:, :, :0], buckets[..., :0], buckets[..., :0]), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
-        piece, state = lsh_attention_extend(q[:, :, new], v[:, :, new], buckets[..., new], state, chunk_size=CHUNK)
+        piece, state = reformer_attention_extend(q[:, :, new], v[:, :, new], buckets[..., new], state, chunk_size=CHUNK)
         pieces.append(piece)
-    whole = lsh_attention(q, v, buckets, n_buckets=BUCKETS, chunk_size=CHUNK, causal=True)
+    whole = reformer_attention(q, v, buckets, n_buckets=BUCKETS, chunk_size=CHUNK, causal=True)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)
     assert state.position == 23
 
@@ -83,7 +83,7 @@ def our_reads(buckets: list[int], chunk_size: int) -> list[set[int]]:
     """The same for ours, seen in the weights that the layer's attention gives to one-hot values."""
     length = len(buckets)
     q, v = torch.ones(1, 1, length, 2), torch.eye(length)[None, None]
-    out = lsh_attention(q, v, torch.tensor(buckets)[None, None, None], n_buckets=2, chunk_size=chunk_size, causal=True)
+    out = reformer_attention(q, v, torch.tensor(buckets)[None, None, None], n_buckets=2, chunk_size=chunk_size, causal=True)
     return [set(row.nonzero().flatten().tolist()) - {i} for i, row in enumerate(out[0, 0])]
 
 
@@ -99,11 +99,11 @@ def test_a_later_token_moves_the_chunks_of_the_published_form_but_not_ours() -> 
 
 def test_a_bucket_depends_on_the_direction_of_a_vector_alone() -> None:
     x, directions = torch.randn(1, 2, 50, 6), torch.randn(2, ROUNDS, 6, BUCKETS // 2)
-    buckets = lsh_buckets(x, directions)
+    buckets = reformer_buckets(x, directions)
     assert buckets.shape == (1, 2, ROUNDS, 50)
     assert set(buckets.flatten().tolist()) == set(range(BUCKETS))
-    assert torch.equal(lsh_buckets(8 * x, directions), buckets)
-    assert torch.equal(lsh_buckets(-x, directions), (buckets + BUCKETS // 2) % BUCKETS)
+    assert torch.equal(reformer_buckets(8 * x, directions), buckets)
+    assert torch.equal(reformer_buckets(-x, directions), (buckets + BUCKETS // 2) % BUCKETS)
 
 
 def test_tokens_are_hashed_before_they_are_rotated() -> None:
@@ -115,14 +115,16 @@ def test_tokens_are_hashed_before_they_are_rotated() -> None:
 def test_a_token_reads_itself_only_if_there_is_nothing_else() -> None:
     q, v = torch.randn(1, 1, 2, 6), torch.randn(1, 1, 2, 6)
     together, apart = torch.tensor([[[[0, 0]]]]), torch.tensor([[[[0, 1]]]])
-    out = lsh_attention(q, v, together, n_buckets=2, chunk_size=CHUNK, causal=True)
+    out = reformer_attention(q, v, together, n_buckets=2, chunk_size=CHUNK, causal=True)
     assert torch.equal(out[0, 0], v[0, 0, [0, 0]])
-    assert torch.equal(lsh_attention(q, v, apart, n_buckets=2, chunk_size=CHUNK, causal=True), v)
+    assert torch.equal(reformer_attention(q, v, apart, n_buckets=2, chunk_size=CHUNK, causal=True), v)
 
 
 def test_a_query_of_zero_has_a_finite_gradient() -> None:
     q = torch.zeros(1, 1, 3, 6, requires_grad=True)
-    out = lsh_attention(q, torch.randn(1, 1, 3, 6), torch.zeros(1, 1, 1, 3).long(), n_buckets=2, chunk_size=4, causal=False)
+    out = reformer_attention(
+        q, torch.randn(1, 1, 3, 6), torch.zeros(1, 1, 1, 3).long(), n_buckets=2, chunk_size=4, causal=False
+    )
     (gradient,) = torch.autograd.grad(out.square().sum(), q)
     assert gradient.isfinite().all()
 
@@ -145,7 +147,7 @@ def test_every_parameter_is_learned() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("n_buckets", 7, "n_buckets is 7, but must be even: every direction of a hash has a bucket at both of its ends"),
+        ("n_buckets", 7, "n_buckets is 7, but must be even: every direction of a hash has a bucket at each of its ends"),
         ("n_buckets", 0, "n_buckets is 0"),
         ("n_rounds", 0, "n_rounds is 0"),
         ("chunk_size", 0, "chunk_size is 0"),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lineartime.baselines import sparse
 from lineartime.baselines.sparse import (
-    SparseAttention,
+    Sparse,
     SparseState,
     sparse_attention,
     sparse_attention_extend,
@@ -68,4 +68,4 @@ def test_streaming_is_the_causal_form_however_few_keys_are_gathered(monkeypatch:
 
 def test_a_stride_below_one_is_named() -> None:
     with pytest.raises(ValueError, match="stride is 0, but must be at least 1"):
-        SparseAttention(16, n_heads=2, stride=0)
+        Sparse(16, n_heads=2, stride=0)

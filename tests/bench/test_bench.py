@@ -291,7 +291,7 @@ def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
     [
         ({"presets": ("flash-giant",)}, "preset is 'flash-giant', but must be a name that"),
         ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it among the peers"),
-        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use the task 'mlm'"),
+        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use task='mlm'"),
         ({"presets": ()}, "^presets is empty"),
         ({"measure": ()}, "^measure is empty"),
         ({"task": "mlm"}, "^measure has prefill, which needs the task clm: leave it out"),

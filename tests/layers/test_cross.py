@@ -1,6 +1,5 @@
 """The gated attention unit that reads another sequence."""
 
-import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers.cross import CrossGAU
+from lineartime.layers.options import constructor_options
 from lineartime.ops.cross import cross_attention_oracle
 
 
@@ -92,7 +92,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", list(inspect.signature(CrossGAU).parameters)[1:])
+@pytest.mark.parametrize("name", constructor_options(CrossGAU))
 def test_every_argument_changes_something(name: str) -> None:
     x, source = make_inputs()
     default, other = make_layer(), make_layer(**{name: OTHER[name]})

@@ -1,7 +1,6 @@
 """The one contract that everything which moves information between tokens has to keep."""
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,87 +10,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.baselines import (
-    CLSFLASH,
-    Combiner,
-    EfficientAttention,
-    FirstToAllFLASH,
-    GatedAttention,
-    GlobalFLASH,
-    LinearELU,
-    LinearTaylor,
-    Linformer,
-    LocalFLASH,
-    MixedChunkHeads,
-    MultiHeadGAU,
-    OverlappingFLASH,
-    Performer,
-    PerformerMatmul,
-    Reformer,
-    Relu2Attention,
-    SparseAttention,
-    UngatedGAU,
-    WeightedFLASH,
-)
-from lineartime.layers import FLASH, GAU, Attention
+from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer
-from lineartime.models import MIXER_KINDS
+from lineartime.models.layer_config import KINDS
 
 D_MODEL, CHUNK = 16, 8
+SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such an option, and its row does not say otherwise
 
-# name -> how to build it; every row is held to every test below.
-MIXERS: dict[str, Callable[[bool], Mixer]] = {
-    "flash": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, published normalisation": lambda causal: FLASH(
-        D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal, normalization="paper"
-    ),
-    "flash, softmax": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal, activation="softmax"),
-    "flash, rotary bias": lambda causal: FLASH(D_MODEL, d_qk=8, chunk_size=513, causal=causal),
-    "gau": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal),
-    "gau, table": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, max_length=128),
-    "gau, published normalisation": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, normalization="paper"),
-    "gau, softmax plus": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="softmax_plus"),
-    "gau, laplace": lambda causal: GAU(D_MODEL, d_qk=8, causal=causal, activation="laplace"),
-    "attention": lambda causal: Attention(D_MODEL, n_heads=2, causal=causal),
-    "flash, local only": lambda causal: LocalFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, global only": lambda causal: GlobalFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, overlapping": lambda causal: OverlappingFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, weighted": lambda causal: WeightedFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, first to all": lambda causal: FirstToAllFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "flash, [CLS]": lambda causal: CLSFLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=causal),
-    "gau, several heads": lambda causal: MultiHeadGAU(D_MODEL, n_heads=2, d_qk=8, causal=causal),
-    "gau, no gate": lambda causal: UngatedGAU(D_MODEL, d_qk=8, causal=causal),
-    "attention, relu2": lambda causal: Relu2Attention(D_MODEL, n_heads=2, causal=causal),
-    "attention, gated": lambda causal: GatedAttention(D_MODEL, n_heads=2, causal=causal),
-    "performer": lambda causal: Performer(D_MODEL, n_heads=2, causal=causal),
-    "performer, matmul": lambda causal: PerformerMatmul(D_MODEL, n_heads=2, causal=causal),
-    "linear, elu": lambda causal: LinearELU(D_MODEL, n_heads=2, causal=causal),
-    "linear, taylor": lambda causal: LinearTaylor(D_MODEL, n_heads=2, causal=causal),
-    "efficient": lambda causal: EfficientAttention(D_MODEL, n_heads=2, causal=causal),
-    "mc-tfm": lambda causal: MixedChunkHeads(D_MODEL, n_heads=2, chunk_size=CHUNK, causal=causal),
-    "combiner": lambda causal: Combiner(D_MODEL, n_heads=2, chunk_size=CHUNK, causal=causal),
-    "linformer": lambda causal: Linformer(D_MODEL, n_heads=2, n_landmarks=6, max_length=64, causal=causal),
-    "sparse": lambda causal: SparseAttention(D_MODEL, n_heads=2, stride=4, causal=causal),
-    "reformer": lambda causal: Reformer(D_MODEL, n_heads=2, n_buckets=4, chunk_size=4, causal=causal),
+# One row a mechanism: its name and the options that it is tested with. Every case is held to every test below.
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "flash": [{}, {"normalization": "paper"}, {"activation": "softmax"}, {"chunk_size": 513}],  # 513: the rotary bias
+    "gau": [{}, {"max_length": 128}, {"normalization": "paper"}, {"activation": "softmax_plus"}, {"activation": "laplace"}],
+    "attention": [{}],
+    "flash-local": [{}],
+    "flash-global": [{}],
+    "flash-overlapping": [{}],
+    "flash-weighted": [{}],
+    "flash-first-to-all": [{}],
+    "flash-cls": [{}],
+    "gau-multi-head": [{}],
+    "gau-ungated": [{}],
+    "mhsa-relu2": [{}],
+    "mhsa-gated": [{}],
+    "performer": [{}, {"causal_sums": "matmul"}],
+    "linear-elu": [{}],
+    "linear-taylor": [{}],
+    "efficient": [{}],
+    "mc-tfm": [{}],
+    "combiner": [{}],
+    "linformer": [{"n_landmarks": 6, "max_length": 64}],
+    "sparse": [{"stride": 4}],
+    "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
-# Those that only look both ways, with the reason that they give.
-ONLY_BIDIRECTIONAL = {
-    "linformer": "mixes all positions",
-    "flash, first to all": "the first token of a chunk has to see the whole sequence",
-    "flash, [CLS]": "its first token has to see the tokens that follow",
+CASES = {
+    ", ".join([kind, *(f"{name}={value}" for name, value in options.items())]): (KINDS["mixer"][kind], options)
+    for kind, row in ROWS.items()
+    for options in row
 }
-CAUSAL = [name for name in MIXERS if name not in ONLY_BIDIRECTIONAL]
-DIRECTIONS = [(name, False) for name in MIXERS] + [(name, True) for name in CAUSAL]
-every_mixer = pytest.mark.parametrize("name", MIXERS)
+ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
+CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
+DIRECTIONS = [(name, False) for name in CASES] + [(name, True) for name in CAUSAL]
+every_mixer = pytest.mark.parametrize("name", CASES)
 every_causal_mixer = pytest.mark.parametrize("name", CAUSAL)
 every_mixer_in_both_directions = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
 LENGTH = 3 * CHUNK + 5
 
 
+def fresh(name: str, causal: bool) -> Mixer:
+    mixer, options = CASES[name]
+    small = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
+    return mixer(D_MODEL, causal=causal, **{**small, **options})
+
+
 def build(name: str, causal: bool) -> Mixer:
     """The mixer with weights far from their small initial values, so that everything in it has a say."""
     torch.manual_seed(1)
-    mixer = MIXERS[name](causal)
+    mixer = fresh(name, causal)
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -105,7 +79,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 def test_every_mixer_that_a_model_can_have_is_held_to_the_contract() -> None:
-    assert {type(make(False)) for make in MIXERS.values()} == {config.layer for config in MIXER_KINDS.values()}
+    assert set(ROWS) == set(KINDS["mixer"])
 
 
 @every_causal_mixer
@@ -255,9 +229,9 @@ def test_a_mixer_that_is_not_causal_says_so(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONLY_BIDIRECTIONAL)
 def test_a_mixer_that_cannot_be_causal_says_why(name: str) -> None:
-    reason = re.escape(ONLY_BIDIRECTIONAL[name])
+    reason = re.escape(str(CASES[name][0].why_not_causal))
     with pytest.raises(ValueError, match=rf"causal is True, but \w+ must have causal=False: .*{reason}"):
-        MIXERS[name](True)
+        fresh(name, causal=True)
     mixer = build(name, causal=False)
     for stream in (lambda: mixer.init_state(1), lambda: mixer.extend(torch.zeros(1, 1, D_MODEL), None)):
         with pytest.raises(ValueError, match=f"cannot stream.*{reason}"):

@@ -16,16 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lineartime.layers import set_backend
-from lineartime.models import (
-    AttentionConfig,
-    FLASHConfig,
-    GAUConfig,
-    LanguageModel,
-    ModelConfig,
-    build_model,
-    set_context_parallel,
-)
-from lineartime.models.mixers import LocalFLASHConfig, MixerConfig, PerformerConfig
+from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model, set_context_parallel
 from lineartime.ops import context_parallel
 
 CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
@@ -39,7 +30,7 @@ def make_model(task: Any, dtype: torch.dtype = torch.float64, position: Any = "n
         vocab_size=VOCABULARY,
         d_model=8,
         n_blocks=2,
-        mixer=FLASHConfig(d_qk=D_QK, chunk_size=CHUNK, **mixer),
+        mixer=LayerConfig("flash", d_qk=D_QK, chunk_size=CHUNK, **mixer),
         absolute_position=position,
         max_positions=LENGTH if position == "learned" else None,
     )
@@ -156,7 +147,12 @@ def what_cannot_be_split_is_refused() -> None:
     set_context_parallel(model, None)
     assert torch.equal(model(make_batch()[0]), whole)
 
-    others: list[MixerConfig] = [GAUConfig(), AttentionConfig(n_heads=2), LocalFLASHConfig(), PerformerConfig(n_heads=2)]
+    others = [
+        LayerConfig("gau"),
+        LayerConfig("attention", n_heads=2),
+        LayerConfig("flash-local"),
+        LayerConfig("performer", n_heads=2),
+    ]
     for mixer in others:
         other = build_model(make_model("clm").config.override(mixer=mixer))
         with pytest.raises(ValueError, match=f"made of {type(other.backbone.blocks[0].mixer).__name__}, which needs its whole"):

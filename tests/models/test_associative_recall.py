@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.models import ModelConfig, build_model
+from lineartime.models.presets import model_of
 from lineartime.models.systems import SYSTEMS, Size
 
 PAIRS, LENGTH, KEYS, VALUES, MEASURED = 8, 128, 8, 8, 56
@@ -43,9 +44,8 @@ ADAPTED: dict[str, dict[str, int]] = {
 
 def small(system: str) -> ModelConfig:
     """The system, causal if it can be, without a sinusoid, which would drown embeddings that are as small as at first."""
-    config = SYSTEMS[system](SIZE, "clm")
-    if config.mixer.layer.why_not_causal is not None:
-        config = SYSTEMS[system](SIZE, "mlm")
+    row = SYSTEMS[system]
+    config = model_of(row, SIZE, "clm" if row.mixer.why_not_causal is None else "mlm")
     if config.absolute_position == "scaled_sin":
         config = config.override(absolute_position="none")
     return config.override(**ADAPTED.get(system, {}))

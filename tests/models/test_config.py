@@ -1,13 +1,16 @@
+import copy
 import dataclasses
-import inspect
 import json
+import pickle
 from typing import Any
 
 import pytest
 
-from lineartime.models import FLASHConfig, GAUConfig, GLUConfig, ModelConfig, presets
-from lineartime.models.mixers import MIXER_KINDS, MixerConfig
+from lineartime.layers.options import constructor_options
+from lineartime.models import LayerConfig, ModelConfig, presets
+from lineartime.models.layer_config import KINDS
 from lineartime.models.presets import resolve
+from lineartime.models.systems import SYSTEMS
 
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
@@ -20,10 +23,9 @@ def test_a_config_survives_json_exactly(name: str, task: Any) -> None:
 def test_override_reaches_the_model_and_its_parts() -> None:
     config = resolve("flash-tiny", vocab_size=100, chunk_size=32, dropout=0.1)
     assert (config.vocab_size, config.dropout) == (100, 0.1)
-    assert isinstance(config.mixer, FLASHConfig)
-    assert config.mixer.chunk_size == 32
-    assert resolve("flash-tiny", mixer={"kind": "gau", "d_qk": 32}).mixer == GAUConfig(d_qk=32)
-    assert resolve("flash-tiny", mixer=GAUConfig(), feed_forward=GLUConfig()).feed_forward == GLUConfig()
+    assert (config.mixer.kind, config.mixer.options["chunk_size"]) == ("flash", 32)
+    assert resolve("flash-tiny", mixer={"kind": "gau", "d_qk": 32}).mixer == LayerConfig("gau", d_qk=32)
+    assert resolve("flash-tiny", mixer=LayerConfig("gau"), feed_forward=LayerConfig("glu")).feed_forward == LayerConfig("glu")
     assert resolve(config, "mlm").task == "mlm"
     assert resolve(config).task == "clm"
 
@@ -31,19 +33,20 @@ def test_override_reaches_the_model_and_its_parts() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"chunk": 32}, r"'chunk' is not a field of this model; it has task, vocab_size, .*chunk_size"),
+        ({"chunk": 32}, r"chunk is not an option of this model, which has task, vocab_size, .*chunk_size"),
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
-        ({"vocab_size": "many"}, "model.vocab_size is 'many', but must be a whole number"),
-        ({"vocab_size": True}, "model.vocab_size is True"),
-        ({"norm": "batchnorm"}, "model.norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
-        ({"chunk_size": 2.5}, "mixer.chunk_size is 2.5, but must be a whole number"),
-        ({"activation": "gelu"}, "mixer.activation is 'gelu', but must be one of 'relu2'"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', but must be a whole number"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
+        ({"chunk_size": 2.5}, "^chunk_size is 2.5, but must be a whole number"),
+        ({"activation": "gelu"}, "^activation is 'gelu', but must be one of 'relu2'"),
         ({"mixer": {"kind": "rnn"}}, "mixer.kind is 'rnn', but must be one of 'flash', 'gau', 'attention'"),
-        ({"mixer": {"kind": "gau", "chunk_size": 3}}, "mixer has no field 'chunk_size'; it has d_qk"),
-        ({"mixer": None}, "model.mixer is None"),
-        ({"mixer": "flash"}, "model.mixer is 'flash', but must be a config of one of the kinds flash, gau, attention"),
-        ({"mixer": MixerConfig()}, r"model.mixer is MixerConfig\(\), but must be a config of one of the kinds flash"),
-        ({"feed_forward": "mlp"}, "model.feed_forward is 'mlp', but must be a config of one of the kinds mlp, glu"),
+        ({"mixer": {"kind": "gau", "chunk_size": 3}}, "mixer.chunk_size is not an option of gau, which has d_qk"),
+        ({"mixer": {"kind": "gau", "d_qk": 2.5}}, "mixer.d_qk is 2.5, but must be a whole number"),
+        ({"mixer": None}, "mixer is None"),
+        ({"mixer": "flash"}, "mixer is 'flash', but must be a LayerConfig of one of the kinds flash, gau, attention"),
+        ({"mixer": LayerConfig("mlp")}, r"mixer is LayerConfig\('mlp', .* must be a LayerConfig of one of the kinds flash"),
+        ({"feed_forward": "mlp"}, "feed_forward is 'mlp', but must be a LayerConfig of one of the kinds mlp, glu"),
         ({"task": "span"}, "task is 'span', but must be one of 'clm', 'mlm'"),
     ],
 )
@@ -53,16 +56,16 @@ def test_unknown_and_contradictory_values_are_named(overrides: dict[str, Any], m
 
 
 def test_a_name_in_two_parts_is_ambiguous() -> None:
-    with pytest.raises(ValueError, match="'expansion' is a field of both mixer and feed_forward"):
-        resolve("flash-tiny", feed_forward=GLUConfig(), expansion=3)
+    with pytest.raises(ValueError, match="expansion is an option of both mixer and feed_forward"):
+        resolve("flash-tiny", feed_forward=LayerConfig("glu"), expansion=3)
 
 
 def test_missing_and_unknown_fields_in_a_dictionary_are_named() -> None:
     data = presets()["flash-tiny"].to_dict()
-    with pytest.raises(ValueError, match="model has no field 'layers'"):
+    with pytest.raises(ValueError, match="layers is not an option of the model"):
         ModelConfig.from_dict({**data, "layers": 3})
     del data["d_model"]
-    with pytest.raises(ValueError, match="model lacks the field 'd_model'"):
+    with pytest.raises(ValueError, match="d_model is missing in the model"):
         ModelConfig.from_dict(data)
 
 
@@ -71,17 +74,72 @@ def test_configs_are_frozen() -> None:
         presets()["flash-tiny"].d_model = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", MIXER_KINDS)
-def test_a_mixer_is_described_by_all_its_arguments_with_their_defaults(kind: str) -> None:
-    config = MIXER_KINDS[kind]
-    arguments = {name: argument.default for name, argument in list(inspect.signature(config.layer).parameters.items())[1:]}
-    of_the_model = {"causal", "norm", "dropout"}
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-    assert fields == {name: default for name, default in arguments.items() if name not in of_the_model}
+def test_options_that_are_left_out_take_their_defaults() -> None:
+    config = presets()["flash-tiny"]
+    data = config.to_dict()
+    data["mixer"] = {"kind": "flash", "chunk_size": 128}
+    assert ModelConfig.from_dict(data).mixer == LayerConfig("flash", chunk_size=128, d_qk=128, rope=True)
+    assert repr(LayerConfig("mlp")) == "LayerConfig('mlp', expansion=4)"
+
+
+def test_a_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_sent() -> None:
+    config = LayerConfig("flash", chunk_size=64)
+    assert len({config, LayerConfig("flash", chunk_size=64), LayerConfig("flash")}) == 2
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    config.options["chunk_size"] = 3
+    assert config.options["chunk_size"] == 64
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.kind = "gau"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("rnn", {}, "kind is 'rnn', but must be one of 'flash'"),
+        ("flash", {"chunks": 3}, "chunks is not an option of flash, which has d_qk, .*chunk_size"),
+        ("flash", {"causal": True}, "causal is not an option of flash"),
+        ("flash-global", {"activation": "softmax"}, "activation is not an option of flash-global"),
+        ("gau-multi-head", {"max_length": 3}, "max_length is not an option of gau-multi-head"),
+        ("gau", {"max_length": 2.0}, "max_length is 2.0, but must be a whole number or None"),
+    ],
+)
+def test_options_that_a_layer_does_not_have_are_named(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerConfig(kind, **options)
+    if kind != "rnn" and "causal" not in options:
+        with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+            LayerConfig(kind).layer(16, **options)
+
+
+def test_options_defaults_and_types_are_those_of_constructors() -> None:
+    options = constructor_options(LayerConfig("combiner").layer)  # all of them belong to its bases
+    assert {name: option.default for name, option in options.items()} == {
+        "norm": "layernorm",
+        "dropout": 0.0,
+        "causal": False,
+        "n_heads": 12,
+        "rope": True,
+        "chunk_size": 256,
+    }
+    assert options["chunk_size"].type is int
+    assert constructor_options(LayerConfig("flash-global").layer)["chunk_size"].default == 64  # that of the nearest class
+
+
+@pytest.mark.parametrize("kind", KINDS["mixer"])
+def test_a_mechanism_has_one_name(kind: str) -> None:
+    mixer = KINDS["mixer"][kind]
+    assert mixer.name == kind
+    assert mixer.__module__.rpartition(".")[2] == kind.replace("-", "_")
+    assert mixer.__name__.lower() == kind.replace("-", "")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_says_what_it_is_in_a_line(system: str) -> None:
+    assert 10 <= len(SYSTEMS[system].describe()) <= 80
 
 
 def test_learned_positions_need_a_number_of_them_and_no_others_have_one() -> None:
-    message = "model.max_positions is .* with absolute_position = .*, but learned positions need a number of them"
+    message = "max_positions is .* with absolute_position = .*, but learned positions need a number of them"
     with pytest.raises(ValueError, match=message):
         resolve("flash-tiny", absolute_position="learned")
     with pytest.raises(ValueError, match=message):

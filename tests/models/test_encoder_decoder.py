@@ -13,22 +13,21 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.models.config import GLUConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
-from lineartime.models.mixers import AttentionConfig, CrossGAUConfig, FLASHConfig, GAUConfig
+from lineartime.models.layer_config import LayerConfig
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,
     d_model=16,
     n_encoder_blocks=2,
     n_decoder_blocks=2,
-    mixer=GAUConfig(d_qk=8),
-    cross=CrossGAUConfig(n_heads=2, d_qk=8),
+    mixer=LayerConfig("gau", d_qk=8),
+    cross=LayerConfig("cross-gau", n_heads=2, d_qk=8),
 )
 CONFIGS = {
     "gau": TINY,
-    "flash": dataclasses.replace(TINY, mixer=FLASHConfig(d_qk=8, chunk_size=4), norm="scalenorm"),
-    "attention": dataclasses.replace(TINY, mixer=AttentionConfig(n_heads=2), feed_forward=GLUConfig()),
+    "flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4), norm="scalenorm"),
+    "attention": dataclasses.replace(TINY, mixer=LayerConfig("attention", n_heads=2), feed_forward=LayerConfig("glu")),
 }
 every_config = pytest.mark.parametrize("name", CONFIGS)
 
@@ -113,10 +112,10 @@ def test_a_batch_is_written_like_its_rows() -> None:
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
         ({"n_encoder_blocks": 0}, "n_encoder_blocks is 0, but must be at least 1"),
         ({"n_decoder_blocks": 0}, "n_decoder_blocks is 0, but must be at least 1"),
-        ({"d_model": 16.0}, "model.d_model is 16.0, but must be a whole number"),
-        ({"mixer": None}, "model.mixer is None"),
-        ({"cross": GAUConfig()}, "model.cross is GAUConfig.*, but must be a config of one of the kinds gau"),
-        ({"norm": "batchnorm"}, "model.norm is 'batchnorm'"),
+        ({"d_model": 16.0}, "d_model is 16.0, but must be a whole number"),
+        ({"mixer": None}, "mixer is None"),
+        ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig of one of the kinds cross-gau"),
+        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
     ],
 )
 def test_values_that_are_not_allowed_are_named(changes: dict[str, Any], message: str) -> None:
@@ -131,14 +130,14 @@ def test_a_config_survives_json_exactly(name: str) -> None:
 
 def test_mistakes_in_the_cross_attention_are_named() -> None:
     with pytest.raises(ValueError, match=r"cross\.activation is 'gelu', but must be one of 'relu2'"):
-        EncoderDecoderConfig.from_dict({**TINY.to_dict(), "cross": {"kind": "gau", "activation": "gelu"}})
+        EncoderDecoderConfig.from_dict({**TINY.to_dict(), "cross": {"kind": "cross-gau", "activation": "gelu"}})
     with pytest.raises(ValueError, match="n_heads is 3, but must divide d_qk = 8"):
-        EncoderDecoder(dataclasses.replace(TINY, cross=CrossGAUConfig(n_heads=3, d_qk=8)))
+        EncoderDecoder(dataclasses.replace(TINY, cross=LayerConfig("cross-gau", n_heads=3, d_qk=8)))
 
 
 def test_inputs_that_do_not_fit_are_named() -> None:
     model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
-    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but source_ids has 2 rows"):
+    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, as source_ids"):
         model(source, target[:1])
     with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[B, T\] = \[2, 9\]"):
         model(source, target, torch.ones(2, 7, dtype=torch.bool))
@@ -205,8 +204,8 @@ def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tens
         d_model=64,
         n_encoder_blocks=1,
         n_decoder_blocks=2,
-        mixer=GAUConfig(d_qk=32, rope=False, max_length=16),
-        cross=CrossGAUConfig(n_heads=n_heads, d_qk=32),
+        mixer=LayerConfig("gau", d_qk=32, rope=False, max_length=16),
+        cross=LayerConfig("cross-gau", n_heads=n_heads, d_qk=32),
     )
     model = EncoderDecoder(config)
     seen = train(model, task)

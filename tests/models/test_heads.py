@@ -20,7 +20,7 @@ every_causal_preset = pytest.mark.parametrize("name", CAUSAL)
 def small(name: str, task: Task) -> ModelConfig:
     """The system of a tiny preset, smaller still."""
     config = resolve(name, task)
-    own = {field: value for field, value in SMALL.items() if getattr(config, field, None) or hasattr(config.mixer, field)}
+    own = {field: value for field, value in SMALL.items() if getattr(config, field, None) or field in config.mixer.options}
     if name == "mhsa-single-head-tiny":
         del own["n_heads"]
     return config.override(**TINY, **own)

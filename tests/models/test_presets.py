@@ -6,11 +6,10 @@ import pytest
 import lineartime
 from lineartime import presets
 from lineartime.data import ByteTokenizer
-from lineartime.models import AttentionConfig, GLUConfig, MLPConfig
 from lineartime.models.config import Task
 from lineartime.models.cost import count_parameters
-from lineartime.models.mixers import FirstToAllFLASHConfig
-from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve
+from lineartime.models.layer_config import LayerConfig
+from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve, system_of
 from lineartime.models.systems import SYSTEMS
 
 
@@ -48,7 +47,7 @@ def test_every_row_of_the_table_of_sizes_is_a_preset() -> None:
     for name, (n_blocks, d_model, chunk_size) in rows.items():
         config = presets()[name]
         assert (config.n_blocks, config.d_model) == (n_blocks, d_model), name
-        assert getattr(config.mixer, "chunk_size", None) == chunk_size, name
+        assert config.mixer.options.get("chunk_size") == chunk_size, name
 
 
 def test_every_system_has_a_tiny_and_a_base_preset() -> None:
@@ -74,22 +73,37 @@ def test_norms_follow_the_task() -> None:
 def test_a_system_that_only_looks_both_ways_is_no_causal_preset(name: str) -> None:
     assert name not in presets("clm")
     assert name in presets("mlm")
-    with pytest.raises(ValueError, match=rf"{name} cannot be a causal model: .*; use the task 'mlm'"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be a causal model: .*; use task='mlm'"):
         lineartime.build(name)
 
 
 def test_a_system_is_what_its_name_says() -> None:
     plain, plus, plus_plus = (presets()[f"transformer{suffix}-tiny"] for suffix in ("", "+", "++"))
-    assert (plain.absolute_position, plain.norm, plain.mixer) == ("learned", "layernorm", AttentionConfig(4, rope=False))
+    assert (plain.absolute_position, plain.norm, plain.mixer) == (
+        "learned",
+        "layernorm",
+        LayerConfig("attention", n_heads=4, rope=False),
+    )
     assert presets("mlm")["transformer-tiny"].norm == "layernorm"
-    assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", MLPConfig())
-    assert plus_plus == replace(plus, feed_forward=GLUConfig())
+    assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", LayerConfig("mlp"))
+    assert plus_plus == replace(plus, feed_forward=LayerConfig("glu"))
     for name in ("performer", "performer-matmul", "combiner", "linear-elu", "sparse", "reformer"):
         assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus
     for name in ("mc-tfm++", "mhsa-relu2", "mhsa-gated", "mhsa-single-head"):
         assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
-    # fine-tuning: s = 512 and chunks of 128 (spec, section 6)
-    assert presets("mlm")["flash-first-to-all-base"].mixer == FirstToAllFLASHConfig(d_qk=512, chunk_size=128)
+    # fine-tuning: s = 512 and chunks of 128 (section 4.3 of the paper)
+    assert presets("mlm")["flash-first-to-all-base"].mixer == LayerConfig("flash-first-to-all", d_qk=512, chunk_size=128)
+
+
+def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size() -> None:
+    takes = {name for name, system in SYSTEMS.items() if system.takes_chunk_size}
+    assert takes == {"flash", "flash-local", "flash-overlapping", "flash-weighted", "mc-tfm++", "combiner"}
+    assert system_of("flash-large").takes_chunk_size
+    assert not system_of("gau-scaling-512").takes_chunk_size
+
+
+def test_only_the_vanilla_transformer_is_not_clipped() -> None:
+    assert [name for name, system in SYSTEMS.items() if not system.clipped] == ["transformer"]
 
 
 @pytest.mark.parametrize("wrong", [None, ["flash-tiny"], 3])

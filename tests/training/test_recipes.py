@@ -42,7 +42,7 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
     assert {name: getattr(config, name) for name in SHARED} == SHARED
     assert (config.data, config.task, config.context_length, config.preset) == (data, task, 4096, "flash-base")
     model = config.model_config(vocab_size=32_000)
-    assert getattr(model.mixer, "chunk_size", None) == chunk_size
+    assert model.mixer.options.get("chunk_size") == chunk_size
     assert model.dropout == 0
     config.check()
     for ranks in (1, 2, 8, 64):

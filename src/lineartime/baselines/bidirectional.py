@@ -1,4 +1,4 @@
-"""What mixers share that can only look both ways: they have nothing to stream, and say why."""
+"""Base of the mixers that cannot be causal, and so cannot stream."""
 
 from typing import Any, NoReturn
 
@@ -6,22 +6,22 @@ from lineartime.layers.residual import Mixer
 
 
 class BidirectionalMixer(Mixer):
-    """Mixed into a layer that cannot be causal, before its other base: class L(BidirectionalMixer, MultiHeadMixer).
+    """Base of a layer that cannot be causal, named before its other base: class L(BidirectionalMixer, MultiHeadMixer).
 
-    The layer states its reason, `why_not_causal`, which `Mixer` shows to whoever asks for causal=True.
+    The layer's class states the reason, `why_not_causal`; the error for causal=True contains it.
     """
 
     def check_causal(self) -> NoReturn:
-        """Raise ValueError, for this mixer never streams."""
+        """Raise ValueError: this mixer cannot stream."""
         raise ValueError(
             f"{type(self).__name__} has causal=False and cannot stream, nor can it be built with causal=True: "
             f"{self.why_not_causal}."
         )
 
     def init_state(self, batch_size: int) -> Any:
-        """Raise ValueError, for this mixer never streams."""
+        """Raise ValueError: this mixer cannot stream."""
         self.check_causal()
 
     def attend_next(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError, for this mixer never streams; `extend` has refused before."""
+        """Raise ValueError: this mixer cannot stream. `extend` raises it first."""
         self.check_causal()

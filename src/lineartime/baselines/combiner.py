@@ -1,4 +1,4 @@
-"""Combiner, rowmajor-axial: softmax over the tokens of the own chunk and one summary of every other chunk.
+"""Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and one summary of every other chunk.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from lineartime.baselines.chunked_heads import ChunkedHeads
+from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.norms import Norm
 from lineartime.ops.chunks import cut_chunks, fill, open_chunk_pieces
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def combiner_oracle(
+def combiner_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, ws_q: Tensor, ws_k: Tensor, *, chunk_size: int, causal: bool = False
 ) -> Tensor:
     """The definition for one document, one query at a time: [H, T, h] three times and [d, d] twice -> [H, T, h]."""
@@ -64,18 +64,18 @@ def combiner_attention(
 ) -> Tensor:
     """Attend in time T (C + T / C): [R, H, L, h] three times, weights [d, d] twice -> [R, H, L, h].
 
-    `real`, bool [R, L], is False behind the tokens of shorter rows.
+    `real`, bool [R, L], is False for the padding at the end of shorter rows.
     """
     n_heads = q.shape[1]
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
     q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
     slots = chunks.slots(v.device)
-    holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
+    holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk whose first slot is empty is empty
     slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
     k_bar, v_bar = _summarise(q, k, v, slots, ws_q, ws_k)  # [R, G, H, h]
 
     near = slots
-    if causal:  # no more than the triangle is needed: empty slots stand behind real ones
+    if causal:  # the triangle is enough: empty slots come after real ones
         near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
     own = torch.arange(v.shape[1], device=v.device)
     others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
@@ -94,7 +94,7 @@ def _split(x: Tensor, n_heads: int) -> Tensor:
 
 
 def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], hold a token or not."""
+    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tell which hold a token."""
     empty = ~slots.mT
     lowest = torch.finfo(q.dtype).min
     pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
@@ -104,7 +104,7 @@ def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_
 def _summary(
     pooled_q: Tensor, pooled_k: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [..., H, h] from what was pooled, [..., H, h], and the keys and values of the chunk, [..., H, C, h]."""
+    """k_bar and v_bar [..., H, h] from pooled queries and keys [..., H, h] and a chunk's keys and values [..., H, C, h]."""
     q_bar, k_bar = (
         F.linear(pooled.flatten(-2), ws.to(pooled.dtype)).view_as(pooled) for pooled, ws in ((pooled_q, ws_q), (pooled_k, ws_k))
     )
@@ -124,7 +124,7 @@ def _read_both(near: Tensor, values: Tensor, far: Tensor, summaries: Tensor) -> 
 
 
 class CombinerState(NamedTuple):
-    """What a causal stream has to remember: it grows by one summary for every chunk.
+    """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
         k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
@@ -178,23 +178,16 @@ def combiner_attention_extend(
 
 
 class Combiner(ChunkedHeads):
-    """Multi-head attention over the own chunk and summaries of the others: [B, T, d] -> [B, T, d].
+    """Combiner, rowmajor-axial.
 
-    Arguments are those of `ChunkedHeads`.
+    A head reads the tokens of its own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of
+    `ChunkedHeads`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        chunk_size: int = 256,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, chunk_size=chunk_size, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    name = "combiner"
+
+    def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
+        super().__init__(d_model, **options)
         self.query_summary = nn.Parameter(torch.empty(d_model, d_model))
         self.key_summary = nn.Parameter(torch.empty(d_model, d_model))
         nn.init.normal_(self.query_summary, std=0.02)

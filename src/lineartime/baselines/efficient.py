@@ -5,9 +5,9 @@ Source: "Efficient Attention" (arXiv 1812.01243); the causal form, by running su
 
     out[t] = sum over features f of softmax(q[t])[f] context[f],  context[f] = sum over visible j of softmax(k[:, f])[j] v[j]
 
-Where all tokens are visible there is one context. Causal, softmax(k[:, f])[j] is exp(k[j, f]) divided by its running sum, and
-dividing the query's feature by that sum instead makes it linear attention. Keys are clamped to -20 ... 20, so that exponentials
-need no maximum subtracted: one over all tokens would let future keys decide which digits of the past are lost.
+If all tokens are visible, there is one context. In the causal form, softmax(k[:, f])[j] is exp(k[j, f]) divided by its running
+sum; dividing the query's feature by that sum instead gives linear attention. Keys are clamped to -20 ... 20, so that the
+exponentials need no maximum subtracted: with a maximum over all tokens, a large future key would erase the past.
 """
 
 import torch
@@ -37,12 +37,12 @@ def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
     """Attend in time linear in T: [R, H, T, h] three times -> the same; `real`, [R, T], is False behind a row's tokens."""
-    if causal:  # nobody reads what stands behind the real tokens
+    if causal:  # padding comes after the real tokens, and no token reads later ones
         return _causal(q, k, v, None)[0]
     weights = _exponentials(k)
     if real is not None:
         weights = weights * real[:, None, :, None]
-    # A row without a token has no weights to divide, and nothing to read.
+    # A row without tokens has weights of zero: do not divide by their sum.
     weights = weights / weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return _softmax(q).to(v.dtype) @ (weights.to(v.dtype).mT @ v)
 
@@ -69,17 +69,19 @@ def _softmax(q: Tensor) -> Tensor:
 def efficient_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
     """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them.
 
-    The state's summary is the sum of exp(k) (v, 1)^T.
+    The summary in the state is the sum of exp(k) (v, 1)^T.
     """
     out, summary = _causal(q, k, v, state.summary)
     return out, LinearState(summary, state.position + v.shape[-2])
 
 
-class EfficientAttention(MultiHeadMixer):
-    """Multi-head efficient attention, streaming with constant memory: [B, T, d] -> [B, T, d].
+class Efficient(MultiHeadMixer):
+    """Efficient attention: softmax over features and positions.
 
-    Arguments are those of every `MultiHeadMixer`; rotary positions come before both softmaxes.
+    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; rotary positions come before both softmaxes.
     """
+
+    name = "efficient"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Efficient attention, [R, H, L, h] three times -> [R, H, L, h]."""

@@ -1,4 +1,4 @@
-"""FLASH global-only: the linear part alone. Causal, a token then reads nothing of its own chunk, which is why it is small.
+"""FLASH global-only: the linear part alone. A causal token reads nothing of its own chunk, which is therefore small.
 
 Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.norms import Norm
+from lineartime.layers.residual import MixerOptions
 from lineartime.ops.activations import Normalization
 from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
-class GlobalState(NamedTuple):
-    """What a causal stream has to remember.
+class FLASHGlobalState(NamedTuple):
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, s, e], the sum of k v^T over all complete chunks.
@@ -31,62 +32,55 @@ class GlobalState(NamedTuple):
     position: int
 
 
-class GlobalFLASH(FLASHInParts):
-    """`FLASH` without its quadratic part, and so without the arguments for that; the others as there."""
+class FLASHGlobalOptions(MixerOptions, total=False):
+    """The options of `FLASH` that are not those of its quadratic part."""
 
+    d_qk: int
+    expansion: int
+    normalization: Normalization
+    rope: bool
+
+
+class FLASHGlobal(FLASHInParts):
+    """FLASH with linear attention across chunks of 64 alone.
+
+    Args:
+        chunk_size: C; the length of the input need not be a multiple of it.
+        **options: those of `FLASH`, without activation and relative_bias: they belong to the quadratic part.
+    """
+
+    name = "flash-global"
     n_maps = 2
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_qk: int = 128,
-        expansion: int = 2,
-        chunk_size: int = 64,
-        causal: bool = False,
-        normalization: Normalization = "count",
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(
-            d_model,
-            d_qk=d_qk,
-            expansion=expansion,
-            chunk_size=chunk_size,
-            causal=causal,
-            normalization=normalization,
-            norm=norm,
-            rope=rope,
-            relative_bias=False,
-            dropout=dropout,
-        )
+    def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
+        # Passed explicitly, so that a caller who passes them gets a TypeError.
+        super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
 
     def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
         """The linear part alone."""
         q, k = maps
         return self.linear_part(q, k, v, chunks)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: GlobalState) -> tuple[Tensor, GlobalState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState) -> tuple[Tensor, FLASHGlobalState]:
         """Attend to the summary of all complete chunks, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         q, k = maps.unbind(1)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         with without_autocast(v):
             for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
-                # Complete chunks are full, so both normalisations divide by the number of their tokens.
+                # Complete chunks are full: both normalisations divide by the number of their tokens.
                 mean = state.summary / max(1, state.position - first)
                 outputs.append((q[:, new].to(compute) @ mean.to(compute)).to(outputs[0].dtype))
                 k_open, v_open = fill(state.k, first, k[:, new]), fill(state.v, first, v[:, new])
                 position = state.position + last - first
                 if last == self.chunk_size:
                     summary = state.summary + k_open.mT @ v_open
-                    state = GlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
+                    state = FLASHGlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
                 else:
-                    state = GlobalState(state.summary, k_open, v_open, position)
+                    state = FLASHGlobalState(state.summary, k_open, v_open, position)
         return torch.cat(outputs, 1), state
 
-    def init_state(self, batch_size: int) -> GlobalState:
+    def init_state(self, batch_size: int) -> FLASHGlobalState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
-        return GlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)
+        return FLASHGlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)

@@ -1,4 +1,4 @@
-"""FLASH local-only: the quadratic part alone, so that no token reads beyond its own chunk.
+"""FLASH local-only: the quadratic part alone. No token reads beyond its own chunk.
 
 Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "local only".
@@ -11,9 +11,13 @@ from lineartime.ops.chunks import Chunks
 from lineartime.ops.mixed_chunk_stream import MixedChunkState
 
 
-class LocalFLASH(FLASHInParts):
-    """`FLASH` without its linear part; arguments as there."""
+class FLASHLocal(FLASHInParts):
+    """FLASH that reads nothing beyond a token's own chunk.
 
+    `FLASH` without its linear part. Options are those of `FLASH`.
+    """
+
+    name = "flash-local"
     n_maps = 2
 
     def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:

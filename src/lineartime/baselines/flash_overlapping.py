@@ -1,8 +1,8 @@
-"""FLASH with overlapping local attention: a chunk also reads its neighbours, causal: the one before it. Better, slower.
+"""FLASH with overlapping local attention: a chunk also reads its neighbours; a causal one, the chunk before it.
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names it as a variant and leaves it out for speed.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names this variant as better and slower.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def overlapping_attention_oracle(
+def flash_overlapping_oracle(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool = False, activation: Activation = "relu2"
 ) -> Tensor:
     """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
 
-    bias: [C, M C], row t and column j + C of it being added where the key stands at j, counted from the start of t's chunk.
+    bias: [C, M C]; row t and column j + C belong to the key at j, counted from the start of t's chunk.
     """
     rows = []
     for t in range(len(v)):
@@ -45,13 +45,13 @@ def overlapping_attention_oracle(
 
 
 def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
-    """Beside every chunk those next to it, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
+    """Every chunk joined with its neighbours, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
     before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
     return torch.cat([before, x] if causal else [before, x, after], 2)
 
 
 def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
-    """Which keys in reach a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
+    """The keys that a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
     visible = with_neighbours(chunks.slots(like.device)[..., None], chunks, causal).mT
     if not causal:
         return visible
@@ -62,12 +62,12 @@ def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class OverlappingState(NamedTuple):
-    """What a causal stream has to remember: of constant size.
+class FLASHOverlappingState(NamedTuple):
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, s, e], the sum of k_lin v^T over all complete chunks.
-        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the chunk before and the open one, zero where there is no token.
+        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the previous chunk and the open one, zero where there is no token.
         k_lin: [B, C, s] of the open chunk.
         position: the number of tokens read so far.
     """
@@ -79,9 +79,13 @@ class OverlappingState(NamedTuple):
     position: int
 
 
-class OverlappingFLASH(FLASHInParts):
-    """`FLASH` whose quadratic part also reads the chunk before, or, looking both ways, both neighbours; arguments as there."""
+class FLASHOverlapping(FLASHInParts):
+    """FLASH whose chunks also read their neighbours.
 
+    Causal, a chunk reads the one before it. Options are those of `FLASH`.
+    """
+
+    name = "flash-overlapping"
     bias_chunks = 2
 
     def chunk_bias(self) -> Tensor | None:
@@ -109,7 +113,7 @@ class OverlappingFLASH(FLASHInParts):
             published_length=None if self.normalization == "count" else float(self.chunk_size),
         )
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: OverlappingState) -> tuple[Tensor, OverlappingState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHOverlappingState) -> tuple[Tensor, FLASHOverlappingState]:
         """Attend to the open chunk, the one before, and the summary, and the state N tokens later."""
         size, compute = self.chunk_size, matmul_dtype(maps, v)
         q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
@@ -119,7 +123,7 @@ class OverlappingFLASH(FLASHInParts):
         with without_autocast(v):
             for new, first, last in open_chunk_pieces(state.position, v.shape[1], size):
                 complete = state.position - first
-                state = OverlappingState(
+                state = FLASHOverlappingState(
                     state.summary,
                     fill(state.k_quad, size + first, k_quad[:, new]),
                     fill(state.v, size + first, v[:, new]),
@@ -127,7 +131,7 @@ class OverlappingFLASH(FLASHInParts):
                     complete + last,
                 )
                 visible = places[: size + last] <= places[size + first : size + last, None]
-                if not complete:  # there is no chunk before the first
+                if not complete:  # the first chunk has no previous one
                     visible = visible & (places[: size + last] >= size)
                 weights = self._weights(
                     q_quad[:, new].to(compute) @ state.k_quad[:, : size + last].to(compute).mT,
@@ -141,10 +145,10 @@ class OverlappingFLASH(FLASHInParts):
                     state = self._fold(state)
         return torch.cat(outputs, 1), state
 
-    def _fold(self, state: OverlappingState) -> OverlappingState:
-        """Add the open chunk, now full, to the summary; it becomes the one before."""
+    def _fold(self, state: FLASHOverlappingState) -> FLASHOverlappingState:
+        """Add the open chunk, now full, to the summary; it becomes the previous chunk."""
         size = self.chunk_size
-        return OverlappingState(
+        return FLASHOverlappingState(
             state.summary + state.k_lin.mT @ state.v[:, size:],
             torch.cat([state.k_quad[:, size:], torch.zeros_like(state.k_quad[:, size:])], 1),
             torch.cat([state.v[:, size:], torch.zeros_like(state.v[:, size:])], 1),
@@ -152,8 +156,8 @@ class OverlappingFLASH(FLASHInParts):
             state.position,
         )
 
-    def init_state(self, batch_size: int) -> OverlappingState:
+    def init_state(self, batch_size: int) -> FLASHOverlappingState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
         twice = (1, 2, 1)
-        return OverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)
+        return FLASHOverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)

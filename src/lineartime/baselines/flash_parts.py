@@ -1,4 +1,4 @@
-"""FLASH in parts, so that a variant can exchange one of them. `FLASH` itself calls one operation, which a kernel can replace.
+"""FLASH in parts, of which a variant replaces one. `FLASH` itself calls a single operation, which a kernel can compute.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 """
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import GatedUnit
+from lineartime.ops.activations import attention_weights
 from lineartime.ops.chunks import Chunks, Reach, cut_chunks
 from lineartime.ops.mixed_chunk import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_attention_extend
@@ -14,7 +15,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 
 
 class FLASHInParts(FLASH):
-    """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
+    """The same function as `FLASH`; its quadratic and its linear part are methods that work on chunks."""
 
     has_backends = False
     splits_context = False
@@ -70,3 +71,11 @@ class FLASHInParts(FLASH):
         """The state of both parts; ValueError unless the layer is causal."""
         state: MixedChunkState = FLASH.init_state(self, batch_size)
         return state
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention to real keys: [B, G, Q, s], [B, G, K, s], [B, G, K, e], bool [B or 1, G, K] -> [B, G, Q, e]."""
+    weights = attention_weights(
+        q @ k.mT, d_qk=q.shape[-1], visible=real[:, :, None], bias=bias, activation="softmax", published_length=None
+    )
+    return weights.to(v.dtype) @ v

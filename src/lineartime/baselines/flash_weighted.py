@@ -1,4 +1,4 @@
-"""FLASH with weighted chunk summaries: attention between chunks decides how much each counts in the linear part.
+"""FLASH with weighted chunk summaries: attention between chunks weights them in the linear part.
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
@@ -9,7 +9,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
     bidirectional: A[g] = softmax over all chunks h of q_bar[g].k_bar[h] / sqrt(s) + log |h|
     causal:        the same over h < g, with q_bar[g - 1] for q_bar[g], which would show a token what follows it in its chunk
 
-Equal scores give the plain mean over tokens, which is FLASH. The summaries of all chunks have to be kept.
+Equal scores give the mean over tokens, which is FLASH. A stream keeps the summaries of all chunks.
 """
 
 import math
@@ -27,7 +27,7 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def weighted_summaries_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition of the linear part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e]."""
     chunks = [slice(start, min(start + chunk_size, len(v))) for start in range(0, len(v), chunk_size)]
     q_bar, k_bar = ([x[chunk].mean(0) for chunk in chunks] for x in (q, k))
@@ -53,7 +53,7 @@ def weighted_summaries_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
 def weighted_summaries(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, normalization: Normalization = "count"
 ) -> Tensor:
-    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    """Read a weighted mean of the chunks' summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
     accumulate = torch.promote_types(v.dtype, torch.float32)
     tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
     sizes = tokens.clamp(min=1)
@@ -87,15 +87,15 @@ def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class WeightedState(NamedTuple):
-    """What a causal stream has to remember: it grows by one summary for every chunk.
+class FLASHWeightedState(NamedTuple):
+    """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
         context: [B, s, e], the weighted mean of summaries that the open chunk reads.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
         k_lin: [B, C, s] of the open chunk.
-        quadratic: what the quadratic part has to remember, which holds the open chunk's values.
+        quadratic: the state of the quadratic part, which holds the open chunk's values.
         position: the number of tokens read so far.
     """
 
@@ -108,14 +108,19 @@ class WeightedState(NamedTuple):
     position: int
 
 
-class WeightedFLASH(FLASHInParts):
-    """`FLASH` with weighted chunk summaries; arguments as there. Its state grows by s x e numbers with every chunk."""
+class FLASHWeighted(FLASHInParts):
+    """FLASH with attention between chunk summaries.
+
+    Its state grows by s x e numbers with every chunk. Options are those of `FLASH`.
+    """
+
+    name = "flash-weighted"
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """Weighted summaries in the place of plain ones."""
+        """Across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: WeightedState) -> tuple[Tensor, WeightedState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHWeightedState) -> tuple[Tensor, FLASHWeightedState]:
         """Attend to the open chunk and the weighted summaries before it, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
@@ -135,8 +140,8 @@ class WeightedFLASH(FLASHInParts):
                     state = self._fold(state, v_open)
         return torch.cat(outputs, 1), state
 
-    def _fold(self, state: WeightedState, v_open: Tensor) -> WeightedState:
-        """Summarise the open chunk, now full, and find what the next one reads."""
+    def _fold(self, state: FLASHWeightedState, v_open: Tensor) -> FLASHWeightedState:
+        """Summarise the open chunk, now full, and compute the context of the next one."""
         summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
         summaries = torch.cat([state.summaries, summary[:, None]], 1)
         k_bar = torch.cat([state.k_bar, state.k_lin.mean(1, keepdim=True)], 1)
@@ -149,10 +154,10 @@ class WeightedFLASH(FLASHInParts):
             k_lin=torch.zeros_like(state.k_lin),
         )
 
-    def init_state(self, batch_size: int) -> WeightedState:
+    def init_state(self, batch_size: int) -> FLASHWeightedState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         mixed = self.init_mixed_state(batch_size)
         context, k_lin = mixed.summary, mixed.k_lin
-        return WeightedState(
+        return FLASHWeightedState(
             context, context[:, None][:, :0], k_lin[:, :0], k_lin[:, 0], k_lin, self.quadratic_state(batch_size), 0
         )

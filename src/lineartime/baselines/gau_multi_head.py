@@ -1,4 +1,4 @@
-"""GAU with several heads, each with its share of the query/key width and of the values: an ablation of the single head.
+"""GAU with several heads, which share the query/key width and the value width: an ablation of the single head.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, H heads,
 s query/key width and e value width of all heads together.
@@ -7,55 +7,41 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads, map_state, merge_heads
-from lineartime.layers.norms import Norm
-from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.positions import rope as rotate
 from lineartime.ops.quadratic import QuadraticState
 
 
-class MultiHeadGAU(GAU):
-    """`GAU` with H heads and as many parameters; other arguments as there. The relative bias is the same for all heads."""
+class GAUMultiHead(GAU):
+    """GAU with several heads.
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 4,
-        d_qk: int = 128,
-        expansion: int = 2,
-        causal: bool = False,
-        activation: Activation = "relu2",
-        normalization: Normalization = "count",
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        relative_bias: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(
-            d_model,
-            d_qk=d_qk,
-            expansion=expansion,
-            causal=causal,
-            activation=activation,
-            normalization=normalization,
-            norm=norm,
-            rope=rope,
-            relative_bias=relative_bias,
-            dropout=dropout,
-        )
+    It has as many parameters as a `GAU`. The relative bias is the rotary form, and the same for all heads.
+
+    Args:
+        n_heads: H, which must divide d_qk and expansion * d.
+        relative_bias: whether a learned bias by distance is added to the scores.
+        **options: those of `GatedUnit`.
+    """
+
+    name = "gau-multi-head"
+
+    def __init__(self, d_model: int, *, n_heads: int = 4, relative_bias: bool = True, **options: Unpack[GatedOptions]) -> None:
+        super().__init__(d_model, relative_bias=relative_bias, max_length=None, **options)
         check_positive(n_heads=n_heads)
-        for name, width in (("d_qk", d_qk), ("expansion * d_model", self.d_value)):
+        for name, width in (("d_qk", self.d_qk), ("expansion * d_model", self.d_value)):
             if width % n_heads:
-                raise ValueError(f"n_heads is {n_heads}, but must divide {name} = {width}.")
-        check_even("rotary positions turn pairs of features", head_dim=d_qk // n_heads)
+                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
+        check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
         self.n_heads = n_heads
 
     def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
-        """Z [B, T, s] -> [B, maps, T, s], each head being turned by itself."""
+        """Z [B, T, s] -> [B, maps, T, s]; rotary positions rotate each head separately."""
         maps = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]
         if self.rope:
             heads = maps.unflatten(-1, (self.n_heads, -1))  # [B, maps, T, H, s / H]
@@ -63,7 +49,7 @@ class MultiHeadGAU(GAU):
         return maps
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Every head of every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
+        """Attention per row and head: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         return self._merge(super().attend_rows(self._split(q), self._split(k), self._split(v), mask))
 

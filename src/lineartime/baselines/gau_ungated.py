@@ -1,4 +1,4 @@
-"""GAU without its gate, the values being twice as wide instead: an ablation of gating.
+"""GAU without its gate, with values twice as wide: an ablation of gating.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "no gating": V is 2e wide and Wo maps 2e to d.
@@ -9,13 +9,18 @@ from torch import Tensor
 from lineartime.layers.gau import GAU
 
 
-class UngatedGAU(GAU):
-    """`GAU` with U dropped and V widened to 2e; arguments as there."""
+class GAUUngated(GAU):
+    """GAU without its gate, values twice as wide.
+
+    Options are those of `GAU`.
+    """
+
+    name = "gau-ungated"
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """No gate, and values of 2e."""
         return 0, 2 * width
 
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        """Attention's output as it is, [B, T, 2e]."""
+        """Attention's output, unchanged: [B, T, 2e]."""
         return attended

@@ -1,4 +1,4 @@
-"""Multi-head linear attention by a feature map, which is all that a subclass has to supply.
+"""Multi-head linear attention by a feature map, which a subclass supplies.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
 """
@@ -13,19 +13,20 @@ from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, l
 
 
 class KernelAttention(MultiHeadMixer):
-    """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
+    """Linear attention with similarity features(q).features(k): [B, T, d] -> [B, T, d].
 
-    Arguments are those of every `MultiHeadMixer`; rotary positions come before the feature map.
+    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; the feature map comes after rotary
+    positions.
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., h] -> features [..., f], none of them negative."""
+        """Queries or keys [..., h] -> features [..., f], which must not be negative."""
 
-    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """How the sums over earlier tokens are computed: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
+    def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
         return chunked_sums(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
@@ -36,7 +37,7 @@ class KernelAttention(MultiHeadMixer):
             v,
             causal=self.causal,
             real=None if real is None else real[:, None],
-            causal_sums=self.causal_sums,
+            causal_sums=self.sums,
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:

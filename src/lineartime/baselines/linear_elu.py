@@ -7,7 +7,9 @@ from lineartime.baselines.kernel_attention import KernelAttention
 
 
 class LinearELU(KernelAttention):
-    """Linear attention with similarity (elu(q) + 1).(elu(k) + 1)."""
+    """Linear attention with features elu + 1."""
+
+    name = "linear-elu"
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""

@@ -10,9 +10,14 @@ from lineartime.baselines.kernel_attention import KernelAttention
 
 
 class LinearTaylor(KernelAttention):
-    """Linear attention with similarity 1 + cos(q, k), which are the features (1, x / |x|)."""
+    """Linear attention with similarity 1 + cos(q, k).
+
+    Its features are (1, x / |x|).
+    """
+
+    name = "linear-taylor"
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h + 1]."""
-        # eps well above what float32 squares to zero, so that empty slots have finite gradients
+        # The square of this eps is not zero in float32, so that the gradients of empty slots are finite.
         return F.pad(F.normalize(x, dim=-1, eps=1e-6), (1, 0), value=1.0)

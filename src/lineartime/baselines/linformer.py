@@ -12,12 +12,12 @@ A sequence of fewer than M tokens uses the first T columns of E and F.
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
 from lineartime.layers.checks import check_positive
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Te
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
     """Attend to landmarks: [R, H, L, h] three times, the maps [m, M] twice -> [R, H, L, h].
 
-    Slots without a token have to hold zeros in k and v, and then add nothing to any landmark.
+    k and v must be zero at padding, which then adds nothing to a landmark.
     """
     length = k.shape[-2]
     if length > e.shape[1]:
@@ -56,46 +56,31 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
 
 
 class Linformer(BidirectionalMixer, MultiHeadMixer):
-    """Multi-head attention to learned landmarks, with pre-norm and residual inside: [B, T, d] -> [B, T, d].
+    """Linformer: 512 positions mixed into 128 landmarks.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        n_landmarks: m, the number of keys and values that the tokens of a sequence are mixed into.
+        n_landmarks: m, the number of keys and values into which the tokens of a sequence are mixed.
         max_length: M, the largest number of tokens in a sequence; a longer one is an error.
-        causal: only False is allowed.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows, and for causal=True.
-
-    Source: "Linformer: Self-Attention with Linear Complexity" (arXiv 2006.04768).
+        **options: those of `MultiHeadMixer`; causal=True is an error.
     """
 
-    why_not_causal = "every landmark mixes all positions, so that each compressed key would already contain the future"
+    name = "linformer"
+    why_not_causal = "every landmark mixes all positions, so that each compressed key would contain the future"
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        n_landmarks: int = 128,
-        max_length: int = 512,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    def __init__(self, d_model: int, *, n_landmarks: int = 128, max_length: int = 512, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(n_landmarks=n_landmarks, max_length=max_length)
-        # E and F. A landmark adds up as many as M tokens: with this deviation it is about as large as one of them.
+        # E and F. A landmark is a sum of up to M tokens: this deviation keeps it about as large as one token.
         self.mix_keys = nn.Parameter(torch.empty(n_landmarks, max_length))
         self.mix_values = nn.Parameter(torch.empty(n_landmarks, max_length))
         for mix in (self.mix_keys, self.mix_values):
             nn.init.normal_(mix, std=max_length**-0.5)
 
+    @property
+    def longest_sequence(self) -> int:
+        """The number of positions that its maps mix."""
+        return self.mix_keys.shape[1]
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding holds zeros and so adds nothing."""
+        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding is zero and adds nothing."""
         return linformer_attention(q, k, v, self.mix_keys, self.mix_values)

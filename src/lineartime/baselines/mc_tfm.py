@@ -23,7 +23,7 @@ from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_atten
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def mixed_chunk_heads_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
     scale = q.shape[-1] ** -0.5
     rows = []
@@ -39,7 +39,7 @@ def mixed_chunk_heads_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int
 # 2. The chunked form --------------------------------------------------------------------------------------------------
 
 
-def mixed_chunk_heads(
+def mc_tfm_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, mask: Tensor | None = None
 ) -> Tensor:
     """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens."""
@@ -53,8 +53,8 @@ def mixed_chunk_heads(
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class MixedChunkHeadsState(NamedTuple):
-    """What a causal stream has to remember, of a size that does not depend on the number of tokens read.
+class MCTFMState(NamedTuple):
+    """The state of causal streams, of constant size.
 
     Attributes:
         summary: [B, H, h, h], the sum of k v^T over all complete chunks, in float32 or better.
@@ -68,36 +68,36 @@ class MixedChunkHeadsState(NamedTuple):
     position: int
 
 
-def mixed_chunk_heads_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: MixedChunkHeadsState
-) -> tuple[Tensor, MixedChunkHeadsState]:
+def mc_tfm_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
     """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
     heads = v.shape[:2]
     q, k, v = (fold_heads(x) for x in (q, k, v))
     rows = map_state(fold_heads, state)
     mixed = MixedChunkState(rows.summary, rows.k, rows.k, rows.v, rows.position)  # both parts share their keys
     out, mixed = mixed_chunk_attention_extend(q, k, q * q.shape[-1] ** -0.5, k, v, mixed, activation="softmax")
-    after = MixedChunkHeadsState(mixed.summary, mixed.k_quad, mixed.v, mixed.position)
+    after = MCTFMState(mixed.summary, mixed.k_quad, mixed.v, mixed.position)
     return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), after)
 
 
-class MixedChunkHeads(ChunkedHeads):
-    """Multi-head mixed chunk attention: [B, T, d] -> [B, T, d]. Causal, it streams with constant memory.
+class MCTFM(ChunkedHeads):
+    """Multi-head mixed chunk attention: softmax inside chunks, linear across them.
 
-    Arguments are those of `ChunkedHeads`.
+    Causal, it streams with constant memory. Options are those of `ChunkedHeads`.
     """
+
+    name = "mc-tfm"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Mixed chunk attention, [R, H, L, h] three times -> [R, H, L, h]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         rows = (fold_heads(x) for x in (q, k, v))
-        return mixed_chunk_heads(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask).view_as(v)
+        return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask).view_as(v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkHeadsState) -> tuple[Tensor, MixedChunkHeadsState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
         """Attend with a state of constant size, and the state N tokens later."""
-        return mixed_chunk_heads_extend(q, k, v, state)
+        return mc_tfm_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> MixedChunkHeadsState:
+    def init_state(self, batch_size: int) -> MCTFMState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         chunk = self.empty_chunk(batch_size)
-        return MixedChunkHeadsState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)
+        return MCTFMState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)

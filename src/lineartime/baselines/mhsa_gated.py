@@ -1,4 +1,4 @@
-"""Softmax attention with a gate on its output, as GAU has one: an ablation of the Transformer.
+"""Softmax attention with a gate on its output, like that of a GAU: an ablation of the Transformer.
 
 Shapes: B batch, T tokens, d model width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "add gating".
@@ -6,26 +6,23 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "a
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.attention import Attention
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions
 from lineartime.layers.residual import init_dense
 
 
-class GatedAttention(Attention):
-    """`Attention` with out = input + (silu(x Wu + bu) * heads) Wo + bo; arguments as there."""
+class MHSAGated(Attention):
+    """Softmax multi-head attention with a gate on its output.
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    out = input + (silu(x Wu + bu) * heads) Wo + bo. Options are those of `MultiHeadMixer`.
+    """
+
+    name = "mhsa-gated"
+
+    def __init__(self, d_model: int, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
         self.to_gate = init_dense(nn.Linear(d_model, d_model))
 
     def combine(self, x: Tensor, attended: Tensor) -> Tensor:

@@ -11,8 +11,13 @@ from lineartime.layers.multi_head import MultiHeadMixer, fold_heads, map_state
 from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
 
 
-class Relu2Attention(MultiHeadMixer):
-    """Heads that attend as a GAU does, relu(q.k / sqrt(h))^2 / n; arguments are those of every `MultiHeadMixer`."""
+class MHSARelu2(MultiHeadMixer):
+    """Multi-head attention with relu^2 in the place of softmax.
+
+    Heads attend as a GAU does, by relu(q.k / sqrt(h))^2 / n. Options are those of `MultiHeadMixer`.
+    """
+
+    name = "mhsa-relu2"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """relu^2 attention, [R, H, L, h] three times -> [R, H, L, h]."""

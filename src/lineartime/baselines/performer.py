@@ -1,36 +1,47 @@
-"""Performer with its ReLU kernel, in the two forms that the FLASH paper times.
+"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper times.
 
 Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention with features relu(x) + eps.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import KernelAttention
+from lineartime.layers.multi_head import HeadOptions
+from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import matmul_sums, prefix_sums
 
+CausalSums = Literal["prefix", "matmul"]
+
 SMALLEST_FEATURE = 1e-3
-"""The published eps, without which a query could be similar to no key at all."""
+"""The published eps; without it, a query could be similar to no key."""
 
 
 class Performer(KernelAttention):
-    """Linear attention with features relu(x) + eps; causal sums are prefix sums over tokens, as published.
+    """Performer with its ReLU kernel, as published.
 
-    Those store a state of h x h for every token and head, and that is why the published causal Performer is slow.
+    Linear attention with features relu(x) + eps.
+
+    Args:
+        causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, keeps a state of h x h for every token
+            and head, and is slow for that; "matmul" forms all T x T products, the paper's Performer-Matmul.
+        **options: those of `MultiHeadMixer`.
     """
+
+    name = "performer"
+
+    def __init__(self, d_model: int, *, causal_sums: CausalSums = "prefix", **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_choice("causal_sums", causal_sums, get_args(CausalSums))
+        self.causal_sums: CausalSums = causal_sums
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
         return torch.relu(x) + SMALLEST_FEATURE
 
-    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By a prefix sum over tokens."""
-        return prefix_sums(q, k, v)
-
-
-class PerformerMatmul(Performer):
-    """`Performer` with causal sums by all T x T products: the paper's Performer-Matmul."""
-
-    def causal_sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By all products."""
-        return matmul_sums(q, k, v)
+    def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The causal sums over tokens, as `causal_sums` says."""
+        return prefix_sums(q, k, v) if self.causal_sums == "prefix" else matmul_sums(q, k, v)

@@ -11,8 +11,8 @@ Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), with chunks th
     A(i) = for every round, the tokens of i's bucket that stand in i's chunk or the one before, where the tokens of a bucket,
            in their order, are cut into chunks of C; causal: those with j <= i. A token found in two rounds counts twice.
 
-The published chunks are cut from all tokens sorted by bucket. Their borders move with the number of tokens in earlier buckets,
-future tokens among them, so that what a causal token reads depends on the future; chunks inside a bucket do not leak.
+The published chunks are cut from all tokens sorted by bucket. Their borders depend on the number of tokens in earlier buckets,
+future tokens included, so that a causal token reads something of the future. Chunks inside a bucket do not leak.
 """
 
 from typing import NamedTuple
@@ -20,23 +20,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.scores import float32_or_better, masked_products
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.chunks import exclusive_cumsum
 
 SELF_SCORE = -1e5
-"""The published score of a token with itself: it reads itself only if there is nothing else to read."""
+"""The published score of a token with itself: it reads itself only if there is no other token to read."""
 
 COMPARED = 2**20
-"""How many pairs of a new and a cached token a stream compares at a time, so that a long prompt needs little memory."""
+"""Pairs of a new and a cached token that a stream compares at a time; it bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def lsh_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
+def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
     """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
     rows = []
     for i in range(len(q)):
@@ -54,14 +54,14 @@ def lsh_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: i
 # 2. The parallel form -------------------------------------------------------------------------------------------------
 
 
-def lsh_buckets(x: Tensor, directions: Tensor) -> Tensor:
+def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
     """The bucket of every vector in every round: [R, H, L, h] and directions [H, P, h, n / 2] -> int64 [R, H, P, L]."""
     wide = float32_or_better(x)
     along = x.detach()[:, :, None].to(wide) @ directions.to(wide)  # [R, H, P, L, n / 2]
     return torch.cat([along, -along], -1).argmax(-1)
 
 
-def lsh_attention(
+def reformer_attention(
     q: Tensor,
     v: Tensor,
     buckets: Tensor,
@@ -80,26 +80,26 @@ def lsh_attention(
         n_buckets: n.
         chunk_size: C.
         causal: whether a token reads only itself and earlier tokens.
-        real: bool [R, L], False behind the tokens of shorter rows; None if all are as long.
+        real: bool [R, L], False for the padding at the end of shorter rows; None if there is none.
 
     Returns:
         [R, H, L, e].
     """
     length = q.shape[-2]
-    chunk_size = max(1, min(chunk_size, length))  # a larger one never fills up
-    # A bound that asks for no value: every bucket leaves at most its last chunk unfilled.
+    chunk_size = max(1, min(chunk_size, length))  # a larger chunk never fills up
+    # An upper bound that needs no device sync: at most the last chunk of a bucket is not full.
     n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
     slots = _slots(buckets, n_buckets, chunk_size)[..., None]  # [R, H, P, L, 1]
 
     def chunked(x: Tensor) -> Tensor:
-        """[R, H, P, L, f], or what expands to it, -> [R, H, P, G, C, f], with zeros in slots that no token has."""
+        """[R, H, P, L, f], or what expands to it, -> [R, H, P, G, C, f], with zeros in empty slots."""
         index = slots.expand(*slots.shape[:-1], x.shape[-1])
         empty = x.new_zeros(*slots.shape[:-2], n_slots, x.shape[-1])
         chunks: Tensor = empty.scatter(-2, index, x.expand_as(index)).unflatten(-2, (-1, chunk_size))
         return chunks
 
     def readable(x: Tensor) -> Tensor:
-        """Every chunk behind the chunk before it: [..., G, C, f] -> [..., G, 2 C, f]."""
+        """Every chunk, with the previous one before it: [..., G, C, f] -> [..., G, 2 C, f]."""
         return torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], -2)
 
     def unchunked(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def lsh_attention(
         return x.flatten(-3, -2).gather(-2, slots.expand(*slots.shape[:-1], x.shape[-1]))
 
     token = chunked(torch.arange(length, device=q.device)[:, None])
-    bucket = buckets + 1  # so that slots without a token, and padding, are in a bucket of their own: 0
+    bucket = buckets + 1  # empty slots and padding get a bucket of their own: 0
     if real is not None:
         bucket = bucket * real[:, None, None, :]
     bucket = chunked(bucket[..., None])
@@ -119,16 +119,16 @@ def lsh_attention(
     keys = readable(chunked(_unit(q)[:, :, None]))
     scores = masked_products(chunked(q[:, :, None]), keys, visible).masked_fill(itself & visible, SELF_SCORE)
     weights = scores.softmax(-1)
-    # Their logsumexp, from the largest weight, exp(largest score - logsumexp): exp itself is slow where it underflows.
+    # The logsumexp, from the largest weight, which is exp(largest score - logsumexp): exp is slow where it underflows.
     log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
     attended = weights.to(v.dtype) @ readable(chunked(v[:, :, None]))
-    # The softmax over all rounds together is the mean of the rounds' own, weighted by their sums of exponentials.
+    # The softmax over all rounds is the mean of the softmax of each round, weighted by their sums of exponentials.
     share = unchunked(log_sum).softmax(2)
     return (share * unchunked(attended)).sum(2).to(v.dtype)
 
 
 def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
-    """Where each token goes, so that every bucket begins a chunk of its own: int64 [..., L] -> [..., L]."""
+    """The slot of each token; every bucket starts a new chunk: int64 [..., L] -> [..., L]."""
     sizes = buckets.new_zeros(*buckets.shape[:-1], n_buckets).scatter_add(-1, buckets, torch.ones_like(buckets))
     order = buckets.argsort(dim=-1, stable=True)
     place = torch.arange(buckets.shape[-1], device=buckets.device).expand_as(order)
@@ -147,7 +147,7 @@ def _unit(q: Tensor) -> Tensor:
 
 
 class ReformerState(NamedTuple):
-    """What a causal stream remembers of all T tokens so far: a cache that grows.
+    """The state of causal streams: a cache of all T tokens so far.
 
     Attributes:
         k: [B, H, T, h], the keys.
@@ -167,7 +167,7 @@ class ReformerState(NamedTuple):
         return self.k.shape[2]
 
 
-def lsh_attention_extend(
+def reformer_attention_extend(
     q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, chunk_size: int
 ) -> tuple[Tensor, ReformerState]:
     """Continue causal streams by N tokens, q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h] and the state."""
@@ -203,64 +203,55 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
 
 
 class Reformer(MultiHeadMixer):
-    """Multi-head attention inside buckets of a random hash: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+    """Reformer: attention inside buckets of a hash.
 
-    The hash is drawn where the layer is constructed, is not learned, and is saved with the weights. Two forms of the same
-    layer agree up to rounding, except where rounding takes a token across the border of two buckets.
+    The hash is drawn when the layer is constructed; it is saved with the weights, but not learned. Two forms of the layer agree
+    up to rounding, unless rounding moves a token to another bucket.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        n_buckets: n, how many buckets a hash has; even.
-        n_rounds: P, how many hashes there are: a pair of tokens that one of them separates may meet in another.
-        chunk_size: C, of the chunks that a bucket is cut into; a token reads its own and the one before.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position, after they are hashed.
-        dropout: probability of dropping an output before the residual.
+        n_buckets: n, the number of buckets of a hash; even.
+        n_rounds: P, the number of hashes: two tokens that one hash separates may share a bucket in another.
+        chunk_size: C, the size of the chunks of a bucket; a token reads its own chunk and the previous one.
+        **options: those of `MultiHeadMixer`; rotary positions come after the hash.
 
-    Raises:
-        ValueError: for an argument outside what it allows.
-
-    Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), without its reversible blocks.
+    The published model also has reversible blocks, which this layer leaves out.
     """
 
+    name = "reformer"
     n_maps = 2
 
     def __init__(
         self,
         d_model: int,
         *,
-        n_heads: int = 12,
         n_buckets: int = 8,
         n_rounds: int = 2,
         chunk_size: int = 64,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+        super().__init__(d_model, **options)
         check_positive(n_buckets=n_buckets, n_rounds=n_rounds, chunk_size=chunk_size)
-        check_even("every direction of a hash has a bucket at both of its ends", n_buckets=n_buckets)
+        check_even("every direction of a hash has a bucket at each of its ends", n_buckets=n_buckets)
         self.n_buckets = n_buckets
         self.chunk_size = chunk_size
         self.directions: Tensor
-        self.register_buffer("directions", torch.randn(n_heads, n_rounds, self.head_dim, n_buckets // 2))
+        self.register_buffer("directions", torch.randn(self.n_heads, n_rounds, self.head_dim, n_buckets // 2))
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""
+        """Query and key are one vector, [B, H, T, h]: return it rotated by its position, and unrotated for the hash."""
         rotated, _ = super().rotate(q, k, positions)
         return rotated, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attention inside buckets, [R, H, L, h] three times -> [R, H, L, h]; k is what is hashed."""
-        buckets = lsh_buckets(k, self.directions)
-        return lsh_attention(q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real)
+        buckets = reformer_buckets(k, self.directions)
+        return reformer_attention(
+            q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real
+        )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState) -> tuple[Tensor, ReformerState]:
         """Attend with the cache of all earlier tokens, and the cache grown by N tokens."""
-        return lsh_attention_extend(q, v, lsh_buckets(k, self.directions), state, chunk_size=self.chunk_size)
+        return reformer_attention_extend(q, v, reformer_buckets(k, self.directions), state, chunk_size=self.chunk_size)
 
     def init_state(self, batch_size: int) -> ReformerState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""

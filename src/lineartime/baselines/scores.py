@@ -1,4 +1,4 @@
-"""Scores ready for a softmax: what the baselines share that read some of the tokens.
+"""Scores for a softmax, shared by the baselines in which a token reads only some of the others.
 
 Shapes: Q queries, K keys, h head width; every tensor may have leading batch dimensions.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def float32_or_better(x: Tensor) -> torch.dtype:
-    """The dtype of x, or float32 if it has fewer digits."""
+    """The dtype of x, or float32 if that is more precise."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -19,6 +19,6 @@ def scaled_products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def masked_products(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """The same with a score that weighs nothing wherever a key is not visible, yet keeps a softmax over nothing finite."""
+    """`scaled_products`, with the lowest finite score where a key is not visible: a softmax over no key stays finite."""
     scores = scaled_products(q, k)
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

@@ -1,4 +1,4 @@
-"""The strided pattern of the Sparse Transformer: the tokens near by, and every S-th token.
+"""The strided pattern of the Sparse Transformer: nearby tokens, and every S-th token.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, S stride, R rows (one for each document),
 L tokens of the longest, G blocks of S tokens, K keys that a token may read at the most.
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.baselines.scores import float32_or_better, masked_products
 from lineartime.layers.checks import check_positive
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.norms import Norm
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 
 GATHERED = 8192
-"""How many keys of a head a stream copies at a time, so that a long prompt needs little memory beside the cache."""
+"""Keys of a head that a stream gathers at a time; it bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -38,28 +38,28 @@ def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, cau
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, real: Tensor | None = None) -> Tensor:
-    """Attend to near tokens and to every S-th one, with S + L / S scores for a token: [R, H, L, h] three times -> [R, H, L, h].
+    """Attend to near tokens and to every S-th one, with S + L / S scores per token: [R, H, L, h] three times -> [R, H, L, h].
 
-    `real`, bool [R, L], is False behind the tokens of shorter rows; None if all are as long.
+    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
     """
     length = q.shape[-2]
-    stride = max(1, min(stride, length))  # a larger one reads everything, as does this
+    stride = max(1, min(stride, length))  # a larger stride reads everything, as this one does
     blocks = max(1, -(-length // stride))
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)
 
     def cut(x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., G, S, f], with zeros behind the tokens."""
+        """[..., L, f] -> [..., G, S, f], padded with zeros."""
         padded = F.pad(x, (0, 0, 0, blocks * stride - length))
         return padded.view(*x.shape[:-2], blocks, stride, x.shape[-1])
 
     def neighbourhood(x: Tensor) -> Tensor:
-        """Every block between the blocks next to it, as far as they may be read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
+        """Every block, joined with the neighbours that it may read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
         before, after = F.pad(x, (0, 0, 0, 0, 1, -1)), F.pad(x, (0, 0, 0, 0, -1, 1))
         return torch.cat([before, x] if causal else [before, x, after], -2)
 
     def columns(x: Tensor) -> Tensor:
-        """The tokens at the same place of their blocks, which are S apart: [..., G, S, f] -> [..., S, G, f], and back."""
+        """Group tokens that are multiples of S apart: [..., G, S, f] -> [..., S, G, f], and back."""
         return x.transpose(-3, -2)
 
     q, k, v, present = cut(q), cut(k), cut(v), cut(real[:, None, :, None])  # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
@@ -70,7 +70,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
     band = (distance < stride) & (distance >= 0 if causal else distance > -stride)
     near = masked_products(q, keys, band & neighbourhood(present).mT)  # [R, H, G, S, 2 S or 3 S]
 
-    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # a token has read itself among the near ones
+    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # the near tokens include the token itself
     others = others.tril() if causal else others
     far = columns(masked_products(columns(q), columns(k), others & columns(present).mT))  # [R, H, G, S, G]
 
@@ -84,7 +84,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
 
 
 class SparseState(NamedTuple):
-    """Keys and values [B, H, T, h] of all T tokens so far: a cache that grows, of which a token reads little."""
+    """Keys and values [B, H, T, h] of all T tokens so far: a cache that grows. A token reads a small part of it."""
 
     k: Tensor
     v: Tensor
@@ -99,7 +99,7 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState,
     """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
     first = state.position
     state = SparseState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
-    # The distances at which a token reads: its window, then every S-th token before it.
+    # The distances at which a token reads: its window, then every S-th token before the window.
     window = torch.arange(min(stride, state.position), device=q.device)
     distances = torch.cat([window, torch.arange(stride, max(stride, state.position), stride, device=q.device)])
     at_a_time = max(1, GATHERED // max(1, len(distances)))
@@ -117,36 +117,18 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState,
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class SparseAttention(MultiHeadMixer):
-    """Multi-head attention to near tokens and to every S-th one: [B, T, d] -> [B, T, d], pre-norm and residual inside.
+class Sparse(MultiHeadMixer):
+    """Sparse Transformer: near tokens and every so many-th.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        stride: S; about the square root of the length is the cheapest.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
-
-    Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509).
+        stride: S; the square root of the length is about the cheapest.
+        **options: those of `MultiHeadMixer`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        stride: int = 128,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, n_heads=n_heads, causal=causal, norm=norm, rope=rope, dropout=dropout)
+    name = "sparse"
+
+    def __init__(self, d_model: int, *, stride: int = 128, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(stride=stride)
         self.stride = stride
 

@@ -11,7 +11,7 @@ import torch
 from lineartime.bench.peers import PEERS, Peer, check_peer
 from lineartime.bench.results import RESULTS_FILE
 from lineartime.bench.subjects import STREAMED, Case, Dtype, Measure, Mode, Subject
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.machine import Device, Precision, choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import build_model
@@ -175,10 +175,7 @@ class BenchConfig:
         """The fields that `override` can set in the model of a preset."""
         if preset not in PRESETS and preset in PEERS:
             raise ArgumentError("presets", f"has {preset}, which is a peer: give it among the peers.")
-        try:
-            config = resolve(preset, self.task).to_dict()
-        except ValueError as error:
-            raise LineartimeError(str(error)) from None
+        config = resolve(preset, self.task).to_dict()
         parts = [config, *(part for part in config.values() if isinstance(part, dict))]
         return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
 

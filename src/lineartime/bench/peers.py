@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,14 @@ def build_peer(peer: str, config: ModelConfig) -> nn.Module:
 def _flash_pytorch(config: ModelConfig) -> nn.Module:
     from flash_pytorch import FLASHTransformer
 
-    sizes: Any = config.mixer
+    sizes = config.mixer.options
     model: nn.Module = FLASHTransformer(
         dim=config.d_model,
         num_tokens=config.vocab_size,
         depth=config.n_blocks,
-        group_size=sizes.chunk_size,
-        query_key_dim=sizes.d_qk,
-        expansion_factor=float(sizes.expansion),
+        group_size=sizes["chunk_size"],
+        query_key_dim=sizes["d_qk"],
+        expansion_factor=float(sizes["expansion"]),
         causal=config.task == "clm",
         norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
     )

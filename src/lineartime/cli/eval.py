@@ -13,8 +13,9 @@ from rich.table import Column, Table
 from lineartime.checkpoint import find_checkpoint, load
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.readers import Split
-from lineartime.errors import ArgumentError, check_positive
+from lineartime.errors import ArgumentError
 from lineartime.evaluation import Evaluation, carried, windowed
+from lineartime.layers.checks import check_positive
 from lineartime.machine import Device, Precision, choose_device, choose_precision
 from lineartime.models import CausalLM
 from lineartime.training.resuming import saved_config
@@ -52,7 +53,8 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    check_positive(context_length=options.context_length, max_tokens=options.max_tokens, batch_size=options.batch_size)
+    sizes = {name: getattr(options, name) for name in ("context_length", "max_tokens", "batch_size")}
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
     device = choose_device(options.device)
     checkpoint = find_checkpoint(options.checkpoint)
     model = load(checkpoint, device)

@@ -9,8 +9,9 @@ import tyro
 
 from lineartime.checkpoint import find_checkpoint, load
 from lineartime.data import load_tokenizer
-from lineartime.errors import ArgumentError, LineartimeError, check_positive
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate
+from lineartime.layers.checks import check_positive
 from lineartime.machine import Device, choose_device
 from lineartime.models import CausalLM
 

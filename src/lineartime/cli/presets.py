@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from lineartime.errors import LineartimeError, check_positive
+from lineartime.errors import LineartimeError
+from lineartime.layers.checks import check_positive
 from lineartime.models.catalogue import paper_sizes, preset_costs, presets_with
 from lineartime.models.presets import PAPER_MILLIONS, describe
 

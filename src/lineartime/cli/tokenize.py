@@ -5,7 +5,8 @@ from pathlib import Path
 
 from lineartime.data.corpora import load_corpus
 from lineartime.data.train_tokenizer import VOCAB_SIZE, Kind, train_tokenizer
-from lineartime.errors import ArgumentError, cannot, check_positive
+from lineartime.errors import ArgumentError, cannot
+from lineartime.layers.checks import check_positive
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ def run(options: Options) -> None:
     """Train the tokenizer, write it, and print its size."""
     if options.out.exists():
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
-    check_positive(max_bytes=options.max_bytes)
+    if options.max_bytes is not None:
+        check_positive(max_bytes=options.max_bytes)
     corpus = load_corpus(options.data)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     try:

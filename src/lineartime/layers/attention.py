@@ -1,4 +1,4 @@
-"""Softmax multi-head attention, the layer that GAU and FLASH are measured against.
+"""Softmax multi-head attention, with which GAU and FLASH are compared.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -27,27 +27,20 @@ class AttentionState(NamedTuple):
 
 
 class Attention(MultiHeadMixer):
-    """Softmax multi-head self-attention with pre-norm and residual inside: [B, T, d] -> [B, T, d].
+    """Softmax multi-head self-attention.
 
-    Args:
-        d_model: d, the width of inputs and outputs.
-        n_heads: H, which must divide d.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+    Pre-norm and residual are inside: [B, T, d] -> [B, T, d]. Options are those of `MultiHeadMixer`.
 
     Source: "Attention Is All You Need" (arXiv 1706.03762), with rotary positions (arXiv 2104.09864).
     """
 
+    name = "attention"
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        visible: Tensor | None = None  # causal needs no mask: padding stands behind the real tokens
+        visible: Tensor | None = None  # causal needs no mask: padding comes after the real tokens
         if real is not None and not self.causal:
-            # A softmax over nothing would be NaN: a row without a real token reads its zeros.
+            # A softmax over no key is NaN: let a row without real tokens read its zeros.
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
 
@@ -63,5 +56,5 @@ class Attention(MultiHeadMixer):
         return AttentionState(empty, empty)
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-        """That of the values, float16 too: this softmax keeps its scores in float32 by itself."""
+        """That of the values, also float16: this softmax computes its scores in float32."""
         return autocast_dtype(v) or v.dtype

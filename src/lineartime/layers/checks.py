@@ -1,17 +1,19 @@
-"""Checks of constructor arguments, which name the argument, its value and what is allowed."""
+"""Checks of constructor arguments."""
+
+from lineartime.errors import ArgumentError
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise ValueError, naming the argument, unless every size is at least 1."""
+    """Raise ArgumentError, naming the argument, unless every size is at least 1."""
     for argument, value in sizes.items():
         if not isinstance(value, int):
-            raise ValueError(f"{argument} is {value!r}, but must be a whole number.")
+            raise ArgumentError(argument, f"is {value!r}, but must be a whole number.")
         if value < 1:
-            raise ValueError(f"{argument} is {value}, but must be at least 1.")
+            raise ArgumentError(argument, f"is {value}, but must be at least 1.")
 
 
 def check_even(reason: str, **sizes: int) -> None:
-    """Raise ValueError, naming the argument, unless every size is even."""
+    """Raise ArgumentError, naming the argument, unless every size is even."""
     for argument, value in sizes.items():
         if value % 2:
-            raise ValueError(f"{argument} is {value}, but must be even: {reason}.")
+            raise ArgumentError(argument, f"is {value}, but must be even: {reason}.")

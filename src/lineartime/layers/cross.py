@@ -14,18 +14,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import ResidualLayer, init_dense, zero_padding
+from lineartime.layers.residual import LayerOptions, ResidualLayer, init_dense, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
 from lineartime.ops.cross import cross_attention
 from lineartime.ops.layout import check_mask, check_tokens
 
 
 class SourceState(NamedTuple):
-    """What a layer keeps of a source: keys [B, H, S, s / H], values [B, H, S, e / H], and its real tokens, bool [B, S]."""
+    """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, e / H], and its real tokens, bool [B, S]."""
 
     k: Tensor
     v: Tensor
@@ -35,9 +36,9 @@ class SourceState(NamedTuple):
 class CrossGAU(ResidualLayer):
     """Gated attention unit that reads another sequence: [B, T, d] and a source [B, S, d] -> [B, T, d].
 
-    Pre-norm and residual are inside; the source comes already normed, as an encoder's final norm leaves it. A token reads the
-    whole source and no other token of its own sequence. Nothing is rotated by position: the distance between a token and one
-    of another sequence means nothing, so both sequences have to carry their positions in their embeddings.
+    Pre-norm and residual are inside; the source must be normed, as it is by the final norm of an encoder. A token reads the
+    whole source and no other token of its own sequence. There are no rotary positions: the distance between tokens of
+    different sequences has no meaning, so that both sequences need positions in their embeddings.
 
     Args:
         d_model: d, the width of inputs, source and outputs.
@@ -45,14 +46,12 @@ class CrossGAU(ResidualLayer):
         d_qk: s, the width of queries and keys, all heads together.
         expansion: values and gate are e = expansion * d wide, all heads together.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `ResidualLayer`.
 
     Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, read across two sequences.
     """
+
+    name = "cross-gau"
 
     def __init__(
         self,
@@ -62,39 +61,37 @@ class CrossGAU(ResidualLayer):
         d_qk: int = 128,
         expansion: int = 2,
         activation: Activation = "relu2",
-        norm: Norm = "layernorm",
-        dropout: float = 0.0,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(d_model, norm, dropout)
+        super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
         check_positive(n_heads=n_heads, d_qk=d_qk, expansion=expansion)
         self.d_value = expansion * d_model
         for name, width in (("d_qk", d_qk), ("expansion * d_model", self.d_value)):
             if width % n_heads:
-                raise ValueError(f"n_heads is {n_heads}, but must divide {name} = {width}.")
+                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
         self.n_heads = n_heads
         self.d_qk = d_qk
         self.activation: Activation = activation
         self.to_gate_query = init_dense(nn.Linear(d_model, self.d_value + d_qk))
         self.to_value_key = init_dense(nn.Linear(d_model, self.d_value + d_qk))
-        # Not the N(0, 0.02) and 0 of a GAU: without its relative bias, scores would start at 1e-6 and their squares pass no
-        # gradient, so that nothing is ever learned. These start near beta_q.beta_k / sqrt(s / H) = 1: at first, every query
-        # reads the plain average of the source.
+        # Not the N(0, 0.02) and 0 of a GAU: without a relative bias, scores would start at 1e-6, and their squares would pass
+        # no gradient. These start near beta_q.beta_k / sqrt(s / H) = 1: at first, every query reads the mean of the source.
         self.gamma = nn.Parameter(torch.ones(2, d_qk))
         self.beta = nn.Parameter(torch.full((2, d_qk), (d_qk / n_heads) ** -0.25))
         self.to_output = init_dense(nn.Linear(self.d_value, d_model))
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, source_mask: Tensor | None = None) -> Tensor:
-        """Read a whole source and answer all tokens at once.
+        """Read a whole source and compute all tokens at once.
 
         Args:
             x: [B, T, d].
             source: [B, S, d], normed.
-            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
-            source_mask: bool [B, S], True for real tokens of the source; padding is read by nobody.
+            mask: bool [B, T], True for real tokens; padding may be anywhere and comes out as zeros.
+            source_mask: bool [B, S], True for real tokens of the source; no token reads padding.
 
         Returns:
-            [B, T, d]. Where a source has no real token there is nothing to read, and the output is x plus a learned bias.
+            [B, T, d]. For a source without real tokens, the output is x plus a learned bias.
 
         Raises:
             ValueError: if shapes do not fit.
@@ -102,7 +99,7 @@ class CrossGAU(ResidualLayer):
         return self.attend(x, self.read(source, source_mask), mask)
 
     def read(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
-        """What `attend` needs of a source [B, S, d], computed once for all tokens that will ever ask."""
+        """Keys and values of a source [B, S, d], computed once for all calls of `attend`."""
         if source.dim() != 3 or source.shape[-1] != self.d_model:
             expected = f"[B, S, d_model] with d_model = {self.d_model}"
             raise ValueError(f"source has shape {list(source.shape)}, but must be {expected}.")
@@ -112,7 +109,7 @@ class CrossGAU(ResidualLayer):
         return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
 
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
-        """Answer tokens [B, T, d] from a source that was read; any cut of T gives the same, as no token reads another."""
+        """Let tokens [B, T, d] read a source. Any cut of T gives the same result: no token reads another."""
         self.check_input(x)
         check_tokens(x.shape, mask, None)
         if x.shape[0] != state.k.shape[0]:

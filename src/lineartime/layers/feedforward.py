@@ -2,24 +2,24 @@
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import ResidualLayer, init_dense
+from lineartime.layers.residual import LayerOptions, ResidualLayer, init_dense
 
 
 class MLP(ResidualLayer):
     """Two linear maps with a GELU between them, pre-norm and residual inside: [B, T, d] -> [B, T, d].
 
     Args:
-        d_model: d, the width of inputs and outputs.
         expansion: the hidden layer is expansion * d wide.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        dropout: probability of dropping an output before the residual.
+        **options: those of `ResidualLayer`.
     """
 
-    def __init__(self, d_model: int, *, expansion: int = 4, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
-        super().__init__(d_model, norm, dropout)
+    name = "mlp"
+
+    def __init__(self, d_model: int, *, expansion: int = 4, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(expansion=expansion)
         self.to_hidden = init_dense(nn.Linear(d_model, expansion * d_model))
         self.to_output = init_dense(nn.Linear(expansion * d_model, d_model))
@@ -35,16 +35,16 @@ class GLU(ResidualLayer):
     """Gated linear unit with GELU, as many parameters as an `MLP` of the same expansion: [B, T, d] -> [B, T, d].
 
     Args:
-        d_model: d, the width of inputs and outputs.
         expansion: each of the two branches is 2/3 * expansion * d wide, rounded.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        dropout: probability of dropping an output before the residual.
+        **options: those of `ResidualLayer`.
 
     Source: "GLU Variants Improve Transformer" (arXiv 2002.05202), GEGLU.
     """
 
-    def __init__(self, d_model: int, *, expansion: int = 4, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
-        super().__init__(d_model, norm, dropout)
+    name = "glu"
+
+    def __init__(self, d_model: int, *, expansion: int = 4, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(expansion=expansion)
         hidden = round(expansion * d_model * 2 / 3)
         self.to_gate_value = init_dense(nn.Linear(d_model, 2 * hidden))

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.gated import GatedUnit
-from lineartime.layers.norms import Norm
+from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.positions import build_relative_bias
 from lineartime.layers.residual import new_positions
-from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.context_parallel import context_parallel_attention
 from lineartime.ops.gated_mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.mixed_chunk_stream import (
@@ -31,27 +30,18 @@ class FLASH(GatedUnit):
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
     Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
+    With normalization="paper", the quadratic part is divided by the constant C, as published.
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        d_qk: s, the width of queries and keys; even.
-        expansion: values and gate are e = expansion * d wide.
         chunk_size: C; the length of the input need not be a multiple of it.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published form with constant C.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
         relative_bias: whether a learned bias by distance is added to the scores of the quadratic part: a table for chunks of
             up to 512 tokens, the rotary form beyond.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `GatedUnit`; the activation is that of the quadratic part.
 
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
     """
 
+    name = "flash"
     n_maps = 4
     splits_context = True
     bias_chunks: ClassVar[int] = 1
@@ -61,31 +51,14 @@ class FLASH(GatedUnit):
         self,
         d_model: int,
         *,
-        d_qk: int = 128,
-        expansion: int = 2,
         chunk_size: int = 256,
-        causal: bool = False,
-        activation: Activation = "relu2",
-        normalization: Normalization = "count",
-        norm: Norm = "layernorm",
-        rope: bool = True,
         relative_bias: bool = True,
-        dropout: float = 0.0,
+        **options: Unpack[GatedOptions],
     ) -> None:
-        super().__init__(
-            d_model,
-            d_qk=d_qk,
-            expansion=expansion,
-            causal=causal,
-            activation=activation,
-            normalization=normalization,
-            norm=norm,
-            rope=rope,
-            dropout=dropout,
-        )
+        super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
         self.chunk_size = chunk_size
-        self.bias = build_relative_bias(self.bias_chunks * chunk_size, d_qk) if relative_bias else None
+        self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk) if relative_bias else None
 
     def attend_and_gate(self, projected: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """All between the two dense maps as one operation."""

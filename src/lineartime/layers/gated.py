@@ -1,4 +1,4 @@
-"""The gated unit around both attentions of the paper: what GAU and FLASH share.
+"""The gated unit, base of GAU and FLASH.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query/key width.
 
@@ -13,40 +13,57 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
+from lineartime.layers.residual import Mixer, MixerOptions, init_dense, new_positions, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.gated_mixed_chunk import queries_and_keys
 from lineartime.ops.layout import token_positions
 
 
+class GatedOptions(MixerOptions, total=False):
+    """What every gated unit takes: see `GatedUnit`."""
+
+    d_qk: int
+    expansion: int
+    activation: Activation
+    normalization: Normalization
+    rope: bool
+
+
 class GatedUnit(Mixer):
-    """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends."""
+    """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
+
+    Args:
+        d_qk: s, the width of queries and keys; even.
+        expansion: values and gate are e = expansion * d wide.
+        activation: of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published form, see the subclass.
+        rope: whether queries and keys are rotated by their position.
+        **options: those of `Mixer`.
+    """
 
     backend: Backend = "auto"
     """Which implementation of its attention a layer uses: see `set_backend`."""
     has_backends: ClassVar[bool] = True
     """Whether there is more than one."""
     n_maps: ClassVar[int] = 2
-    """How many queries and keys are made of Z, each by its own gamma and beta."""
+    """Queries and keys that are made of Z, each by its own gamma and beta."""
 
     def __init__(
         self,
         d_model: int,
         *,
-        d_qk: int,
-        expansion: int,
-        causal: bool,
-        activation: Activation,
-        normalization: Normalization,
-        norm: Norm,
-        rope: bool,
-        dropout: float,
+        d_qk: int = 128,
+        expansion: int = 2,
+        activation: Activation = "relu2",
+        normalization: Normalization = "count",
+        rope: bool = True,
+        **options: Unpack[MixerOptions],
     ) -> None:
-        super().__init__(d_model, causal, norm, dropout)
+        super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
         check_choice("normalization", normalization, NORMALIZATIONS)
         check_positive(d_qk=d_qk, expansion=expansion)

@@ -8,13 +8,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.gated import GatedUnit
-from lineartime.layers.norms import Norm
+from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.residual import new_positions
-from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.layout import document_rows
 from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
 
@@ -25,59 +24,34 @@ PUBLISHED_LENGTH = 512
 class GAU(GatedUnit):
     """Gated attention unit: one layer in the place of attention and feed-forward, quadratic in T.
 
-    Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d].
+    Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
+    published relu(q.k / n + bias)^2: n is the number of real tokens, or, in a causal layer, the constant `max_length` (512 if
+    none is stated).
 
     Args:
-        d_model: d, the width of inputs and outputs.
-        d_qk: s, the width of queries and keys; even.
-        expansion: values and gate are e = expansion * d wide.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2, with
-            n the number of real tokens, or, in a causal layer, the constant `max_length` (512 if none is stated).
-        norm: "layernorm", "scalenorm" or "rmsnorm".
-        rope: whether queries and keys are rotated by their position.
         relative_bias: whether a learned bias by distance is added to the scores.
         max_length: the longest sequence the layer will see, or None. Up to 512 the relative bias is a table, and longer input
             an error; above, or with None, it is the rotary form, which has no limit.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `GatedUnit`.
 
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2.
     """
 
+    name = "gau"
+
     def __init__(
-        self,
-        d_model: int,
-        *,
-        d_qk: int = 128,
-        expansion: int = 2,
-        causal: bool = False,
-        activation: Activation = "relu2",
-        normalization: Normalization = "count",
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        relative_bias: bool = True,
-        max_length: int | None = None,
-        dropout: float = 0.0,
+        self, d_model: int, *, relative_bias: bool = True, max_length: int | None = None, **options: Unpack[GatedOptions]
     ) -> None:
-        super().__init__(
-            d_model,
-            d_qk=d_qk,
-            expansion=expansion,
-            causal=causal,
-            activation=activation,
-            normalization=normalization,
-            norm=norm,
-            rope=rope,
-            dropout=dropout,
-        )
+        super().__init__(d_model, **options)
         if max_length is not None:
             check_positive(max_length=max_length)
         self.max_length = max_length
-        self.bias = build_relative_bias(max_length, d_qk) if relative_bias else None
+        self.bias = build_relative_bias(max_length, self.d_qk) if relative_bias else None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The end of the table of relative biases, if there is one."""
+        return self.bias.max_length if isinstance(self.bias, TableBias) else None
 
     def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Every document by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""

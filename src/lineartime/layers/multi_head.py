@@ -1,4 +1,4 @@
-"""What all multi-head attentions share: projections, heads, rotary positions, padding, packing, output and residual.
+"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing, output and residual.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -10,10 +10,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.norms import Norm
-from lineartime.layers.residual import Mixer, init_dense, new_positions, zero_padding
+from lineartime.layers.residual import Mixer, MixerOptions, init_dense, new_positions, zero_padding
 from lineartime.ops.layout import document_rows, token_positions
 from lineartime.ops.positions import rope
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
@@ -21,40 +22,32 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 State = TypeVar("State", bound=tuple[Any, ...])
 
 
-class MultiHeadMixer(Mixer):
-    """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
+class HeadOptions(MixerOptions, total=False):
+    """What every multi-head attention takes: see `MultiHeadMixer`."""
 
-    `attend` sees every document as a row of its own, with its real tokens first, and need not know of padding otherwise.
+    n_heads: int
+    rope: bool
+
+
+class MultiHeadMixer(Mixer):
+    """Multi-head attention; a subclass supplies `attend`: [B, T, d] -> [B, T, d].
+
+    `attend` gets every document as a row of its own, with its real tokens first.
 
     Args:
-        d_model: d, the width of inputs and outputs.
         n_heads: H, which must divide d.
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        norm: "layernorm", "scalenorm" or "rmsnorm".
         rope: whether queries and keys are rotated by their position.
-        dropout: probability of dropping an output before the residual.
-
-    Raises:
-        ValueError: for an argument outside what it allows.
+        **options: those of `Mixer`.
     """
 
     n_maps: ClassVar[int] = 3
-    """How many maps of its input a layer attends with: queries, keys and values; 2 where queries and keys are one."""
+    """Projections of the input: queries, keys and values; 2 if queries and keys are the same."""
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_heads: int = 12,
-        causal: bool = False,
-        norm: Norm = "layernorm",
-        rope: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(d_model, causal, norm, dropout)
+    def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
+        super().__init__(d_model, **options)
         check_positive(n_heads=n_heads)
         if d_model % n_heads:
-            raise ValueError(f"n_heads is {n_heads}, but must divide d_model = {d_model}.")
+            raise ArgumentError("n_heads", f"is {n_heads}, but must divide d_model = {d_model}.")
         if rope:
             check_even("rotary positions turn pairs of features", head_dim=d_model // n_heads)
         self.n_heads = n_heads

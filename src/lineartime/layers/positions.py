@@ -10,7 +10,7 @@ from lineartime.layers.checks import check_even
 from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
 
 LARGEST_TABLE = 512
-"""The longest length for which relative biases are a table; beyond it they are rotary (spec, section 3)."""
+"""The longest length for which relative biases are a table; beyond it they are rotary (arXiv 2202.10447, section 3)."""
 
 
 class TableBias(nn.Module):

@@ -1,29 +1,56 @@
-"""What every layer has in common: a norm before it and a residual around it.
+"""The bases of all layers: a norm before the layer, a residual around it, and the contract of a mixer.
 
 Shapes: B batch, T tokens, d model width.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.ops.context_parallel import ContextGroup
 from lineartime.ops.layout import check_tokens
 
 
-class ResidualLayer(nn.Module):
-    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f."""
+class LayerOptions(TypedDict, total=False):
+    """What every layer takes: see `ResidualLayer`."""
 
-    def __init__(self, d_model: int, norm: Norm, dropout: float) -> None:
+    norm: Norm
+    dropout: float
+
+
+class MixerOptions(LayerOptions, total=False):
+    """What every mixer takes: see `Mixer`."""
+
+    causal: bool
+
+
+class ResidualLayer(nn.Module):
+    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f.
+
+    Args:
+        d_model: d, the width of inputs and outputs.
+        norm: "layernorm", "scalenorm" or "rmsnorm".
+        dropout: probability of dropping an output before the residual.
+
+    Raises:
+        ValueError: for an argument outside what it allows.
+    """
+
+    name: ClassVar[str]
+    """Its name in a `LayerConfig`, in JSON and in the documents: that of its file, with hyphens."""
+
+    def __init__(self, d_model: int, *, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}, but must be at least 0 and below 1.")
+            raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
         self.norm = build_norm(norm, d_model)
         self.dropout = nn.Dropout(dropout)
@@ -39,20 +66,29 @@ class Mixer(ResidualLayer, ABC):
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
     then y, state = mixer.extend(x, state) for any number of new tokens.
+
+    Args:
+        causal: whether a token reads only itself and earlier tokens; needed to stream.
+        **options: those of `ResidualLayer`.
     """
 
     why_not_causal: ClassVar[str | None] = None
-    """Why a mixer that only looks both ways cannot be causal: the end of a sentence."""
+    """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
     context: ContextGroup | None = None
     """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
-    def __init__(self, d_model: int, causal: bool, norm: Norm, dropout: float) -> None:
-        super().__init__(d_model, norm, dropout)
+    def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
-            raise ValueError(f"causal is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
+            raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens that the mixer can read, or None where there is no limit."""
+        return None
 
     @abstractmethod
     def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -116,7 +152,7 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def init_dense(linear: nn.Linear) -> nn.Linear:
-    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (spec, section 5)."""
+    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (arXiv 2202.10447, appendix B)."""
     nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)
     return linear

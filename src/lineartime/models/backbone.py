@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.residual import new_positions
+from lineartime.layers.residual import Mixer, new_positions
 from lineartime.models.config import ModelConfig
 from lineartime.ops.context_parallel import ContextGroup, check_equal_slices
 from lineartime.ops.layout import check_tokens, token_positions
@@ -29,7 +29,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mixer = config.mixer.build(config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout)
+        self.mixer: Mixer = config.mixer.build(
+            config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout
+        )
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig
+from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, count_parameters, stream_bytes
-from lineartime.models.presets import PAPER_MILLIONS, PRESETS, SIZES, describe, presets
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, SIZES, model_of, presets
 from lineartime.models.systems import SYSTEMS
 
 
@@ -69,11 +69,10 @@ def presets_with(parts: Iterable[str]) -> list[str]:
 def systems_table() -> str:
     """All systems as a Markdown table, which the documents show: what and where each is, and how its memory grows."""
     lines = ["| system | what it is | code | feed-forward | memory of a stream |", "| --- | --- | --- | --- | --- |"]
-    for system in SYSTEMS:
-        config = SYSTEMS[system](SIZES["tiny"], "clm")
-        code = "/".join(config.mixer.layer.__module__.split(".")[1:]) + ".py"
-        feed_forward = {type(None): "none", MLPConfig: "MLP", GLUConfig: "GEGLU"}[type(config.feed_forward)]
-        cells = [f"`{system}`", describe(f"{system}-tiny"), f"`{code}`", feed_forward, _memory(config)]
+    for name, system in SYSTEMS.items():
+        code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
+        feed_forward = "none" if system.feed_forward is None else {"mlp": "MLP", "glu": "GEGLU"}[system.feed_forward.name]
+        cells = [f"`{name}`", system.describe(), f"`{code}`", feed_forward, _memory(model_of(system, SIZES["tiny"], "clm"))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""What a model costs, found by running it on the meta device, where tensors have shapes and no values.
+"""The cost of a model, found by running it on the meta device, where tensors have shapes but no values.
 
 Shapes: T tokens of context.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.errors import ArgumentError
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
 
@@ -17,11 +18,11 @@ class Cost(NamedTuple):
     """The cost of a model.
 
     Attributes:
-        parameters: how many numbers are learned.
-        flops_per_token: operations of one forward pass over T tokens in matrix products, as this library computes them,
-            divided by T: a multiplication and an addition are two. Softmax attention counts all T x T products, also where a
-            kernel skips the future; causal relu^2 attention those of the blocks it does not skip. Sums are not counted.
-        state_bytes: what one stream remembers after T tokens, in float32; None for a model that does not stream.
+        parameters: number of learned numbers.
+        flops_per_token: operations in the matrix products of a forward pass over T tokens, divided by T; a multiplication and
+            an addition count as two. Softmax attention counts all T x T products, even if a kernel skips the future; causal
+            relu^2 attention counts the blocks that it computes. Sums are not counted.
+        state_bytes: size of the state of one stream after T tokens, in float32; None for a model that does not stream.
     """
 
     parameters: int
@@ -30,18 +31,18 @@ class Cost(NamedTuple):
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many numbers a model learns."""
+    """The number of parameters of a model."""
     with torch.device("meta"):
         return _parameters(build_model(config))
 
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
-    """The cost of a model with so many tokens of context; ValueError if it cannot read so many."""
+    """The cost of a model with `context_length` tokens of context; ArgumentError if the model cannot read as many."""
     longest = config.longest_sequence
     if longest is not None and context_length > longest:
-        raise ValueError(f"context_length is {context_length}, but the model reads at most {longest} tokens.")
+        raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    # All blocks are alike: two and one tell what each of them adds.
+    # All blocks are alike: a model of one and a model of two show what each block adds.
     with torch.device("meta"):
         one, two = (build_model(config.override(n_blocks=n)) for n in (1, 2))
 
@@ -54,7 +55,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
-    """What one stream remembers after so many tokens, in bytes; None for a model that does not stream."""
+    """The size of the state of one stream after `context_length` tokens; None for a model that does not stream."""
     with torch.device("meta"), torch.no_grad():
         model = build_model(config.override(n_blocks=1))
         if not isinstance(model, CausalLM):

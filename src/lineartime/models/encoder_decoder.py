@@ -1,23 +1,26 @@
-"""Sequence to sequence: an encoder reads a source, a decoder writes a target and reads the source by gated cross-attention.
+"""Sequence to sequence: an encoder reads a source; a decoder writes a target and reads the source by gated cross-attention.
 
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
-from lineartime.layers.cross import SourceState
+from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.residual import new_positions
+from lineartime.layers.residual import Mixer, new_positions
 from lineartime.models.backbone import Backbone
-from lineartime.models.config import FeedForwardConfig, ModelConfig, check_fields, config_from_dict, config_to_dict
-from lineartime.models.mixers import CrossGAUConfig, MixerConfig
+from lineartime.models.config import ModelConfig
+from lineartime.models.fields import from_fields
+from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.layout import check_mask, token_positions
 
 # 1. The description ---------------------------------------------------------------------------------------------------
@@ -25,17 +28,17 @@ from lineartime.ops.layout import check_mask, token_positions
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """An encoder of equal blocks, and a decoder of equal blocks that read what the encoder wrote.
+    """An encoder of equal blocks, and a decoder of equal blocks that read the encoder's output.
 
     Attributes:
-        vocab_size: number of tokens; the embeddings of both sides and of the output are one.
+        vocab_size: number of tokens; both sides and the output share one embedding.
         d_model: width of the residual streams.
         n_encoder_blocks: number of blocks of the encoder.
-        n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse exactly with two and not with one:
-            where to read depends on the length of the source, which has to be read first.
-        mixer: what moves information between the tokens of one side; causal in the decoder alone.
+        n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse a string with two, but not with one:
+            where to read depends on the length of the source, which must be read first.
+        mixer: what moves information between the tokens of one side; causal in the decoder only.
         cross: what moves information from the source to the target.
-        feed_forward: what follows them in a block, or None: gated attention units need none.
+        feed_forward: what follows the mixers in a block, or None: gated attention units need none.
         norm: the norm before every layer, before the source is read and before the logits.
         dropout: of every layer's output.
     """
@@ -44,25 +47,25 @@ class EncoderDecoderConfig:
     d_model: int
     n_encoder_blocks: int
     n_decoder_blocks: int
-    mixer: MixerConfig
-    cross: CrossGAUConfig = field(default_factory=CrossGAUConfig)
-    feed_forward: FeedForwardConfig | None = None
+    mixer: LayerConfig
+    cross: LayerConfig = field(default_factory=partial(LayerConfig, "cross-gau"))
+    feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
+        check_parts(self)
         check_positive(vocab_size=self.vocab_size, d_model=self.d_model)
         check_positive(n_encoder_blocks=self.n_encoder_blocks, n_decoder_blocks=self.n_decoder_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
-        return config_to_dict(self)
+        return parts_to_dict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "EncoderDecoderConfig":
-        """The config that `to_dict` described; ValueError naming the field for anything unknown or of the wrong type."""
-        return config_from_dict(cls, data)
+    def from_dict(cls, data: Mapping[str, Any]) -> "EncoderDecoderConfig":
+        """The config that `to_dict` described; ArgumentError, naming the field, for anything unknown or of the wrong type."""
+        return from_fields(cls, parts_from_dict(data), "the model")
 
     def encoder(self) -> ModelConfig:
         """The encoder alone, which is the backbone of a masked language model."""
@@ -91,12 +94,12 @@ class Encoder(Backbone):
 
 
 class DecoderBlock(nn.Module):
-    """A causal mixer, the cross-attention and perhaps a feed-forward layer; norms and residuals are theirs."""
+    """A causal mixer, the cross-attention and perhaps a feed-forward layer, each with its norm and residual inside."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
-        self.mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
-        self.cross = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
+        self.cross: CrossGAU = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
@@ -113,7 +116,7 @@ class DecoderBlock(nn.Module):
 
 
 class EncoderDecoderState(NamedTuple):
-    """For each block of the decoder, its mixer's state and what it keeps of the source, which never changes."""
+    """For each block of the decoder, the state of its mixer, and the source as it has read it, which never changes."""
 
     mixers: tuple[Any, ...]
     sources: tuple[SourceState, ...]
@@ -126,7 +129,7 @@ class EncoderDecoderState(NamedTuple):
 
 
 class EncoderDecoder(nn.Module):
-    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which foretell the next target token."""
+    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which predict the next target token."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
@@ -145,8 +148,8 @@ class EncoderDecoder(nn.Module):
 
         Args:
             source_ids: [B, S] token ids.
-            target_ids: [B, T] token ids, usually the target behind a start token.
-            source_mask: bool [B, S], True for real tokens; padding may stand anywhere.
+            target_ids: [B, T] token ids, usually the target after a start token.
+            source_mask: bool [B, S], True for real tokens; padding may be anywhere.
             target_mask: bool [B, T], the same for the target.
 
         Returns:
@@ -157,7 +160,8 @@ class EncoderDecoder(nn.Module):
         """
         sources = self._read(source_ids, source_mask)
         if target_ids.shape[:1] != source_ids.shape[:1]:
-            raise ValueError(f"target_ids has shape {list(target_ids.shape)}, but source_ids has {source_ids.shape[0]} rows.")
+            shape = list(target_ids.shape)
+            raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
         check_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
         x = self.encoder.embed(target_ids, token_positions(target_ids.shape[1], target_mask, None, target_ids.device))
         for block, source in zip(self.blocks, sources, strict=True):
@@ -201,7 +205,7 @@ def greedy(
     stop_token: int,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Write the target of every source, always taking the likeliest token.
+    """Write the target of every source, always choosing the most likely token.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -209,7 +213,7 @@ def greedy(
         source_mask: bool [B, S], True for real tokens.
         start_token: the token before every target.
         stop_token: the token that ends a target; it is not returned.
-        max_tokens: how many tokens to write at the most, the stop token included.
+        max_tokens: the most tokens to write, the stop token included.
 
     Returns:
         The token ids of B targets.
@@ -229,5 +233,5 @@ def greedy(
         ended |= tokens == stop_token
         if ended.all():
             break
-    # A target that has ended runs on until all have: what stands behind its stop token means nothing.
+    # Targets end at different steps: cut each one at its stop token.
     return [row[: row.index(stop_token)] if stop_token in row else row for row in torch.cat(written, 1).tolist()]

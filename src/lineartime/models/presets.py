@@ -3,13 +3,15 @@
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, overload
 
+from lineartime.errors import ArgumentError
 from lineartime.models.config import ModelConfig, Task
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
-from lineartime.models.systems import SYSTEMS, Size
+from lineartime.models.layer_config import LayerConfig
+from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.ops.activations import check_choice
 
 BYTE_VOCABULARY = 258
-"""256 bytes, end of document and mask: what the tiny presets assume until a tokenizer says otherwise."""
+"""256 bytes, end of document and mask: the vocabulary of the tiny presets."""
 
 # The sizes of arXiv 2202.10447; tiny is ours, for a laptop.
 BASE = Size(d_model=768, gated_blocks=24, attention_blocks=12, n_heads=12)
@@ -60,7 +62,7 @@ def _names() -> dict[str, tuple[str, Size]]:
     names = {f"{system}-{size}": (system, SIZES[size]) for size in ("tiny", "base") for system in SYSTEMS}
     for size, systems in MORE_SIZES.items():
         for system in systems:
-            # The paper's ablations and scaling figure speak of GAU where they mean models of it, which are FLASH-Quad.
+            # Where the paper's ablations and scaling figure say GAU, they mean a model of GAUs, which is FLASH-Quad.
             names[f"{system}-{size}"] = ("flash-quad" if system == "gau" else system, SIZES[size])
     return names
 
@@ -68,16 +70,44 @@ def _names() -> dict[str, tuple[str, Size]]:
 PRESETS: dict[str, tuple[str, Size]] = _names()
 
 
+def model_of(system: System, size: Size, task: Task) -> ModelConfig:
+    """The model of a system at a size."""
+    fields: dict[str, Any] = {
+        "task": task,
+        "vocab_size": size.vocab_size,
+        "d_model": size.d_model,
+        "n_blocks": size.gated_blocks,
+        "mixer": LayerConfig(system.mixer.name, **system.mixer_options(size)),
+        "norm": "layernorm" if task == "clm" else "scalenorm",
+    }
+    if system.feed_forward is not None:
+        fields |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
+    return ModelConfig(**{**fields, **system.fields})
+
+
+def system_of(preset: str) -> System:
+    """The row of the table of systems that a preset stands for; ArgumentError for an unknown preset."""
+    if preset not in PRESETS:
+        like = get_close_matches(preset, PRESETS, n=3, cutoff=0.0)
+        raise ArgumentError(
+            "preset", f"is {preset!r}, but must be a name that presets() lists, for instance {' or '.join(map(repr, like))}."
+        )
+    return SYSTEMS[PRESETS[preset][0]]
+
+
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
-    """The configurations that `build` knows by name; for "clm" without those that only look both ways."""
+    """The configurations that `build` knows by name; for "clm", without the systems that cannot be causal."""
     check_choice("task", task, get_args(Task))
-    configs = {name: SYSTEMS[system](size, task) for name, (system, size) in PRESETS.items()}
-    return {name: config for name, config in configs.items() if task == "mlm" or config.mixer.layer.why_not_causal is None}
+    return {
+        name: model_of(system_of(name), size, task)
+        for name, (_, size) in PRESETS.items()
+        if task == "mlm" or system_of(name).mixer.why_not_causal is None
+    }
 
 
 def describe(preset: str) -> str:
     """What the system of a preset is, in a line."""
-    return (SYSTEMS[PRESETS[preset][0]].__doc__ or "").rstrip(".")
+    return system_of(preset).describe()
 
 
 def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> ModelConfig:
@@ -85,20 +115,14 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     if isinstance(preset_or_config, ModelConfig):
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
     if not isinstance(preset_or_config, str):
-        raise ValueError(f"preset_or_config is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
-    if preset_or_config not in PRESETS:
-        like = get_close_matches(preset_or_config, PRESETS, n=3, cutoff=0.0)
-        raise ValueError(
-            f"preset is {preset_or_config!r}, but must be a name that `lineartime presets` lists, for instance "
-            f"{' or '.join(map(repr, like))}."
-        )
-    check_choice("task", task or "clm", get_args(Task))
-    system, size = PRESETS[preset_or_config]
-    config = SYSTEMS[system](size, task or "clm")
-    reason = config.mixer.layer.why_not_causal
-    if config.task == "clm" and reason is not None and "mixer" not in overrides:
-        raise ValueError(f"{preset_or_config} cannot be a causal model: {reason}; use the task 'mlm'.")
-    return config.override(**overrides)
+        raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
+    task = task or "clm"
+    check_choice("task", task, get_args(Task))
+    system = system_of(preset_or_config)
+    if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
+        reason = system.mixer.why_not_causal
+        raise ArgumentError("task", f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use task='mlm'.")
+    return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
 
 
 @overload
@@ -112,12 +136,12 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
 
     Args:
         preset_or_config: a name from `presets()`, or a `ModelConfig`.
-        task: "clm", a causal language model (what a preset is unless told otherwise), or "mlm", a masked one; a config
-            keeps its own unless told otherwise.
-        **overrides: other values for fields of the config, its mixer or its feed-forward:
+        task: "clm", a causal language model, or "mlm", a masked one. The default is "clm" for a preset, and its own task for a
+            config.
+        **overrides: other values for fields of the model, or options of its mixer or feed-forward:
             `build("flash-base", vocab_size=50257, chunk_size=512)`.
 
     Raises:
-        ValueError: for an unknown preset, field or value, or a causal model of a system that cannot be one.
+        ArgumentError: for an unknown preset, field or value, or a causal model of a system that cannot be one.
     """
     return build_model(resolve(preset_or_config, task, **overrides))

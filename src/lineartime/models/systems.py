@@ -1,38 +1,39 @@
-"""Every system of the paper and of its related work at any size, each derived from another.
+"""Every system of the paper and of its related work: a table with one row a system.
 
-A new system is a function here and a line in `SYSTEMS`.
+A row says what is not in the class of its mixer: what the rest of a block is, and which options differ from the class's
+defaults. A new system is a row of `SYSTEMS`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from lineartime.models.config import GLUConfig, MLPConfig, ModelConfig, Task
-from lineartime.models.mixers import (
-    AttentionConfig,
-    CLSFLASHConfig,
-    CombinerConfig,
-    EfficientAttentionConfig,
-    FirstToAllFLASHConfig,
-    FLASHConfig,
-    GatedAttentionConfig,
-    GAUConfig,
-    GlobalFLASHConfig,
-    LinearELUConfig,
-    LinearTaylorConfig,
-    LinformerConfig,
-    LocalFLASHConfig,
-    MixedChunkHeadsConfig,
-    MixerConfig,
-    MultiHeadGAUConfig,
-    OverlappingFLASHConfig,
-    PerformerConfig,
-    PerformerMatmulConfig,
-    ReformerConfig,
-    Relu2AttentionConfig,
-    SparseAttentionConfig,
-    UngatedGAUConfig,
-    WeightedFLASHConfig,
-)
+from lineartime.baselines.combiner import Combiner
+from lineartime.baselines.efficient import Efficient
+from lineartime.baselines.flash_cls import FLASHCLS
+from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
+from lineartime.baselines.flash_global import FLASHGlobal
+from lineartime.baselines.flash_local import FLASHLocal
+from lineartime.baselines.flash_overlapping import FLASHOverlapping
+from lineartime.baselines.flash_weighted import FLASHWeighted
+from lineartime.baselines.gau_multi_head import GAUMultiHead
+from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.linear_elu import LinearELU
+from lineartime.baselines.linear_taylor import LinearTaylor
+from lineartime.baselines.linformer import Linformer
+from lineartime.baselines.mc_tfm import MCTFM
+from lineartime.baselines.mhsa_gated import MHSAGated
+from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines.performer import Performer
+from lineartime.baselines.reformer import Reformer
+from lineartime.baselines.sparse import Sparse
+from lineartime.layers.attention import Attention
+from lineartime.layers.feedforward import GLU, MLP
+from lineartime.layers.flash import FLASH
+from lineartime.layers.gau import GAU
+from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import Mixer, ResidualLayer
 
 
 @dataclass(frozen=True)
@@ -58,190 +59,95 @@ class Size:
     vocab_size: int = 32_000
 
 
-def gated(mixer: MixerConfig, size: Size, task: Task) -> ModelConfig:
-    """A model of gated units, which need no feed-forward layers."""
-    return ModelConfig(
-        task=task,
-        vocab_size=size.vocab_size,
-        d_model=size.d_model,
-        n_blocks=size.gated_blocks,
-        mixer=mixer,
-        norm="layernorm" if task == "clm" else "scalenorm",
-    )
+SIZED = ("d_qk", "n_heads", "chunk_size")
+"""The options of mixers that are the size's, unless a row says otherwise."""
 
 
-def flash(size: Size, task: Task) -> ModelConfig:
-    """FLASH: gated units with mixed chunk attention."""
-    return gated(FLASHConfig(d_qk=size.d_qk, chunk_size=size.chunk_size), size, task)
+@dataclass(frozen=True)
+class System:
+    """One row of the table.
+
+    Attributes:
+        mixer: the class of what moves information between tokens.
+        feed_forward: the class of what follows it in a block of a Transformer; None for gated units, which need nothing, and
+            stand in twice as many blocks.
+        options: options of the mixer that differ from its class's defaults and from the size's.
+        scaled: options of the mixer that follow from the size in another way than by their name.
+        fields: fields of the model that differ.
+        clipped: whether the paper's recipes clip its gradient.
+        description: what it is, in a line, where the first line of the mixer's documentation does not say it.
+    """
+
+    mixer: type[Mixer]
+    feed_forward: type[ResidualLayer] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scaled: Mapping[str, Callable[[Size], int]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    clipped: bool = True
+    description: str = ""
+
+    @property
+    def takes_chunk_size(self) -> bool:
+        """Whether a recipe may set its chunk size: it has one, which the row leaves to the size."""
+        return "chunk_size" in self.sized_options
+
+    @cached_property
+    def sized_options(self) -> tuple[str, ...]:
+        """The options of the mixer that the row leaves to the size."""
+        own = {*self.options, *self.scaled}
+        return tuple(name for name in SIZED if name in constructor_options(self.mixer) and name not in own)
+
+    def mixer_options(self, size: Size) -> dict[str, Any]:
+        """The options of the mixer at a size that differ from its class's defaults."""
+        sized = {name: getattr(size, name) for name in self.sized_options}
+        return {**sized, **self.options, **{name: of(size) for name, of in self.scaled.items()}}
+
+    def describe(self) -> str:
+        """What the system is, in a line."""
+        return self.description or (self.mixer.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def flash_quad(size: Size, task: Task) -> ModelConfig:
-    """FLASH-Quad: gated units with quadratic attention (GAU)."""
-    return gated(GAUConfig(d_qk=size.d_qk), size, task)
+# The paper's sizes for fine-tuning (arXiv 2202.10447, section 4.3): s = 512 and chunks of 128 at the base size.
+FINE_TUNING: dict[str, Callable[[Size], int]] = {
+    "d_qk": lambda size: 4 * size.d_qk,
+    "chunk_size": lambda size: size.chunk_size // 2,
+}
 
-
-def flash_local(size: Size, task: Task) -> ModelConfig:
-    """FLASH that reads nothing beyond a token's own chunk."""
-    return gated(LocalFLASHConfig(d_qk=size.d_qk, chunk_size=size.chunk_size), size, task)
-
-
-def flash_global(size: Size, task: Task) -> ModelConfig:
-    """FLASH with linear attention across chunks of 64 alone."""
-    return gated(GlobalFLASHConfig(d_qk=size.d_qk), size, task)
-
-
-def flash_overlapping(size: Size, task: Task) -> ModelConfig:
-    """FLASH whose chunks also read their neighbours."""
-    return gated(OverlappingFLASHConfig(d_qk=size.d_qk, chunk_size=size.chunk_size), size, task)
-
-
-def flash_weighted(size: Size, task: Task) -> ModelConfig:
-    """FLASH with attention between chunk summaries."""
-    return gated(WeightedFLASHConfig(d_qk=size.d_qk, chunk_size=size.chunk_size), size, task)
-
-
-def flash_first_to_all(size: Size, task: Task) -> ModelConfig:
-    """FLASH for fine-tuning: first tokens of chunks read all."""
-    return gated(FirstToAllFLASHConfig(d_qk=4 * size.d_qk, chunk_size=size.chunk_size // 2), size, task)
-
-
-def flash_cls(size: Size, task: Task) -> ModelConfig:
-    """FLASH for fine-tuning: [CLS] attends with softmax."""
-    return gated(CLSFLASHConfig(d_qk=4 * size.d_qk, chunk_size=size.chunk_size // 2), size, task)
-
-
-def gau_softmax(size: Size, task: Task) -> ModelConfig:
-    """GAU with softmax in the place of relu^2."""
-    return gated(GAUConfig(d_qk=size.d_qk, activation="softmax"), size, task)
-
-
-def gau_multi_head(size: Size, task: Task) -> ModelConfig:
-    """GAU with several heads."""
-    return gated(MultiHeadGAUConfig(n_heads=4, d_qk=size.d_qk), size, task)
-
-
-def gau_ungated(size: Size, task: Task) -> ModelConfig:
-    """GAU without its gate, values twice as wide."""
-    return gated(UngatedGAUConfig(d_qk=size.d_qk), size, task)
-
-
-def transformer_plus_plus(size: Size, task: Task) -> ModelConfig:
-    """Transformer++: rotary positions and GEGLU."""
-    return replace(
-        gated(AttentionConfig(n_heads=size.n_heads), size, task), n_blocks=size.attention_blocks, feed_forward=GLUConfig()
-    )
-
-
-def transformer_plus(size: Size, task: Task) -> ModelConfig:
-    """Transformer+: rotary positions, MLP."""
-    return replace(transformer_plus_plus(size, task), feed_forward=MLPConfig())
-
-
-def transformer(size: Size, task: Task) -> ModelConfig:
-    """The vanilla Transformer, with 1,024 learned positions."""
-    return replace(
-        transformer_plus(size, task),
-        mixer=AttentionConfig(n_heads=size.n_heads, rope=False),
-        norm="layernorm",
-        absolute_position="learned",
-        max_positions=1024,
-    )
-
-
-def mhsa_relu2(size: Size, task: Task) -> ModelConfig:
-    """Transformer++ with relu^2 in the place of softmax."""
-    return replace(transformer_plus_plus(size, task), mixer=Relu2AttentionConfig(n_heads=size.n_heads))
-
-
-def mhsa_single_head(size: Size, task: Task) -> ModelConfig:
-    """Transformer++ with a single head."""
-    return replace(transformer_plus_plus(size, task), mixer=AttentionConfig(n_heads=1))
-
-
-def mhsa_gated(size: Size, task: Task) -> ModelConfig:
-    """Transformer++ with a gate on attention."""
-    return replace(transformer_plus_plus(size, task), mixer=GatedAttentionConfig(n_heads=size.n_heads))
-
-
-def mc_tfm(size: Size, task: Task) -> ModelConfig:
-    """MC-TFM++: Transformer++ with mixed chunk attention."""
-    return replace(
-        transformer_plus_plus(size, task), mixer=MixedChunkHeadsConfig(n_heads=size.n_heads, chunk_size=size.chunk_size)
-    )
-
-
-def performer(size: Size, task: Task) -> ModelConfig:
-    """Performer with its ReLU kernel, as published."""
-    return replace(transformer_plus(size, task), mixer=PerformerConfig(n_heads=size.n_heads))
-
-
-def performer_matmul(size: Size, task: Task) -> ModelConfig:
-    """Performer, causal by all T x T products."""
-    return replace(transformer_plus(size, task), mixer=PerformerMatmulConfig(n_heads=size.n_heads))
-
-
-def combiner(size: Size, task: Task) -> ModelConfig:
-    """Combiner, rowmajor-axial."""
-    return replace(transformer_plus(size, task), mixer=CombinerConfig(n_heads=size.n_heads, chunk_size=size.chunk_size))
-
-
-def linear_elu(size: Size, task: Task) -> ModelConfig:
-    """Linear attention with features elu + 1."""
-    return replace(transformer_plus(size, task), mixer=LinearELUConfig(n_heads=size.n_heads))
-
-
-def linear_taylor(size: Size, task: Task) -> ModelConfig:
-    """Linear attention with similarity 1 + cos(q, k)."""
-    return replace(transformer_plus(size, task), mixer=LinearTaylorConfig(n_heads=size.n_heads))
-
-
-def efficient(size: Size, task: Task) -> ModelConfig:
-    """Efficient attention: softmax over features and positions."""
-    return replace(transformer_plus(size, task), mixer=EfficientAttentionConfig(n_heads=size.n_heads))
-
-
-def linformer(size: Size, task: Task) -> ModelConfig:
-    """Linformer: 512 positions mixed into 128 landmarks."""
-    return replace(transformer_plus(size, task), mixer=LinformerConfig(n_heads=size.n_heads))
-
-
-def sparse(size: Size, task: Task) -> ModelConfig:
-    """Sparse Transformer: near tokens and every so many-th."""
-    mixer = SparseAttentionConfig(n_heads=size.n_heads, stride=size.chunk_size // 2)
-    return replace(transformer_plus(size, task), mixer=mixer)
-
-
-def reformer(size: Size, task: Task) -> ModelConfig:
-    """Reformer: attention inside buckets of a hash."""
-    return replace(transformer_plus(size, task), mixer=ReformerConfig(n_heads=size.n_heads))
-
-
-SYSTEMS: dict[str, Callable[[Size, Task], ModelConfig]] = {
-    "flash": flash,
-    "flash-quad": flash_quad,
-    "transformer": transformer,
-    "transformer+": transformer_plus,
-    "transformer++": transformer_plus_plus,
-    "performer": performer,
-    "performer-matmul": performer_matmul,
-    "combiner": combiner,
-    "mc-tfm++": mc_tfm,
-    "flash-local": flash_local,
-    "flash-global": flash_global,
-    "flash-overlapping": flash_overlapping,
-    "flash-weighted": flash_weighted,
-    "flash-first-to-all": flash_first_to_all,
-    "flash-cls": flash_cls,
-    "gau-softmax": gau_softmax,
-    "gau-multi-head": gau_multi_head,
-    "gau-ungated": gau_ungated,
-    "mhsa-relu2": mhsa_relu2,
-    "mhsa-single-head": mhsa_single_head,
-    "mhsa-gated": mhsa_gated,
-    "linear-elu": linear_elu,
-    "efficient": efficient,
-    "linear-taylor": linear_taylor,
-    "linformer": linformer,
-    "sparse": sparse,
-    "reformer": reformer,
+SYSTEMS: dict[str, System] = {
+    "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
+    "flash-quad": System(GAU, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
+    "transformer": System(
+        Attention,
+        MLP,
+        options={"rope": False},
+        fields={"norm": "layernorm", "absolute_position": "learned", "max_positions": 1024},
+        clipped=False,
+        description="The vanilla Transformer, with 1,024 learned positions",
+    ),
+    "transformer+": System(Attention, MLP, description="Transformer+: rotary positions, MLP"),
+    "transformer++": System(Attention, GLU, description="Transformer++: rotary positions and GEGLU"),
+    "performer": System(Performer, MLP),
+    "performer-matmul": System(
+        Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
+    ),
+    "combiner": System(Combiner, MLP),
+    "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
+    "flash-local": System(FLASHLocal),
+    "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
+    "flash-overlapping": System(FLASHOverlapping),
+    "flash-weighted": System(FLASHWeighted),
+    "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
+    "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
+    "gau-softmax": System(GAU, options={"activation": "softmax"}, description="GAU with softmax in the place of relu^2"),
+    "gau-multi-head": System(GAUMultiHead, options={"n_heads": 4}),
+    "gau-ungated": System(GAUUngated),
+    "mhsa-relu2": System(MHSARelu2, GLU, description="Transformer++ with relu^2 in the place of softmax"),
+    "mhsa-single-head": System(Attention, GLU, options={"n_heads": 1}, description="Transformer++ with a single head"),
+    "mhsa-gated": System(MHSAGated, GLU, description="Transformer++ with a gate on attention"),
+    "linear-elu": System(LinearELU, MLP),
+    "efficient": System(Efficient, MLP),
+    "linear-taylor": System(LinearTaylor, MLP),
+    "linformer": System(Linformer, MLP),
+    "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
+    "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
 }

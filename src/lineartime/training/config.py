@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.data import Rows, names_corpus, names_tokenizer
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.machine import Device, Precision
-from lineartime.models.config import ModelConfig, Task, check_fields, from_fields
+from lineartime.models.config import ModelConfig, Task
+from lineartime.models.fields import check_fields, from_fields
 from lineartime.models.presets import resolve
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
@@ -127,10 +128,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for a value that is not allowed."""
-        try:
-            check_fields(self, "TrainConfig")
-        except ValueError as error:
-            raise LineartimeError(str(error)) from None
+        check_fields(self)
         for name, allowed, rule in self._rules():
             if not allowed:
                 raise ArgumentError(name, f"is {getattr(self, name)}, but must be {rule}.")
@@ -183,15 +181,10 @@ class TrainConfig:
         for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
             if name in values:
                 raise ArgumentError("override", f"cannot set {name}: {instead}.")
-        try:
-            config = resolve(self.preset, self.task)
-        except LineartimeError:
-            raise
-        except ValueError as error:
-            raise LineartimeError(str(error)) from None
+        config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
-        longest = config.longest_sequence
+            longest = config.longest_sequence
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(

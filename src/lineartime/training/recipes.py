@@ -5,7 +5,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and a
 
 from typing import Any
 
-from lineartime.models.presets import PRESETS, resolve
+from lineartime.models.presets import system_of
 from lineartime.training.config import RecipeName, TrainConfig
 
 _SHARED: dict[str, Any] = {
@@ -43,17 +43,9 @@ def recipe_config(recipe: RecipeName, preset: str = "flash-base") -> TrainConfig
         ValueError: for an unknown preset.
     """
     values = {**_SHARED, **_RECIPES[recipe], "recipe": recipe, "preset": preset}
-    takes_chunk_size, clipped = _facts(preset)
-    if takes_chunk_size:
+    system = system_of(preset)
+    if system.takes_chunk_size:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
-    if not clipped:
+    if not system.clipped:
         values["clip_norm"] = 0.0
     return TrainConfig(**values)
-
-
-def _facts(preset: str) -> tuple[bool, bool]:
-    """Whether a preset's system takes the recipe's chunk size, and whether its gradient is clipped."""
-    has_chunks = hasattr(resolve(preset, "mlm").mixer, "chunk_size")  # every system can be a masked model
-    system = PRESETS[preset][0]
-    fixed = ("flash-global", "flash-first-to-all", "flash-cls", "reformer")
-    return has_chunks and system not in fixed, system != "transformer"

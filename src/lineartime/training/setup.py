@@ -103,7 +103,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
 
 def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     """The unit of sequence lengths that processes can share: a whole chunk for each."""
-    ranks, chunk_size = config.context_parallel, int(getattr(model_config.mixer, "chunk_size", 1))
+    ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(
             "context_length",

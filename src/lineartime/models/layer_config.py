@@ -1,0 +1,116 @@
+"""A layer described by plain data: its name and its options, which are those of its class's constructor."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lineartime.errors import ArgumentError
+from lineartime.layers.cross import CrossGAU
+from lineartime.layers.feedforward import GLU, MLP
+from lineartime.layers.options import Option, constructor_options
+from lineartime.layers.residual import MixerOptions
+from lineartime.models.fields import check_fields, check_names, check_type
+from lineartime.models.systems import SYSTEMS
+from lineartime.ops.activations import check_choice
+
+KINDS: dict[str, dict[str, type[Any]]] = {
+    "mixer": {system.mixer.name: system.mixer for system in SYSTEMS.values()},
+    "feed_forward": {MLP.name: MLP, GLU.name: GLU},
+    "cross": {CrossGAU.name: CrossGAU},
+}
+"""The layers that each part of a model can be, by name."""
+
+_LAYERS = {name: layer for kinds in KINDS.values() for name, layer in kinds.items()}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class LayerConfig:
+    """A layer of a model, described by its name and its options: `LayerConfig("flash", chunk_size=64)`.
+
+    Options that are left out take the defaults of the layer's class. Width, direction, norm and dropout are the model's.
+
+    Args:
+        kind: the name of a mixer, for instance "flash", of a feed-forward layer, "mlp" or "glu", or "cross-gau".
+        **options: keyword arguments of the layer's class.
+
+    Raises:
+        ArgumentError: for an unknown kind or option, or a value of the wrong type.
+    """
+
+    kind: str
+    _options: tuple[tuple[str, Any], ...]
+
+    def __init__(self, kind: str, /, **options: Any) -> None:
+        check_choice("kind", kind, tuple(_LAYERS))
+        allowed = _own_options(kind)
+        check_names(options, allowed, kind)
+        for name, value in options.items():
+            check_type(name, value, allowed[name].type)
+        object.__setattr__(self, "kind", kind)
+        values = tuple((name, options.get(name, option.default)) for name, option in allowed.items())
+        object.__setattr__(self, "_options", values)
+
+    def __repr__(self) -> str:
+        arguments = [repr(self.kind), *(f"{name}={value!r}" for name, value in self._options)]
+        return f"LayerConfig({', '.join(arguments)})"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The layer's options by name, defaults included; a copy."""
+        return dict(self._options)
+
+    @property
+    def layer(self) -> type[Any]:
+        """The class of the layer."""
+        return _LAYERS[self.kind]
+
+    def override(self, /, **options: Any) -> "LayerConfig":
+        """A copy with other values for some options."""
+        return LayerConfig(self.kind, **{**self.options, **options})
+
+    def build(self, d_model: int, **options: Any) -> Any:
+        """The layer, freshly initialised; `options` are those of the model: norm, dropout and, for a mixer, causal."""
+        return self.layer(d_model, **self.options, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
+        return {"kind": self.kind, **self.options}
+
+
+@cache
+def _own_options(kind: str) -> dict[str, Option]:
+    """The options of a layer that are not the model's, as causal, norm and dropout are."""
+    options = constructor_options(_LAYERS[kind])
+    return {name: option for name, option in options.items() if name not in MixerOptions.__annotations__}
+
+
+def check_parts(config: Any) -> None:
+    """Raise ArgumentError unless every field has its type, and every layer is of a kind that stands there."""
+    for part, kinds in KINDS.items():
+        value = getattr(config, part, None)
+        if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
+            raise ArgumentError(part, f"is {value!r}, but must be a LayerConfig of one of the kinds {', '.join(kinds)}.")
+    check_fields(config)
+
+
+def parts_to_dict(config: Any) -> dict[str, Any]:
+    """A plain dictionary for JSON of a dataclass, its layers with their kinds and options."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value.to_dict() if isinstance(value, LayerConfig) else value for name, value in values.items()}
+
+
+def parts_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `parts_to_dict` described, dictionaries of layers made into configs."""
+    return {name: _layer(name, value) if name in KINDS and isinstance(value, dict) else value for name, value in data.items()}
+
+
+def _layer(part: str, data: dict[str, Any]) -> LayerConfig:
+    options = dict(data)
+    kind = options.pop("kind", None)
+    check_choice(f"{part}.kind", kind, tuple(KINDS[part]))
+    try:
+        return LayerConfig(kind, **options)
+    except ArgumentError as error:
+        raise ArgumentError(f"{part}.{error.argument}", error.predicate) from None
