@@ -240,7 +240,25 @@ def test_a_checkpoint_from_before_there_were_versions_can_be_read(tmp_path: Path
     assert (state.step, state.validation_loss, state.data) == (7, 1.5, {"rows": 3})
 
 
-def test_mixers_that_have_another_name_since_are_upgraded() -> None:
+@pytest.mark.parametrize(
+    ("preset", "kind"), [("mc-tfm++-tiny", "mixed_chunk_heads"), ("performer-matmul-tiny", "performer_matmul")]
+)
+def test_models_whose_mixers_were_renamed_since_can_be_read(tmp_path: Path, preset: str, kind: str) -> None:
+    model = lineartime.build(preset, d_model=16, n_blocks=1, n_heads=2)
+
+    def rename(data: dict[str, Any]) -> dict[str, Any]:
+        options = {name: value for name, value in data["mixer"].items() if name != "causal_sums"}
+        return {**data, "mixer": {**options, "kind": kind}}
+
+    path = save(tmp_path, 1, model=model)
+    rewrite(path / "model.json", rename)
+    again = lineartime.load(version_0(path))
+    assert again.config == model.config
+    ids = torch.randint(0, 256, (1, 20))
+    assert torch.equal(again(ids), model.eval()(ids))
+
+
+def test_mixers_that_were_renamed_since_are_upgraded() -> None:
     mixers = {
         "flash": ("flash", {}),
         "gau": ("gau", {}),

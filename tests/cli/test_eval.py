@@ -49,7 +49,7 @@ def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.Ca
     assert "windows of 10 tokens, one every 5, the last 5 tokens of each counted" in shown
 
 
-def test_reading_beyond_what_a_model_can_ends_in_a_sentence(
+def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:
     arguments = [argument for argument in options if not argument.startswith(("d_qk", "chunk_size"))]

@@ -24,7 +24,7 @@ def test_training_leaves_a_checkpoint_metrics_scalars_and_a_curve(folder: Path) 
     assert {"metrics.jsonl", "tensorboard", "loss.png", "step-00000004"} <= names
 
 
-def test_a_model_without_absolute_positions_can_be_asked_for(tmp_path: Path, options: list[str]) -> None:
+def test_override_takes_the_word_none_as_a_name(tmp_path: Path, options: list[str]) -> None:
     arguments = options
     arguments[arguments.index("n_blocks=1")] = "absolute_position=none"
     assert main(["train", *arguments, "--out", str(tmp_path / "none"), "--steps", "1"]) == 0
@@ -42,11 +42,11 @@ def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, fails: Fai
     fails(arguments, r"There are 5 tokens in .*empty.txt, fewer than a context and the token after it \(513\): give more text")
 
 
-def test_options_of_the_machine_can_be_changed_to_what_is_usual(tmp_path: Path, options: list[str]) -> None:
+def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_defaults(tmp_path: Path, options: list[str]) -> None:
     run = str(tmp_path / "run")
     given = ["--recompute", "--max-skipped", "3", "--parallel", "fsdp"]
     assert main(["train", *options, "--out", run, "--steps", "1", *given]) == 0
-    asked = ["--no-recompute", "--max-skipped", "10", "--parallel", "ddp"]  # the values that nobody need ask for
+    asked = ["--no-recompute", "--max-skipped", "10", "--parallel", "ddp"]  # the defaults
     assert main(["train", "--out", run, "--resume", *asked]) == 0
     changed = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"]
     assert {name: changed.get(name) for name in ("recompute", "max_skipped", "parallel")} == {
@@ -57,7 +57,7 @@ def test_options_of_the_machine_can_be_changed_to_what_is_usual(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("content", ["?", '{"step": 1}'])
-def test_a_damaged_last_checkpoint_is_gone_back_from_whatever_of_it_is_damaged(
+def test_resuming_goes_back_behind_a_damaged_checkpoint_whatever_is_damaged(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -68,7 +68,7 @@ def test_a_damaged_last_checkpoint_is_gone_back_from_whatever_of_it_is_damaged(
     assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
 
 
-def test_a_refused_run_leaves_the_picture_of_the_other_one_alone(folder: Path, fails: Fails) -> None:
+def test_a_run_that_is_refused_leaves_the_picture_of_the_run_in_its_folder(folder: Path, fails: Fails) -> None:
     picture = folder / "run" / "loss.png"
     before = picture.read_bytes()
     fails(["train", "--out", str(folder / "run"), "--model", "transformer++-tiny"], "already holds a run")

@@ -24,24 +24,14 @@ OPTIMIZER_FOLDER = "optimizer"
 _MODEL, _WEIGHTS, _TRAINING = "model.json", "model.safetensors", "training.json"
 _MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
 
-# The kinds of mixers that have another name since version 1.
+# Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
 _RENAMED_MIXERS = {
-    "flash_local": "flash-local",
-    "flash_global": "flash-global",
-    "flash_overlapping": "flash-overlapping",
-    "flash_weighted": "flash-weighted",
-    "flash_first_to_all": "flash-first-to-all",
-    "flash_cls": "flash-cls",
-    "gau_ungated": "gau-ungated",
-    "gau_multi_head": "gau-multi-head",
-    "attention_relu2": "mhsa-relu2",
-    "attention_gated": "mhsa-gated",
-    "performer_matmul": "performer",
-    "linear_elu": "linear-elu",
-    "linear_taylor": "linear-taylor",
-    "mixed_chunk_heads": "mc-tfm",
+    "attention-relu2": "mhsa-relu2",
+    "attention-gated": "mhsa-gated",
+    "performer-matmul": "performer",
+    "mixed-chunk-heads": "mc-tfm",
 }
-_NEW_OPTIONS = {"performer_matmul": {"causal_sums": "matmul"}}
+_NEW_OPTIONS = {"performer-matmul": {"causal_sums": "matmul"}}
 
 _TRAINING_DEFAULTS: dict[str, Any] = {"skipped": 0, "validation_loss": None}
 """The values of fields that training.json may lack. A new field of `TrainingState` gets its value for older files here."""
@@ -143,7 +133,7 @@ def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
     mixer = description.get("mixer")
     if not isinstance(mixer, Mapping):
         return dict(description)
-    kind = mixer.get("kind", "")
+    kind = str(mixer.get("kind")).replace("_", "-")
     return {**description, "mixer": {**mixer, "kind": _RENAMED_MIXERS.get(kind, kind), **_NEW_OPTIONS.get(kind, {})}}
 
 

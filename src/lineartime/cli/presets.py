@@ -12,8 +12,8 @@ from rich.table import Column, Table
 
 from lineartime.errors import LineartimeError
 from lineartime.layers.checks import check_positive
-from lineartime.models.catalogue import paper_sizes, preset_costs, presets_with
-from lineartime.models.presets import PAPER_MILLIONS, describe
+from lineartime.models.cost import cost, count_parameters
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, describe, presets
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Options:
 def run(options: Options) -> None:
     """Print the presets; LineartimeError for a name that none contains, or a size that differs from the paper's."""
     check_positive(context_length=options.context_length)
-    names = presets_with(options.names)
+    names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
         raise LineartimeError(
             f"No preset has {' or '.join(options.names)} in its name: leave the names out to see all of them."
@@ -49,15 +49,18 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
     if console.width >= 120:  # a narrower column would hold one word per line
         columns.append(Column("what it is"))
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    costs = preset_costs(names, context_length)
-    for preset in track(costs, "counting", total=len(names), console=Console(stderr=True), transient=True):
+    causal, bidirectional = presets("clm"), presets("mlm")
+    for name in track(names, "counting", console=Console(stderr=True), transient=True):
+        model = causal.get(name) or bidirectional[name]
+        length = min(context_length, model.longest_sequence or context_length)
+        parameters, flops, state = cost(model, length)
         row = [
-            preset.name,
-            f"{preset.parameters / 1e6:.1f} M",
-            f"{preset.config.n_blocks} x {preset.config.d_model}",
-            f"{preset.flops_per_token / 1e6:,.1f}" + (" " if preset.context_length == context_length else "*"),
-            "none" if preset.state_bytes is None else f"{preset.state_bytes / 1e6:,.1f} MB",
-            describe(preset.name),
+            name,
+            f"{parameters / 1e6:.1f} M",
+            f"{model.n_blocks} x {model.d_model}",
+            f"{flops / 1e6:,.1f}" + (" " if length == context_length else "*"),
+            "none" if state is None else f"{state / 1e6:,.1f} MB",
+            describe(name),
         ]
         table.add_row(*row[: len(columns)])
     console.print(table)
@@ -74,9 +77,11 @@ def _verify(names: Sequence[str]) -> None:
         raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
     table = Table("preset", Column("parameters", justify="right"), Column("paper", justify="right"), "agrees")
     different = []
-    for size in track(paper_sizes(names), "building", total=len(names), console=Console(stderr=True), transient=True):
-        different += [] if size.agrees else [size.name]
-        table.add_row(size.name, f"{size.parameters:,}", f"{size.millions} M", "yes" if size.agrees else "no")
+    for name in track(names, "building", console=Console(stderr=True), transient=True):
+        parameters = count_parameters(presets("clm")[name])
+        agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
+        different += [] if agrees else [name]
+        table.add_row(name, f"{parameters:,}", f"{PAPER_MILLIONS[name]} M", "yes" if agrees else "no")
     Console(highlight=False).print(table)
     if different:
         raise LineartimeError(f"Not as large as in the paper: {', '.join(different)}.")
