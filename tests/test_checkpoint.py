@@ -12,7 +12,7 @@ import torch
 import lineartime
 from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import TrainingState
-from lineartime.checkpoint.format import FORMAT, upgraded_model
+from lineartime.checkpoint.format import FORMAT, digests, upgraded_model, write_json, write_tensors
 from lineartime.data import ByteTokenizer, load_tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.files import sha256
@@ -31,13 +31,13 @@ def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None 
     model = model or tiny()
     path = checkpoints.checkpoint_path(run, step)
     (path / "optimizer").mkdir(parents=True)
-    checkpoints.write_tensors(path / "model.safetensors", model.state_dict())
-    checkpoints.write_tensors(path / MOMENTS, {"exp_avg": torch.arange(3.0)})
-    checkpoints.write_json(path / "model.json", model.config.to_dict())
+    write_tensors(path / "model.safetensors", model.state_dict())
+    write_tensors(path / MOMENTS, {"exp_avg": torch.arange(3.0)})
+    write_json(path / "model.json", model.config.to_dict())
     (path / "tokenizer.json").write_text(ByteTokenizer().to_json())
     state = TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"})
-    checkpoints.write_json(path / "training.json", state.to_dict())
-    checkpoints.write_json(path / "manifest.json", checkpoints.digests(path))
+    write_json(path / "training.json", state.to_dict())
+    write_json(path / "manifest.json", digests(path))
     return path
 
 

@@ -23,33 +23,21 @@ from lineartime.checkpoint.folder import (
     set_aside,
 )
 from lineartime.checkpoint.format import (
-    MANIFEST,
-    OPTIMIZER_FOLDER,
-    DamagedCheckpointError,
     TrainingState,
     checkpoint_path,
-    digests,
-    hidden,
     is_checkpoint,
     list_checkpoints,
     read_model,
     read_training_state,
     verify,
-    write_json,
-    write_tensors,
 )
 from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
-    "MANIFEST",
-    "OPTIMIZER_FOLDER",
-    "DamagedCheckpointError",
     "TrainingState",
     "best_checkpoint",
     "checkpoint_path",
-    "digests",
     "find_checkpoint",
-    "hidden",
     "is_checkpoint",
     "last_checkpoint",
     "last_whole_checkpoint",
@@ -60,8 +48,6 @@ __all__ = [
     "remove_partial",
     "set_aside",
     "verify",
-    "write_json",
-    "write_tensors",
 ]
 
 

@@ -18,18 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lineartime.checkpoint import (
-    MANIFEST,
-    OPTIMIZER_FOLDER,
-    TrainingState,
-    checkpoint_path,
-    digests,
-    hidden,
-    list_checkpoints,
-    prune,
-    write_json,
-    write_tensors,
-)
+from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
+from lineartime.checkpoint.format import MANIFEST, OPTIMIZER_FOLDER, digests, hidden, write_json, write_tensors
 from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import synchronise, write_synchronised
