@@ -45,8 +45,8 @@ class Text:
         self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
         if len(self.validation) < 2:
             raise LineartimeError(
-                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or a "
-                "folder with files named train... and valid..."
+                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or "
+                "a folder with files named train... and valid..."
             )
         self.is_lossy = _is_lossy(tokenizer, corpus)
         if config.streaming:
