@@ -103,10 +103,9 @@ class Trainer:
             )
             if start is not None:
                 self._restore(start)
-        if start is not None:
-            restore_moments(start, self.model, self.optimizer, self.step - self.skipped, world)
         self.notes = [*notes, setup.summary(world)]
         if start is not None:
+            restore_moments(start, self.model, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
         if self.text.is_lossy:
             self.notes.append(
