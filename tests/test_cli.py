@@ -163,8 +163,11 @@ def test_reading_beyond_what_a_model_can_ends_in_a_sentence(
     arguments[arguments.index("n_blocks=1")] = "max_positions=30"
     run = str(tmp_path / "learned")
     assert main(["train", "--preset", "transformer-tiny", *arguments, "--out", run, "--steps", "1"]) == 0
-    message = r"The sequence has \d+ tokens, but the model has learned positions for max_positions = 30"
+    message = (
+        r"There are \d+ tokens in the test split of .*, but this model reads at most 30 in one sequence: evaluate in windows"
+    )
     fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message, capsys)
+    message = "--context-length is 40, but this model reads at most 30 tokens"
     fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message, capsys)
     message = "--prompt and --max-tokens make 31 tokens to read, but this model reads at most 30: ask for fewer"
     fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message, capsys)
@@ -238,7 +241,7 @@ def test_every_option_has_a_help_text(command: str, config: type, capsys: pytest
         (["train", "--override", "chunk=3"], "--override: 'chunk' is not a field", 1),
         (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
-        (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length = 24", 1),
+        (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to context_length = 24", 1),
         (["eval", "{run}", "--batch-size", "0"], "--batch-size is 0", 1),
         (["eval", "{run}", "--stride", "0"], "--stride is 0", 1),
         (["eval", "{run}", "--context", "carried", "--stride", "3"], "--stride is for --context windowed", 1),
@@ -266,9 +269,13 @@ def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, capsys: py
     fails(arguments, r"bad.txt is not UTF-8 text \(byte 0xff at offset 500\)", capsys)
     (tmp_path / "empty.txt").touch()
     arguments[2] = str(tmp_path / "empty.txt")
-    fails(arguments, "--data .*empty.txt holds no text", capsys)
+    fails(arguments, "--data is .*empty.txt, which holds no text", capsys)
     (tmp_path / "empty.txt").write_text("short")
-    fails(arguments, r"has 5 tokens, fewer than one context and its successor \(513\): give more text with --data", capsys)
+    fails(
+        arguments,
+        r"There are 5 tokens in the train split of .*, fewer than a context and the token after it \(513\): give more text",
+        capsys,
+    )
 
 
 def test_a_masked_model_cannot_generate_or_carry(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from lineartime.catalogue import PresetsConfig, show_presets
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.readers import Split
 from lineartime.data.tokenize import TokenizeConfig, run_tokenize
-from lineartime.errors import LineartimeError, ReportedError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, ReportedError, cannot
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.generation import Sampling, generate
 from lineartime.info import InfoConfig, show_info
@@ -148,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes once one has ended: the one that has something to say comes first
         return 1
+    except ArgumentError as error:
+        return _fail(f"--{error.argument.replace('_', '-')} {error.predicate}")
     except LineartimeError as error:
         return _fail(str(error))
     except BrokenPipeError:  # whoever read the output, for instance `head`, has seen enough
@@ -245,6 +247,8 @@ def _eval(config: EvalConfig) -> None:
                 bf16=bf16,
                 max_tokens=config.max_tokens,
             )
+    except ArgumentError:
+        raise
     except ValueError as error:  # more tokens than the model can read
         raise LineartimeError(str(error)) from None
     if config.json:
