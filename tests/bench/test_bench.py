@@ -12,7 +12,7 @@ import torch
 
 import lineartime
 from lineartime import machine
-from lineartime.bench import command, memory, subjects
+from lineartime.bench import command, memory
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
@@ -23,6 +23,7 @@ from lineartime.bench.report import sections, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
+from lineartime.generation import read
 from lineartime.models.cost import cost
 from lineartime.models.presets import presets
 from lineartime.runs.metrics import METRICS_FILE
@@ -269,7 +270,7 @@ def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
     model = lineartime.build(name, n_blocks=2, d_model=64)
     ids = torch.randint(0, 200, (2, 260))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        zeros, real = state_after(model, ids), subjects._read(model, ids)
+        zeros, real = state_after(model, ids), read(model, ids)[1]
         assert shapes(zeros) == shapes(real)
         assert zeros[0].position == 260
         model.extend(ids[:, :1], zeros)
