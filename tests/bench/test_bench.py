@@ -1,4 +1,4 @@
-"""Benchmarks: what is timed against what, what is kept when something goes wrong, and what is shown."""
+"""Benchmarks: what takes turns, what is kept after an error, and what is shown."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
-    """Options of a benchmark of a second, in which the peak costs nothing."""
+    """Options of a benchmark of a second, without measuring the peak."""
     monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
 
     def make(**values: Any) -> BenchConfig:
@@ -72,7 +72,7 @@ def entry(name: str, seconds: list[float], measure: Measure = "train", length: i
     return Entry(Case(measure, length, "fp32", 32 // length), subject(name), seconds, **values)
 
 
-def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
+def test_subjects_take_turns_until_they_fail() -> None:
     ticks = itertools.count()
     order: list[str] = []
 

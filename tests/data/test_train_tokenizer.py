@@ -125,7 +125,7 @@ def test_a_changed_text_gets_another_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_for("bpe-300", local_text(file), tmp_path / "cache").to_json() != first.to_json()
 
 
-def test_an_option_that_names_nothing_is_an_error_that_lists_what_it_may_be(text: Path, tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_is_an_error_that_lists_the_choices(text: Path, tmp_path: Path) -> None:
     for choice in ("bpe", "bpe-many", "word-32000", "missing.json"):
         with pytest.raises(
             LineartimeError,
