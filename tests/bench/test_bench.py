@@ -151,7 +151,7 @@ def test_without_a_choice_the_precision_is_that_of_training_here(
     config = options(measure=("forward",), context_lengths=(8,), dtypes=("auto", expected))
     run_benchmark(config)
     assert [e["dtype"] for e in saved(config)["entries"]] == [expected, expected]
-    why = f"{expected}, for products in bf16 are 2.0 times {'faster' if expected == 'bf16' else 'slower'} than in fp32 here"
+    why = f"{expected}, because products in bf16 are 2.0 times {'faster' if expected == 'bf16' else 'slower'} than in fp32 here"
     assert saved(config)["precision"] == why
     assert f"precision: {why}" in (config.out / "results.md").read_text()  # type: ignore[operator]
     assert f"precision: {why}" in capsys.readouterr().out
