@@ -74,7 +74,8 @@ def generate(
     """
     generator = sampling.generator()
     with torch.no_grad():
-        logits, state = prefill(model, _checked(prompt))
+        logits, state = prefill(model, prompt)
+    device = logits.device
     for drawn in range(max_tokens):
         token = draw(logits, sampling, generator)
         if token == stop_token:
@@ -82,7 +83,8 @@ def generate(
         yield token
         if drawn + 1 < max_tokens:
             with torch.no_grad():
-                logits, state = _extend(model, [token], state)
+                new, state = model.extend(torch.tensor([[token]], device=device), state)
+            logits = new[0, -1]
 
 
 def generate_batch(
@@ -111,7 +113,7 @@ def generate_batch(
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
     with torch.no_grad():
-        read = [prefill(model, _checked(prompt)) for prompt in prompts]
+        read = [prefill(model, prompt) for prompt in prompts]
         logits = torch.stack([last for last, _ in read])
         streams = model.join_streams([state for _, state in read])
         step = recorded_step(model, streams, len(prompts)) if logits.is_cuda else partial(model.step, streams=streams)
@@ -150,26 +152,20 @@ def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callab
     return step
 
 
+def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
+    """Read the beginning of streams, ids [B, N], `PREFILL` tokens at a time: the last logits [B, V], and the state."""
+    state = model.init_state(ids.shape[0])
+    for piece in ids.split(PREFILL, dim=1):
+        hidden, state = model.backbone.extend(piece, state)
+    return model.logits(hidden[:, -1]), state
+
+
 def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:
-    """Read a prompt, `PREFILL` tokens at a time: the logits [V] after its last token, and the state."""
-    device = next(model.parameters()).device
-    state = model.init_state(1)
-    for start in range(0, len(prompt), PREFILL):
-        ids = torch.tensor([prompt[start : start + PREFILL]], device=device)
-        hidden, state = model.backbone.extend(ids, state)
-    return model.logits(hidden[0, -1]), state
-
-
-def _checked(prompt: Sequence[int]) -> Sequence[int]:
+    """Read a prompt: the logits [V] after its last token, and the state."""
     if not prompt:
         raise ArgumentError("prompt", "is empty, but must hold at least one token, for instance the end of a document.")
-    return prompt
-
-
-def _extend(model: CausalLM, tokens: Sequence[int], state: BackboneState) -> tuple[Tensor, BackboneState]:
-    device = next(model.parameters()).device
-    logits, state = model.extend(torch.tensor([tokens], device=device), state)
-    return logits[0, -1], state
+    logits, state = read(model, torch.tensor([prompt], device=next(model.parameters()).device))
+    return logits[0], state
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -1,4 +1,4 @@
-"""Benchmarks: what is timed against what, what is kept when something goes wrong, and what is shown."""
+"""Benchmarks: what takes turns, what is kept after an error, and what is shown."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import torch
 
 import lineartime
 from lineartime import machine
-from lineartime.bench import command, memory, subjects
+from lineartime.bench import command, memory
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
@@ -23,6 +23,7 @@ from lineartime.bench.report import sections, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
+from lineartime.generation import read
 from lineartime.models.cost import cost
 from lineartime.models.presets import presets
 from lineartime.runs.metrics import METRICS_FILE
@@ -34,7 +35,7 @@ SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
-    """Options of a benchmark of a second, in which the peak costs nothing."""
+    """Options of a benchmark of a second, without measuring the peak."""
     monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
 
     def make(**values: Any) -> BenchConfig:
@@ -71,7 +72,7 @@ def entry(name: str, seconds: list[float], measure: Measure = "train", length: i
     return Entry(Case(measure, length, "fp32", 32 // length), subject(name), seconds, **values)
 
 
-def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
+def test_subjects_take_turns_until_they_fail() -> None:
     ticks = itertools.count()
     order: list[str] = []
 
@@ -150,7 +151,7 @@ def test_without_a_choice_the_precision_is_that_of_training_here(
     config = options(measure=("forward",), context_lengths=(8,), dtypes=("auto", expected))
     run_benchmark(config)
     assert [e["dtype"] for e in saved(config)["entries"]] == [expected, expected]
-    why = f"{expected}, for products in bf16 are 2.0 times {'faster' if expected == 'bf16' else 'slower'} than in fp32 here"
+    why = f"{expected}, because products in bf16 are 2.0 times {'faster' if expected == 'bf16' else 'slower'} than in fp32 here"
     assert saved(config)["precision"] == why
     assert f"precision: {why}" in (config.out / "results.md").read_text()  # type: ignore[operator]
     assert f"precision: {why}" in capsys.readouterr().out
@@ -269,7 +270,7 @@ def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
     model = lineartime.build(name, n_blocks=2, d_model=64)
     ids = torch.randint(0, 200, (2, 260))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        zeros, real = state_after(model, ids), subjects._read(model, ids)
+        zeros, real = state_after(model, ids), read(model, ids)[1]
         assert shapes(zeros) == shapes(real)
         assert zeros[0].position == 260
         model.extend(ids[:, :1], zeros)

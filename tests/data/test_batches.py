@@ -48,6 +48,6 @@ def test_packing_cuts_after_each_end_and_each_row() -> None:
     assert batch.cu_seqlens.tolist() == [0, 1, 4, 8]
 
 
-def test_windows_to_measure_on_are_spread_and_do_not_overlap() -> None:
+def test_validation_windows_are_spread_and_do_not_overlap() -> None:
     assert spread_windows(stream(101), 3, 10) == [0, 30, 60]
     assert spread_windows(stream(101), 99, 50) == [0, 50]

@@ -55,7 +55,7 @@ def evidence(number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Repositories with a few rows, of the schemas and the file names of the hub."""
+    """Repositories of a few rows with the schemas and file names of the hub."""
     for split in SPLITS:
         for shard in range(2):
             write(
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_an_error_of_one_sentence(mirror: Path, name: str, fil
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> HubCorpus:
-    """A corpus of the hub, of which nothing is known yet."""
+    """A corpus of the hub without cached facts."""
     monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
     return HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files)
 

@@ -17,7 +17,7 @@ END = ByteTokenizer.end_of_document
 
 
 def stream(length: int) -> TokenStream:
-    """Tokens that say where they stand, modulo 251, with an end of document here and there."""
+    """Tokens that equal their position modulo 251, with some ends of documents."""
     tokens = (np.arange(length) % 251).astype(np.uint16)
     tokens[np.random.default_rng(0).integers(0, length, length // 20)] = END
     return TokenStream("the train split of numbers", tokens, length)
@@ -29,13 +29,13 @@ def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
 
 
 def rows_of(batch: Batch, context: int) -> list[list[int]]:
-    """What a batch holds, row by row: inputs and targets."""
+    """The inputs and targets of a batch, row by row."""
     both = torch.stack([batch.inputs.view(-1, context), batch.targets.view(-1, context)], dim=1)
     return both.flatten(1).tolist()
 
 
 def step_rows(loaders: list[Loader], context: int) -> list[list[int]]:
-    """All rows of the next step, in their order, from the loaders of all ranks."""
+    """All rows of the next step, in order, from the loaders of all ranks."""
     parts = [[row for batch in one.next_step() for row in rows_of(batch, context)] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
@@ -77,7 +77,7 @@ def test_inputs_and_targets_are_neighbours() -> None:
     task=st.sampled_from(["clm", "mlm"]),
     packed=st.booleans(),
 )
-def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
     ranks: int, at_once: int, done: int, task: str, packed: bool
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "task": task, "packed": packed}
@@ -94,14 +94,14 @@ def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
         assert step_rows(after, 8) == expected[step]
 
 
-def test_a_seed_gives_an_order_of_its_own() -> None:
+def test_each_seed_gives_another_order() -> None:
     first, same, other = loader(), loader(), loader(seed=4)
     rows = step_rows([first], 8)
     assert rows == step_rows([same], 8)
     assert rows != step_rows([other], 8)
 
 
-def test_packed_documents_are_parted_exactly() -> None:
+def test_packing_marks_every_boundary_of_documents() -> None:
     one = loader(length=300, context=16, per_step=6, at_once=3, packed=True)
     plain = loader(length=300, context=16, per_step=6, at_once=3)
     seen = 0
@@ -140,7 +140,7 @@ def test_ends_of_documents_are_never_masked_and_masks_do_not_depend_on_the_batch
     assert selected / total == pytest.approx(0.15, abs=0.01)
 
 
-def test_rows_that_cannot_be_dealt_out_are_an_error_that_says_which_can() -> None:
+def test_rows_that_cannot_be_distributed_are_an_error() -> None:
     with pytest.raises(
         LineartimeError, match=r"6 sequences cannot be distributed over 2 processes in batches of 2: use a multiple of 4"
     ):
@@ -156,7 +156,7 @@ def test_text_shorter_than_a_context_is_an_error() -> None:
     assert loader(length=9, context=8).next_step()[0].inputs.shape == (2, 8)
 
 
-def test_states_of_different_steps_are_not_of_one_run() -> None:
+def test_states_of_different_steps_cannot_be_merged() -> None:
     first, second = loader(rank=0, ranks=2), loader(rank=1, ranks=2)
     second.next_step()
     with pytest.raises(ValueError, match="different steps"):
@@ -191,7 +191,7 @@ def number(one: Loader) -> int:
     return int(one.next_step()[0].inputs)
 
 
-def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() -> None:
+def test_prefetching_changes_nothing_and_is_at_most_two_steps_ahead() -> None:
     inner = Counting()
     ahead = PrefetchedLoader(inner)
     for step in range(1, 30):
@@ -205,7 +205,7 @@ def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() 
     assert inner.closed
 
 
-def test_an_error_comes_out_where_the_step_was_asked_for() -> None:
+def test_an_error_of_prefetching_is_raised_by_next_step() -> None:
     ahead = PrefetchedLoader(Counting(fails_at=2))
     assert [number(ahead), number(ahead)] == [1, 2]
     for _ in range(2):

@@ -42,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_text_is_read_whatever_compresses_it(tmp_path: Path, suffix: str) -> None:
+def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.txt{suffix}"
     text = "".join(f"zeile {i} üöä日\n" for i in range(100))
     file.write_bytes(COMPRESS[suffix](text.encode()))

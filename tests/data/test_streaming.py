@@ -81,7 +81,7 @@ def test_lanes_share_out_all_documents(corpus: Corpus, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_a_lane_goes_on_after_any_document(corpus: Corpus, lanes: int) -> None:
+def test_a_lane_resumes_after_any_document(corpus: Corpus, lanes: int) -> None:
     for lane in range(lanes):
         whole = read(corpus, lane, lanes)
         for index, (_, state) in enumerate(whole):
@@ -96,7 +96,7 @@ def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
 
 
 def step_rows(loaders: list[Loader]) -> list[list[int]]:
-    """All rows of the next step, in their order, from the loaders of all ranks."""
+    """All rows of the next step, in order, from the loaders of all ranks."""
     parts = [[row for batch in one.next_step() for row in batch.inputs.view(-1, CONTEXT).tolist()] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
@@ -129,7 +129,7 @@ def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
     packed=st.booleans(),
     task=st.sampled_from(["clm", "mlm"]),
 )
-def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
     corpus: Corpus, ranks: int, at_once: int, done: int, packed: bool, task: str
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "packed": packed, "task": task}
@@ -169,7 +169,7 @@ def test_processes_that_do_not_divide_the_lanes_are_an_error(corpus: Corpus) -> 
         loader(corpus, 4, per_step=3, rank=0, ranks=3)
 
 
-def test_a_run_cannot_go_on_in_other_lanes(corpus: Corpus) -> None:
+def test_a_run_cannot_resume_with_another_number_of_lanes(corpus: Corpus) -> None:
     one = loader(corpus, 2)
     one.next_step()
     with pytest.raises(LineartimeError, match="in 2 lanes and cannot continue in 4"):

@@ -115,7 +115,7 @@ def title(case: Case) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings of PyTorch and the peers about their own code, which our user cannot change."""
+    """Silence warnings of PyTorch and the peers about their own code, which the user cannot change."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo", "torch")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

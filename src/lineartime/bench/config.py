@@ -151,7 +151,7 @@ class BenchConfig:
         if "auto" not in self.dtypes:
             return list(dict.fromkeys(dtype for dtype in self.dtypes if dtype != "auto")), ""
         chosen, reason = faster_precision(device)
-        return list(dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in self.dtypes)), f"{chosen}, for {reason}"
+        return list(dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in self.dtypes)), f"{chosen}, because {reason}"
 
     def _model_configs(self) -> dict[str, ModelConfig]:
         names = tuple(dict.fromkeys(self.presets))

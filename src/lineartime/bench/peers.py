@@ -31,7 +31,7 @@ def check_peer(peer: Peer, device: torch.device) -> None:
 def build_peer(peer: str, config: ModelConfig) -> nn.Module:
     """A peer at the sizes of one of our models, ids [B, T] -> logits [B, T, V]."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about their own code, which our user cannot change
+        warnings.simplefilter("ignore")  # about their own code, which the user cannot change
         return PEERS[peer](config)
 
 

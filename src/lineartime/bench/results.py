@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,7 @@ class Results:
         first = self.first_of(entry.case)
         memory = entry.memory
         return {
-            "measure": entry.case.measure,
-            "length": entry.case.length,
-            "dtype": entry.case.dtype,
-            "batch": entry.case.batch,
+            **asdict(entry.case),
             "tokens": entry.case.tokens,
             "subject": entry.subject.name,
             "mode": entry.subject.mode,

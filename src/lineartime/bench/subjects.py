@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.peers import build_peer
-from lineartime.generation import PREFILL
+from lineartime.generation import read
 from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
@@ -105,11 +105,11 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         value.backward()
 
     @torch.no_grad()
-    def read() -> None:
+    def forward() -> None:
         with autocast(device, bf16):
             model(ids[:, :-1])
 
-    return Ready(model, train if case.measure == "train" else read)
+    return Ready(model, train if case.measure == "train" else forward)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -146,20 +146,11 @@ def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
     @torch.no_grad()
     def prefill() -> None:
         with autocast(ids.device, bf16):
-            _read(model, ids[:, :-1])
+            read(model, ids[:, :-1])
 
     if state is None:
         return Ready(model, prefill)
     return Ready(model, decode, state_bytes(state) // case.batch)
-
-
-def _read(model: CausalLM, ids: Tensor) -> Any:
-    """The state after reading ids [B, T], some at a time."""
-    state = model.init_state(ids.shape[0])
-    for piece in ids.split(PREFILL, dim=1):
-        hidden, state = model.backbone.extend(piece, state)
-    model.logits(hidden[:, -1])  # for the last token only, as in generation
-    return state
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:
@@ -176,7 +167,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
         except (RuntimeError, NotImplementedError):
             shape = None
     if shape is None:
-        return _read(model, ids)
+        return read(model, ids)[1]
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)

@@ -29,7 +29,7 @@ class Corpus(Protocol):
         """Its name in messages."""
 
     def identity(self, split: Split) -> str:
-        """A string that changes when the text of the split does; it takes no reading of the text."""
+        """A string that changes when the text of the split does, computed without reading the text."""
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each in blocks of text; an empty document has none.

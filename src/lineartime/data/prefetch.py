@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from lineartime.data.batches import Batch
@@ -12,10 +11,7 @@ _AHEAD = 2  # steps; more would only take memory
 _PATIENCE = 5.0  # seconds to wait for a thread that may wait for a network
 
 
-@dataclass(frozen=True)
-class _Step:
-    batches: list[Batch]
-    state: dict[str, Any]
+_Step = tuple[list[Batch], dict[str, Any]]  # batches, and the state of the loader after them
 
 
 class _Worker:
@@ -50,7 +46,7 @@ class _Worker:
                 if self._stopping:
                     return
                 batches = self._loader.next_step()
-                self._done.put(_Step(batches, self._loader.state()))
+                self._done.put((batches, self._loader.state()))
         except BaseException as error:  # raised in the thread that waits for the step
             self._done.put(error)
 
@@ -67,9 +63,8 @@ class PrefetchedLoader:
         """The micro-batches of the next step; raises any error of preparing them."""
         if self._worker is None:
             self._worker = _Worker(self._loader)
-        step = self._worker.get()
-        self._state = step.state
-        return step.batches
+        batches, self._state = self._worker.get()
+        return batches
 
     def state(self) -> dict[str, Any]:
         """The state of the loader after the last step returned."""

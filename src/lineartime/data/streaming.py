@@ -18,7 +18,7 @@ from lineartime.data.corpora import Corpus
 from lineartime.data.hub import guarded
 from lineartime.data.loaders import BatchMaker, Rows
 from lineartime.data.readers import Split, pieces
-from lineartime.data.tokenizers import Tokenizer, encode_blocks
+from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
 
 State = dict[str, Any]
@@ -122,7 +122,7 @@ class _Lane:
                 for text in texts:
                     if not text:
                         continue
-                    for ids in encode_blocks(self._tokenizer, pieces(text)):
+                    for ids in map(self._tokenizer.encode, whole_lines(pieces(text))):
                         place += len(ids)
                         yield ids
                     place += 1

@@ -197,17 +197,11 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def encode_blocks(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[NDArray[np.int64]]:
-    """Encode a text in blocks, cut at ends of lines, across which hardly any tokenizer merges.
+def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
+    """The same text in blocks to encode, cut at ends of lines, across which hardly any tokenizer merges.
 
     A line longer than a block is cut at the end of the block.
     """
-    for text in whole_lines(blocks):
-        yield tokenizer.encode(text)
-
-
-def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
-    """The same text in blocks that end at the end of a line, unless a line is longer than a block."""
     rest = ""
     for block in blocks:
         text = rest + block

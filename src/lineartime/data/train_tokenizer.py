@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,32 +54,24 @@ def train_tokenizer(corpus: Corpus, kind: Kind, vocab_size: int, max_bytes: int 
     except ImportError:
         raise missing_extra("tokenizers", "data", "Training a tokenizer") from None
     with Progress(f"reading {corpus.name}") as progress:
-        texts = _Texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
+        texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
+        first = next(texts, None)
+        if first is None:
+            raise LineartimeError(f"There is no text in the train split of {corpus.name}: give more text.")
         train = _train_bpe if kind == "bpe" else _train_unigram
-        definition = train(tokenizers, iter(texts), vocab_size)
-    if not texts.count:
-        raise LineartimeError(f"There is no text in the train split of {corpus.name}: give more text.")
+        definition = train(tokenizers, chain([first], texts), vocab_size)
     return JsonTokenizer(definition, f"{kind} of {corpus.name}")
 
 
-class _Texts:
+def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
     """The training split in blocks of whole lines, up to about `limit` bytes."""
-
-    def __init__(self, corpus: Corpus, limit: int, progress: Progress) -> None:
-        self.count = 0
-        self._corpus = corpus
-        self._limit = limit
-        self._progress = progress
-
-    def __iter__(self) -> Iterator[str]:
-        for document in self._corpus.documents("train"):
-            for text in whole_lines(document):
-                yield text
-                size = len(text.encode())
-                self.count += size
-                self._progress.advance(size)
-                if self.count >= self._limit:
-                    return
+    for text in chain.from_iterable(map(whole_lines, corpus.documents("train"))):
+        yield text
+        size = len(text.encode())
+        progress.advance(size)
+        limit -= size
+        if limit <= 0:
+            return
 
 
 def _train_bpe(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> str:
