@@ -1,8 +1,8 @@
 """Training, packing and generation of two checkouts, interleaved: `python benchmarks/compare.py OLD NEW` (about 6 minutes).
 
 Each checkout runs in a process of its own. The processes take turns step by step, so that whatever else the machine does hits
-both. Reported are the medians, and the median of the ratios of neighbouring steps, for wall-clock time and for the processor time
-of the process, which other work on the machine disturbs less.
+both. Reported are the medians, and the median of the ratios of neighbouring steps, for wall-clock time and for the processor
+time of the process, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -108,11 +108,10 @@ def main() -> None:
     for case in CASES:
         results.append(compare(options.old, options.new, case, options.repeats))
         print(json.dumps(results[-1]), flush=True)
-    rows = [
-        [r["case"], f"`{r['preset']}`", r["dtype"], *(f"{r['wall'][key]:.3f}" for key in ("old", "new", "new / old"))]
-        + [f"{r['processor']['new / old']:.3f}"]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        wall = [f"{r['wall'][key]:.3f}" for key in ("old", "new", "new / old")]
+        rows.append([r["case"], f"`{r['preset']}`", r["dtype"], *wall, f"{r['processor']['new / old']:.3f}"])
     header = ["case", "preset", "precision", "old, s", "new, s", "new / old", "new / old, processor time"]
     save(options.name, results, markdown(header, rows))
 

@@ -1,8 +1,8 @@
 """One document of a million tokens, split over processes: `python benchmarks/context.py` (about 10 minutes on 2 cores).
 
 Training steps (loss, gradients, AdamW) on the 2^20 bytes of one document by 1, 2 and 4 processes of one thread each, which
-talk through gloo on this machine. All start from the same parameters, so that their losses have to agree. Blocks are recomputed
-in the backward pass. Memory is the most that a process ever held (VmHWM), PyTorch and the optimiser included.
+communicate by gloo on this machine. All start from the same parameters, so that their losses must agree. Blocks are recomputed
+in the backward pass. Memory is the most that a process held (VmHWM), including PyTorch and the optimiser.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def document() -> Tensor:
 
 
 def train(rank: int, size: int) -> dict[str, Any]:
-    """Some steps of one process; what they cost."""
+    """The losses, times and memory of some steps of one process."""
     torch.manual_seed(0)
     model = build_model(MODEL)
     model.recompute_blocks()

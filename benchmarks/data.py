@@ -1,10 +1,10 @@
 """The figures of docs/data.md: `python benchmarks/data.py` (some minutes on 2 cores, and 7 GB of disk for a while).
 
-Text is made up of words that real text would have, with their frequencies falling as 1 / rank. What is measured:
+The text consists of random words whose frequencies fall as 1 / rank, as in real text. Measured are:
 
-    read      tokens a second that come out of the loader of encoded text, on one core
-    encode    tokens and bytes a second that go into the cache, on all cores
-    memory    the most memory that a process of its own had while it encoded, or streamed, a small file and a large one
+    read      tokens per second from the loader of encoded text, on one core
+    encode    tokens and bytes per second into the cache, on all cores
+    memory    the peak memory of a process that encodes, or streams, a small file and a large one
 """
 
 import argparse
@@ -23,13 +23,14 @@ import numpy as np
 from measure import markdown, save
 
 from lineartime.data import (
+    BatchMaker,
     ByteTokenizer,
+    CachedLoader,
     Rows,
+    StreamingLoader,
     Tokenizer,
-    cached_loader,
     load_tokenizer,
     local_text,
-    streaming_loader,
     token_stream,
     train_tokenizer,
 )
@@ -38,7 +39,7 @@ CONTEXT = 512
 
 
 def make_text(file: Path, size: int) -> None:
-    """JSON lines of about `size` bytes, a document having about 2,000."""
+    """JSON lines of about `size` bytes, in documents of about 2,000 bytes."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
     words = ["".join(random.choice(letters[:20], random.integers(1, 11))) for _ in range(50_000)]
@@ -59,14 +60,14 @@ def tokenizer_of(name: str, folder: Path) -> Tokenizer:
 
 
 def encode(file: Path, folder: Path, name: str) -> dict[str, Any]:
-    """Encode a file that the cache does not hold."""
+    """Encode a file that is not in the cache."""
     start = time.perf_counter()
     stream = token_stream(local_text(file), "train", tokenizer_of(name, folder), folder / f"cache-{name}")
     return {"tokens": len(stream), "bytes": stream.n_bytes, "seconds": time.perf_counter() - start}
 
 
 def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: bool) -> dict[str, Any]:
-    """Read a file that the cache holds; cold: the operating system has it on disk alone."""
+    """Read a file that is in the cache; cold: the operating system holds it on disk only."""
     if cold:
         for shard in folder.glob(f"cache-{name}/*/tokens-*.bin"):
             with shard.open("rb") as raw:
@@ -75,7 +76,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
     tokenizer = tokenizer_of(name, folder)
     stream = token_stream(local_text(file), "train", tokenizer, folder / f"cache-{name}")
     rows = Rows(64, 16)
-    loader = cached_loader(stream, tokenizer, task=task, context_length=CONTEXT, rows=rows, seed=0, packed=packed)
+    loader = CachedLoader(stream, BatchMaker(tokenizer, task, packed=packed), CONTEXT, rows)
     loader.next_step()
     start, steps = time.perf_counter(), 0
     while time.perf_counter() - start < 3:
@@ -87,9 +88,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
 def stream(file: Path, folder: Path, name: str) -> dict[str, Any]:
     """Stream the training split of a file once, in one lane."""
     rows = Rows(64, 16)
-    loader = streaming_loader(
-        local_text(file), tokenizer_of(name, folder), task="clm", context_length=CONTEXT, rows=rows, seed=0, lanes=1
-    )
+    loader = StreamingLoader(local_text(file), BatchMaker(tokenizer_of(name, folder), "clm"), CONTEXT, rows, lanes=1)
     start, tokens = time.perf_counter(), 0
     while loader.state()["lanes"]["0"]["epoch"] == 0:
         loader.next_step()
@@ -101,7 +100,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {"encode": encode, "read": read
 
 
 def measured(job: str, *arguments: Any) -> dict[str, Any]:
-    """Run a job in a process of its own, and return what it measured and the most memory it had, in MB."""
+    """Run a job in a process of its own, and return its results and its peak memory in MB."""
     command = [sys.executable, __file__, "--job", json.dumps([job, *map(str, arguments[:2]), *arguments[2:]])]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -147,7 +146,7 @@ def main() -> None:
             ("packed", "clm", True, False),
             ("masked", "mlm", False, False),
         )
-        for label, *options in cases:  # the small file stays in memory
+        for label, *options in cases:  # the small file fits into memory
             size = arguments.large if options[-1] else arguments.small
             add(f"read, {label}", size, measured("read", files[size], folder, "bytes", *options))
     header = ["", "file (MB)", "million tokens/s", "MB of text/s", "peak memory (MB)"]
@@ -155,7 +154,7 @@ def main() -> None:
     for row in rows:
         speed = row["tokens"] / row["seconds"] / 1e6
         text = f"{row['bytes'] / row['seconds'] / 1e6:.1f}" if "bytes" in row else ""
-        # The pages of a memory-mapped file count as memory, but go when somebody else needs it.
+        # Pages of a memory-mapped file count as memory, but the system reclaims them.
         peak = "" if row["what"].startswith("read") else f"{row['peak_mb']:,.0f}"
         lines.append([row["what"], f"{row['file_mb']:,}", f"{speed:.2f}", text, peak])
     save("data", rows, markdown(header, lines))

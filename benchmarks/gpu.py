@@ -1,12 +1,12 @@
-"""Everything that has to be seen on a GPU, in one run: `python benchmarks/gpu.py --out DIR`; or some parts of it, by name.
+"""All checks that need a GPU, in one run: `python benchmarks/gpu.py --out DIR`, or some parts by name.
 
 1. The kernels: their errors, values and gradients, against float64, beside those of plain PyTorch in the same dtype.
 2. The op: mixed chunk attention forward and backward by the kernels, beside the compiled PyTorch form.
-3. The models: training steps of the -base presets and of the peers that are installed, with the share of the measured peak.
+3. The models: training steps of the -base presets and of the peers that are installed, with their share of the measured peak.
 4. Generation: a token by `extend`, by `step`, and by `step` as a CUDA graph.
 
-Needs PyTorch with Triton, and numpy. Ends with status 1 if a goal is missed or a part fails. `--rehearse` runs it all in small,
-on a CPU, too, with TRITON_INTERPRET=1.
+Needs PyTorch with Triton, and numpy. Ends with status 1 if a goal is missed or a part fails. `--rehearse` runs everything at
+small sizes, on a CPU too if TRITON_INTERPRET=1 is set.
 """
 
 import argparse
@@ -17,23 +17,16 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 import lineartime
-from lineartime.bench.measure import (
-    interleaved,
-    is_out_of_memory,
-    median_and_spread,
-    peak_flops,
-    release,
-    repetitions,
-    synchronized,
-)
-from lineartime.bench.peers import PEERS
+from lineartime.bench.measure import median_seconds, peak_flops, release, synchronized
+from lineartime.bench.peers import Peer, check_peer
 from lineartime.bench.subjects import Case, Dtype, Mode, Subject, forward_flops_per_token, prepare, state_after
+from lineartime.errors import LineartimeError
 from lineartime.generation import recorded_step
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
@@ -52,19 +45,19 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for gpu.json and gpu.md")
-    parser.add_argument("--rehearse", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, to check that everything runs")
     parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
-    parser.add_argument("parts", nargs="*", help="of kernels, ops, models, generation; all, if none is named")
+    parser.add_argument("parts", nargs="*", help="some of kernels, ops, models, generation; all by default")
     options = parser.parse_args()
     if not (torch.cuda.is_available() or options.rehearse):
-        sys.exit("gpu.py needs a GPU, and PyTorch sees none: use --rehearse to try it in small.")
+        sys.exit("gpu.py needs a GPU, and PyTorch sees none: use --rehearse for a trial at small sizes.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     run = Run(options.out, device, options.rehearse, options.rounds)
     parts = {"kernels": run.check_kernels, "ops": run.time_ops, "models": run.time_models, "generation": run.time_generation}
     unknown = [name for name in options.parts if name not in parts]
     if unknown:
-        sys.exit(f"{unknown[0]} is no part: give some of {', '.join(parts)}.")
+        sys.exit(f"{unknown[0]} is not a part: give some of {', '.join(parts)}.")
     for name in options.parts or parts:
         run.attempt(parts[name])
     for missed in run.missed:
@@ -73,7 +66,7 @@ def main() -> None:
 
 
 class Run:
-    """The rows of all parts so far, and where they go."""
+    """The results of all parts so far, and where they go."""
 
     def __init__(self, out: Path, device: torch.device, small: bool, rounds: int) -> None:
         self.out, self.device, self.small, self.rounds = out, device, small, 1 if small else rounds
@@ -82,7 +75,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
 
     def attempt(self, part: Callable[[], None]) -> None:
-        """One part; what goes wrong in it is a result, and the others are still run."""
+        """Run one part; record its error, if any, so that the other parts still run."""
         try:
             part()
         except Exception as error:
@@ -91,7 +84,7 @@ class Run:
             self.add("failed", part=part.__name__, error=f"{type(error).__name__}: {error}"[:500])
 
     def add(self, table: str, **row: Any) -> None:
-        """Keep a row, show it, and write everything so far."""
+        """Add a row, print it, and write all results so far."""
         self.rows.setdefault(table, []).append(row)
         print(table, row, flush=True)
         gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else None
@@ -102,7 +95,7 @@ class Run:
         (self.out / "gpu.md").write_text(f"{json.dumps(machine)}\n\n" + "\n".join(map(self._markdown, self.rows)))
 
     def expect(self, met: bool, what: str) -> None:
-        """Note a goal that is missed; a rehearsal is too small for any, but for what has to be exact."""
+        """Record a goal unless it is met. At the small sizes of a rehearsal, only exactness is a goal."""
         if not met:
             self.missed.append(what)
 
@@ -112,30 +105,14 @@ class Run:
         lines = [columns, ["---"] * len(columns), *cells]
         return f"## {table}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
-    def seconds(self, steps: dict[str, Callable[[], object]], min_seconds: float = 0.3) -> dict[str, float | None]:
-        """The median seconds of each step, measured in turn; None where memory does not suffice."""
-        clock = partial(synchronized, self.device)
-        ready: dict[str, tuple[Callable[[], object], int]] = {}
-        times: dict[str, list[float]] = {}
-        for name, step in steps.items():
-            try:
-                step()
-                start = clock()
-                step()
-                ready[name] = step, repetitions(clock() - start, 0 if self.small else min_seconds)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        for name, result in interleaved(ready, self.rounds, clock):
-            if isinstance(result, Exception):
-                raise result
-            times.setdefault(name, []).append(result)
-        return {name: median_and_spread(times[name])[0] if name in times else None for name in steps}
+    def seconds(self, steps: dict[str, Callable[[], object]]) -> dict[str, float | None]:
+        """The median seconds of each step, measured in turn; None if there is too little memory."""
+        return median_seconds(steps, self.rounds, partial(synchronized, self.device), 0.0 if self.small else 0.3)
 
     # 1. The kernels ---------------------------------------------------------------------------------------------------
 
     def check_kernels(self) -> None:
-        """Errors against float64, of the largest value, in every dtype, at ragged lengths and head sizes."""
+        """Errors against float64, relative to the largest value, in every dtype, at ragged lengths and head sizes."""
         sizes = (
             [(65, 16, 24)]
             if self.small
@@ -160,7 +137,9 @@ class Run:
         def run(backend: str, number: torch.dtype) -> list[Tensor]:
             inputs = [x.to(dtype).to(number).requires_grad_() for x in (*maps, bias)]
             out = op(*inputs[:-1], bias=inputs[-1], backend=backend)
-            upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out).to(out.dtype)  # exact in all
+            upstream = (
+                (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out).to(out.dtype)
+            )  # exact in every dtype
             return [x.double() for x in (out, *torch.autograd.grad(out, inputs, upstream))]
 
         exact = run("torch", torch.float64)
@@ -169,7 +148,7 @@ class Run:
             [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
             for result in (kernels, plain)
         ]
-        smallest = torch.finfo(dtype).eps / 8  # where PyTorch happens to be exact, nothing is asked of the kernels
+        smallest = torch.finfo(dtype).eps / 8  # kernels may round where PyTorch happens to be exact
         worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
         same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
         self.expect(same_bits, f"{what}, {dtype}: the same bits twice")
@@ -188,7 +167,7 @@ class Run:
     # 2. The op --------------------------------------------------------------------------------------------------------
 
     def time_ops(self) -> None:
-        """Forward and backward at the sizes of -base, bf16: kernels, PyTorch compiled, PyTorch as it is."""
+        """Forward and backward at the sizes of -base, bf16: kernels, compiled PyTorch, eager PyTorch."""
         d_qk, d_value, chunk = (16, 24, 16) if self.small else (128, 1536, 256)
         for length in [64] if self.small else [1024, 8192, 65536]:
             batch = 1 if self.small else 65536 // length
@@ -225,11 +204,11 @@ class Run:
     # 3. The models ----------------------------------------------------------------------------------------------------
 
     def time_models(self) -> None:
-        """Training steps in bf16, with equal tokens in a batch; compiled, and as they are."""
+        """Training steps in bf16, with equal tokens in a batch, compiled and eager."""
         dtype: Dtype = "bf16"
         modes: tuple[Mode, ...] = ("eager",) if self.small else ("eager", "compiled")
         size = "tiny" if self.small else "base"
-        peers = [peer for peer in PEERS if _is_there(peer)]
+        peers = [peer for peer in get_args(Peer) if _is_there(peer)]
         for length in [64] if self.small else [1024, 8192, 65536]:
             case = Case("train", length, dtype, 1 if self.small else 65536 // length)
             subjects = [
@@ -237,11 +216,11 @@ class Run:
                 for name in ("flash", "flash-quad", "transformer++")
                 for mode in modes
                 if not (name == "flash-quad" and length > 16384)
-            ]  # fmt: skip
+            ]
             config = resolve(f"flash-{size}", "clm")
             subjects += [Subject(peer, modes[-1], config, is_peer=True) for peer in peers]
             peak = peak_flops(self.device, dtype) if not self.small else 1e12
-            for subject in subjects:  # one model at a time is in memory; ratios are of medians
+            for subject in subjects:  # one model in memory at a time; ratios are of medians
                 self._time_model(subject, case, peak)
                 torch.compiler.reset()
                 release(self.device)
@@ -270,7 +249,7 @@ class Run:
     # 4. Generation ----------------------------------------------------------------------------------------------------
 
     def time_generation(self) -> None:
-        """Milliseconds a token, after 1,024 and after 65,536."""
+        """Milliseconds per token, after 1,024 and after 65,536 tokens."""
         model = lineartime.build("flash-tiny" if self.small else "flash-base").to(self.device).eval()
         assert isinstance(model, CausalLM)
         for position in [64] if self.small else [1024, 65536]:
@@ -308,12 +287,9 @@ def forward_and_backward(op: Callable[..., Tensor], inputs: list[Tensor]) -> Non
     torch.autograd.grad(out, inputs, out.detach())
 
 
-def _is_there(peer: str) -> bool:
-    from lineartime.bench.peers import check_peer
-    from lineartime.errors import LineartimeError
-
+def _is_there(peer: Peer) -> bool:
     try:
-        check_peer(peer, torch.device("cuda"))  # type: ignore[arg-type]
+        check_peer(peer, torch.device("cuda"))
     except LineartimeError:
         return False
     return True

@@ -1,78 +1,48 @@
 """How the time per token grows with the length of the context: `python benchmarks/length.py` (about 10 minutes on 2 cores).
 
 Training: one step (forward, backward) over 8,192 tokens, cut into sequences of the given length.
-Generation: one token after so many others; the states of quadratic models are filled with zeros, which cost as much as text.
+Generation: one token after `length` others, in fp32; the states are filled with zeros, which cost as much as text.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from measure import interleaved, markdown, save
+from measure import markdown, save
 
-import lineartime
+from lineartime.bench.measure import median_seconds, synchronized
+from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.machine import choose_precision
-from lineartime.models import CausalLM
-from lineartime.models.backbone import BackboneState
-from lineartime.ops import KVCache, MixedChunkState
+from lineartime.models.presets import resolve
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]
 POSITIONS = [1024, 8192, 65536]
 TOKENS = 8192
+CPU = torch.device("cpu")
 
 
-def training_step(model: CausalLM, length: int, bf16: bool) -> Callable[[], None]:
-    ids = torch.randint(0, 256, (TOKENS // length, length + 1))
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            logits = model(ids[:, :-1])
-        F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).backward()
-
-    return step
-
-
-def state_after(model: CausalLM, tokens: int) -> BackboneState:
-    """The state after so many tokens, as large as the real one."""
-    states: list[object] = []
-    for state in model.init_state(1):
-        if isinstance(state, MixedChunkState):
-            states.append(state._replace(position=tokens))
-        else:
-            assert isinstance(state, KVCache)
-            states.append(KVCache(*(x.new_zeros(*x.shape[:-2], tokens, x.shape[-1]) for x in state)))
-    return tuple(states)
-
-
-def generation_step(model: CausalLM, position: int) -> Callable[[], None]:
-    state, token = state_after(model, position), torch.zeros(1, 1, dtype=torch.long)
-
-    def step() -> None:
-        with torch.no_grad():
-            model.extend(token, state)
-
-    return step
+def steps(case: Case) -> dict[str, Callable[[], object]]:
+    """A step of each model."""
+    return {name: prepare(Subject(name, "eager", resolve(name)), case, CPU).step for name in PRESETS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
     rounds = parser.parse_args().rounds
-    bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
-    models = {name: lineartime.build(name) for name in PRESETS}
-    rows = []
-    for length in LENGTHS:
-        seconds = interleaved({name: training_step(model, length, bf16) for name, model in models.items()}, rounds)
+    precision = choose_precision("auto", CPU)
+    cases = [("training", Case("train", length, precision, TOKENS // length), rounds) for length in LENGTHS]
+    cases += [("generation", Case("decode", position, "fp32", 1), 4 * rounds) for position in POSITIONS]
+    rows: list[dict[str, object]] = []
+    for what, case, times in cases:
+        seconds = median_seconds(steps(case), times, partial(synchronized, CPU))
         rows += [
-            {"what": "training", "preset": n, "length": length, "us_per_token": 1e6 * s / TOKENS} for n, s in seconds.items()
+            {"what": what, "preset": name, "length": case.length, "us_per_token": 1e6 * (value or 0.0) / case.tokens}
+            for name, value in seconds.items()
         ]
-        print(rows[-3:], flush=True)
-    for position in POSITIONS:
-        seconds = interleaved({name: generation_step(model, position) for name, model in models.items()}, 4 * rounds)
-        rows += [{"what": "generation", "preset": n, "length": position, "us_per_token": 1e6 * s} for n, s in seconds.items()]
         print(rows[-3:], flush=True)
     save("length", rows, table(rows))
     draw(rows)

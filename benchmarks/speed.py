@@ -1,7 +1,7 @@
-"""The figures of docs/speed.md: `python benchmarks/speed.py` (about an hour on 2 cores), or only some parts of them by name.
+"""The figures of docs/speed.md: `python benchmarks/speed.py` (about an hour on 2 cores), or some parts by name.
 
-Each part is a `lineartime bench`, which leaves results.json and results.md in benchmarks/results/speed-PART. What the figures
-come to, beside what they were meant to reach, is in benchmarks/results/speed.md. Other parts keep their earlier results.
+Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
+goals are in benchmarks/results/speed.md. Other parts keep their earlier results.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 
 SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", "chunk_size=256")
-"""12 blocks of FLASH, and the 6 of a Transformer that cost as much; both d = 256."""
+"""12 blocks of FLASH, and 6 of a Transformer, which cost as much; both have d = 256."""
 
 
 def part(name: str, **options: Any) -> BenchConfig:
@@ -46,7 +46,7 @@ PARTS = {
         override=("n_blocks=12", *SIZES[2:]),
         measure=("train",),
         context_lengths=(1024, 65536),
-        tokens_per_batch=65536,  # for both: what a longer batch costs is not what a longer context costs
+        tokens_per_batch=65536,  # for both lengths, so that the batch is equal
         rounds=2,
     ),
     "forward": part("forward", measure=("forward",), context_lengths=(65536,), rounds=1, warmup=0),
@@ -69,7 +69,7 @@ def measure_import() -> None:
 
 
 def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """What a part measured, by model and length or position."""
+    """The results of a part, by model and length or position."""
     path = RESULTS / f"speed-{name}" / "results.json"
     if not path.is_file():
         return {}
@@ -79,11 +79,11 @@ def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def figures() -> list[list[str]]:
-    """Rows of what, goal, measured; "not measured" where a part has not been run."""
+    """Rows of figure, goal and result, which is "not measured" if the part has not run."""
     train, long, forward, decode, memory = (entries(name) for name in ("train", "long", "forward", "decode", "memory"))
 
     def ratio(of: dict[tuple[str, int], dict[str, Any]], slow: str, fast: str, length: int, key: str = "seconds") -> str:
-        """The median over the rounds of one model's time over another's."""
+        """The time of one model over that of another: the median over the rounds."""
         a, b = of.get((slow, length)), of.get((fast, length))
         if not a or not b or not a[key] or not b[key]:
             return "not measured"
@@ -137,7 +137,7 @@ def figures() -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; all, if nothing is named")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; everything by default")
     for name in parser.parse_args().parts or [*PARTS, "import"]:
         if name == "import":
             measure_import()

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lineartime.catalogue import systems_table
+from lineartime.models.catalogue import systems_table
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -1,19 +1,20 @@
 """The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 15 minutes on 2 cores).
 
-Each sees the same batches of the embedded corpus, for as many steps as `make train` takes, and is measured on its test split.
+Each reads the same batches of the default text for as many steps as `make train`, and is measured on its test split.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import markdown, save
 
-from lineartime.checkpoint import best_checkpoint, list_checkpoints, load
+from lineartime.checkpoint import list_checkpoints
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.evaluation import windowed
+from lineartime.runs.metrics import read_metrics
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -24,24 +25,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny_systems"))
     out = parser.parse_args().out
-    rows = []
+    rows: list[dict[str, Any]] = []
     for preset in PRESETS:
         config = TrainConfig(preset=preset, out=out / preset, resume=bool(list_checkpoints(out / preset)))
-        run = train(config)
-        checkpoint = best_checkpoint(run)
-        model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+        result = train(config)
+        model, tokenizer = result.model, load_tokenizer(result.checkpoint)
         stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
         length = config.context_length
-        result = windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        speed = statistics.median(line["tokens_per_second"] for line in metrics if "loss" in line)
+        evaluation = windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
+        speed = statistics.median(line["tokens_per_second"] for line in read_metrics(result.run) if "loss" in line)
         tokens = config.steps * config.batch_size * length
         rows.append(
             {
                 "preset": preset,
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "training_tokens": tokens,
-                "test_bits_per_byte": result.bits_per_byte,
+                "test_bits_per_byte": evaluation.bits_per_byte,
                 "tokens_per_second": speed,
                 "threads": torch.get_num_threads(),
             }

@@ -1,10 +1,10 @@
-"""What training loses besides computing: `python benchmarks/training.py` (about 20 minutes on 2 cores), or only parts of it.
+"""The overhead of training: `python benchmarks/training.py` (about 20 minutes on 2 cores), or some parts by name.
 
-    waiting      the share of a step's time that flash-base, 8,192 tokens a step, waits for its data
-    checkpoints  what writing a checkpoint costs, as a share of the time between two at the default interval
-    processes    throughput of 2 processes with a thread each, as a share of that of 1 process with 2 threads
+    waiting      the share of a step that flash-base, at 8,192 tokens a step, waits for data
+    checkpoints  the time of writing a checkpoint, as a share of the default interval between two
+    processes    the throughput of 2 processes of one thread, as a share of that of 1 process with 2 threads
 
-Each part runs `lineartime train` as a user would and reads the metrics that it leaves. Results are in
+Each part runs `lineartime train` as a user would and reads its metrics. Results are in
 benchmarks/results/training.json and training.md; other parts keep their earlier results.
 """
 
@@ -46,7 +46,7 @@ def run(options: list[str], processes: int = 1, threads: int = 2) -> list[dict[s
 
 
 def waiting() -> dict[str, Any]:
-    """flash-base with 32,000 pieces on the default text; the first step fills the queue and is left out."""
+    """flash-base with a vocabulary of 32,000 on the default text; the first step fills the queue and does not count."""
     options = [
         "--preset",
         "flash-base",
@@ -67,10 +67,10 @@ def waiting() -> dict[str, Any]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Steps of flash-tiny with a checkpoint every fourth, against those of the same run that no writing falls into.
+    """Steps with a checkpoint before every fourth, against the other steps of the same run.
 
-    A checkpoint costs what the caller waits for, what the step after it is slower by, while the rest is being written, and
-    what is still left to be written after that step.
+    A checkpoint costs the time the caller waits, the slowdown of the next step while the rest is written, and the time of
+    what is left to write after that step.
     """
     results: dict[str, Any] = {"interval": TrainConfig().eval_every}
     for preset, context, steps in (("flash-tiny", 512, 40), ("flash-base", 512, 8)):
@@ -86,14 +86,14 @@ from pathlib import Path
 from lineartime.training.config import TrainConfig
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import prepare
-from lineartime.runs.metrics import Silent
+from lineartime.runs.reporter import NullReporter
 
 with tempfile.TemporaryDirectory() as folder:
     config = TrainConfig(preset="{preset}", context_length={context}, steps=1000, compile="off", out=Path(folder) / "run")
     trainer = prepare(config)
     def step():
         start = time.perf_counter()
-        trainer._take_step(Silent(), Stop())
+        trainer.take_step(NullReporter(), Stop())
         return time.perf_counter() - start
     for _ in range(2):
         step()
@@ -101,7 +101,7 @@ with tempfile.TemporaryDirectory() as folder:
     for number in range({steps}):
         if number % 4 == 0:
             start = time.perf_counter()
-            trainer._save()
+            trainer.save()
             blocked.append(time.perf_counter() - start)
             during.append(step())
             start = time.perf_counter()
@@ -152,7 +152,7 @@ PARTS = {"waiting": waiting, "checkpoints": checkpoints, "processes": processes}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; all, if nothing is named")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
     results = json.loads(FILE.read_text()) if FILE.is_file() else {}
     for name in parser.parse_args().parts or PARTS:
         results[name] = PARTS[name]()

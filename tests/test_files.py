@@ -1,5 +1,6 @@
 """Files that are whole or not there."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,12 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="No space"):
         write_atomically(file, "new")
     assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    file, texts = tmp_path / "file.json", [str(number) * 1000 for number in range(10)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda text: write_atomically(file, text), texts))
+    assert file.read_text() in texts
+    assert list(tmp_path.iterdir()) == [file]

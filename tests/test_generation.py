@@ -123,7 +123,7 @@ def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expe
         ({"top_p": 1.1}, "top_p is 1.1"),
     ],
 )
-def test_options_outside_what_they_allow_are_named(options: dict[str, Any], message: str) -> None:
+def test_sampling_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lineartime import info
+from lineartime import info, machine
 from lineartime.cli import main
 from lineartime.info import describe_machine
 from lineartime.ops.backends import choose_backend
@@ -23,7 +23,7 @@ def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytes
 def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for bf16, expected, word in ((0.25, "bf16", "4.0 times faster"), (2.0, "fp32", "2.0 times slower")):
-        monkeypatch.setattr(info, "product_seconds", {torch.float32: 1.0, torch.bfloat16: bf16}.__getitem__)
+        monkeypatch.setattr(machine, "product_seconds", {torch.float32: 1.0, torch.bfloat16: bf16}.__getitem__)
         fact = next(fact for fact in describe_machine() if fact.name == "precision")
         assert (fact.value, word in fact.why) == (expected, True)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.catalogue import systems_table
 from lineartime.cli import parse
+from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

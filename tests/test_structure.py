@@ -1,6 +1,7 @@
 """The house: imports point down, and the core needs torch alone."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"baselines"},
     {"models"},
     {"data"},
-    {"checkpoint", "evaluation", "generation", "catalogue"},
+    {"checkpoint", "evaluation", "generation"},
     {"runs"},
     {"training"},
     {"bench", "info"},
@@ -70,8 +71,29 @@ print(*sorted(name for name in new if name not in sys.stdlib_module_names and na
 
 
 def test_the_public_names_are_all_there() -> None:
-    assert sorted(lineartime.__all__) == ["FLASH", "GAU", "build", "load", "presets"]
+    models = ["FLASH", "GAU", "ModelConfig", "build", "presets"]
+    use = ["LineartimeError", "Sampling", "TrainConfig", "__version__", "generate", "load", "train"]
+    assert sorted(lineartime.__all__) == sorted(models + use)
     assert all(hasattr(lineartime, name) for name in lineartime.__all__)
+    assert set(lineartime.__all__) <= set(dir(lineartime))
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", lineartime.__version__)
+
+
+def test_a_module_of_the_public_surface_is_reached_by_its_own_name() -> None:
+    """No public name hides a module: `import lineartime.x as x` and `lineartime.x` are the same."""
+    modules = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert not modules & set(lineartime.__all__)
+
+
+def test_only_the_command_line_knows_that_there_is_one() -> None:
+    for file in SOURCE.rglob("*.py"):
+        if room(file) not in ("cli", "__main__"):
+            assert "tyro" not in file.read_text(), file
+
+
+def test_versions_are_looked_up_in_one_place() -> None:
+    found = [room(file) for file in SOURCE.rglob("*.py") if "importlib.metadata" in file.read_text()]
+    assert found == ["machine"]
 
 
 def test_rooms_can_be_entered_by_their_names() -> None:
@@ -93,7 +115,7 @@ except AttributeError as error:
 
 
 def test_every_package_lists_only_names_it_has() -> None:
-    for name in ("ops", "layers", "models", "data", "evaluation"):
+    for name in ("ops", "layers", "models", "data", "evaluation", "checkpoint"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])
         assert all(hasattr(package, exported) for exported in package.__all__)
 

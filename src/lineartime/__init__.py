@@ -5,28 +5,57 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineartime.checkpoint import load
+    from lineartime.errors import LineartimeError
+    from lineartime.generation import Sampling, generate
     from lineartime.layers import FLASH, GAU
-    from lineartime.models import build, presets
+    from lineartime.models import ModelConfig, build, presets
+    from lineartime.training.config import TrainConfig
+    from lineartime.training.loop import train
 
-__all__ = ["FLASH", "GAU", "build", "load", "presets"]
+    __version__: str
+
+__all__ = [
+    "FLASH",
+    "GAU",
+    "LineartimeError",
+    "ModelConfig",
+    "Sampling",
+    "TrainConfig",
+    "__version__",
+    "build",
+    "generate",
+    "load",
+    "presets",
+    "train",
+]
 
 _HOMES = {
-    "FLASH": "lineartime.layers",
-    "GAU": "lineartime.layers",
-    "build": "lineartime.models",
-    "presets": "lineartime.models",
-    "load": "lineartime.checkpoint",
+    "FLASH": "layers",
+    "GAU": "layers",
+    "LineartimeError": "errors",
+    "ModelConfig": "models",
+    "Sampling": "generation",
+    "TrainConfig": "training.config",
+    "build": "models",
+    "generate": "generation",
+    "load": "checkpoint",
+    "presets": "models",
+    "train": "training.loop",
 }
-_ROOMS = ("baselines", "bench", "data", "evaluation", "generation", "layers", "models", "ops", "training")
+_ROOMS = ("baselines", "bench", "checkpoint", "data", "evaluation", "generation", "layers", "models", "ops", "runs", "training")
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: reading checkpoints takes more packages than torch, which layers and models do without; and
-    # the command line has to be able to handle an interrupt while torch is being imported.
+    # Imported at first use: layers and models need torch alone, while checkpoints and training need more packages. The
+    # command line must also be able to handle an interrupt while torch is being imported.
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(f"lineartime.{_HOMES[name]}"), name)
     if name in _ROOMS:
         return import_module(f"lineartime.{name}")
+    if name == "__version__":
+        from lineartime.machine import installed_version
+
+        return installed_version("lineartime") or "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line and return its exit status; an interrupt while PyTorch is being imported ends quietly, too."""
+    """Run the command line and return its exit status; an interrupt ends quietly even while PyTorch is being imported."""
     try:
         from lineartime.cli import main as run
 

@@ -83,7 +83,7 @@ def last_checkpoint(run: Path) -> Path:
 def best_checkpoint(run: Path) -> Path:
     """The checkpoint with the lowest validation loss in a run's folder, or the last; LineartimeError if there is none."""
     last = last_checkpoint(run)
-    losses = {checkpoint: read_facts(checkpoint).validation_loss for checkpoint in reversed(list_checkpoints(run))}
+    losses = {checkpoint: read_training_state(checkpoint).validation_loss for checkpoint in reversed(list_checkpoints(run))}
     measured = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None}
     return min(measured, key=lambda checkpoint: measured[checkpoint]) if measured else last
 
@@ -117,7 +117,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
     return model.to(device).eval()
 
 
-def read_facts(checkpoint: Path) -> TrainingState:
+def read_training_state(checkpoint: Path) -> TrainingState:
     """What a run needs to go on, besides tensors; LineartimeError if it cannot be read."""
     facts = _read_json(checkpoint / "training.json")
     fields = {field.name for field in dataclasses.fields(TrainingState)}

@@ -1,25 +1,29 @@
-"""Files that are whole or not there: atomic writes, synchronised writes, checksums."""
+"""Atomic writes, synchronised writes and checksums."""
 
 import hashlib
 import os
+import uuid
 from pathlib import Path
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a file so that a process killed at any moment leaves the new one or the one before; OSError as from `open`."""
-    partial = file.with_name(file.name + ".partial")
-    write_synchronised(partial, text)
-    partial.replace(file)
+    """Write a file, or replace it; a process killed at any moment leaves the old file or the new one. OSError if that fails."""
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # its own name: other processes may write the same file
+    try:
+        write_synchronised(partial, text)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_synchronised(file: Path, text: str) -> None:
-    """Write a text and wait until it is on the disk; OSError if that fails."""
+    """Write a file and wait until it is on the disk; OSError if that fails."""
     file.write_text(text, encoding="utf-8")
     synchronise(file)
 
 
 def synchronise(path: Path) -> None:
-    """Wait until the system has written a file or folder from its buffers to the disk."""
+    """Wait until the system has flushed a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,7 +32,7 @@ def synchronise(path: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         hasher = hashlib.sha256()
         while block := opened.read(1 << 20):

@@ -1,4 +1,4 @@
-"""Generation: read the prompt once, then one token at a time, with the state carried along and nothing read twice.
+"""Generation: read the prompt once, then one token at a time; the state is handed on, and nothing is read twice.
 
 Shapes: N tokens of the prompt, V vocabulary.
 """
@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.models.backbone import BackboneState
 from lineartime.models.heads import CausalLM
 
 PREFILL = 1024
-"""Tokens of a prompt that are read at a time."""
+"""Tokens of a prompt that a model reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,13 @@ class Sampling:
     """How the next token is drawn.
 
     Attributes:
-        temperature: logits are divided by it; 0 always takes the likeliest token.
-        top_k: only so many of the likeliest tokens can be drawn; 0 for all.
-        top_p: only the likeliest tokens that together reach this probability can be drawn; 1 for all.
-        seed: of the random draws; None for another one each time.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: draw only from this many of the likeliest tokens; 0 for all.
+        top_p: draw only from the likeliest tokens that together reach this probability; 1 for all.
+        seed: of the random draws; None for a different one each time.
+
+    Raises:
+        ArgumentError: for a value outside what its argument allows.
     """
 
     temperature: float = 0.8
@@ -35,16 +39,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}, but must not be negative.")
+            raise ArgumentError("temperature", f"is {self.temperature}, but must not be negative.")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}, but must not be negative; 0 allows all tokens.")
+            raise ArgumentError("top_k", f"is {self.top_k}, but must not be negative; 0 allows all tokens.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}, but must be from 0 to 2^63 - 1.")
+            raise ArgumentError("seed", f"is {self.seed}, but must be from 0 to 2^63 - 1.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1.")
+            raise ArgumentError("top_p", f"is {self.top_p}, but must be above 0 and at most 1.")
 
     def generator(self) -> torch.Generator:
-        """The source of random draws that the seed stands for."""
+        """A random number generator with this seed."""
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
@@ -56,21 +60,22 @@ class Sampling:
 def generate(
     model: CausalLM, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop_token: int | None = None
 ) -> Iterator[int]:
-    """Continue a prompt, token by token, each being yielded as soon as it is drawn.
+    """Continue a prompt, and yield each token as soon as it is drawn.
 
     Args:
         model: a causal language model, in evaluation mode.
         prompt: token ids, at least one.
-        max_tokens: how many tokens to draw at the most.
+        max_tokens: the largest number of tokens to draw.
         sampling: how to draw them.
         stop_token: a token that ends the text; it is not yielded.
 
     Raises:
-        ValueError: for an empty prompt.
+        ArgumentError: for an empty prompt.
     """
     generator = sampling.generator()
     with torch.no_grad():
-        logits, state = prefill(model, _checked(prompt))
+        logits, state = prefill(model, prompt)
+    device = logits.device
     for drawn in range(max_tokens):
         token = draw(logits, sampling, generator)
         if token == stop_token:
@@ -78,27 +83,29 @@ def generate(
         yield token
         if drawn + 1 < max_tokens:
             with torch.no_grad():
-                logits, state = _extend(model, [token], state)
+                new, state = model.extend(torch.tensor([[token]], device=device), state)
+            logits = new[0, -1]
 
 
 def generate_batch(
     model: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling, stop_token: int | None = None
 ) -> list[list[int]]:
-    """Continue several prompts, of any lengths, together: each text is the one that its prompt alone could have got.
+    """Continue several prompts of any lengths together; no text depends on the other prompts.
 
-    Each prompt is read by itself; then all texts grow by a token a step, which takes the same time and memory however long they
-    are. On a GPU the step is recorded once as a CUDA graph.
+    The model reads each prompt by itself; then every step adds a token to each text, in the same time and memory however long
+    they are. On a GPU, the step is recorded once as a CUDA graph.
 
     Args:
-        model: a causal language model, in evaluation mode, of a kind that can step, as FLASH can.
+        model: a causal language model, in evaluation mode, that can step, as FLASH can.
         prompts: token ids, at least one in each.
-        max_tokens, sampling, stop_token: as for `generate`; all draws come from one source.
+        max_tokens, sampling, stop_token: as for `generate`; one generator draws for all texts.
 
     Returns:
         The tokens drawn for each prompt, without the stop token.
 
     Raises:
-        ValueError: for an empty prompt, or a model that can only continue one prompt at a time.
+        ArgumentError: for an empty prompt.
+        ValueError: for a model that can only continue one prompt at a time.
     """
     if not prompts:
         return []
@@ -106,7 +113,7 @@ def generate_batch(
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
     with torch.no_grad():
-        read = [prefill(model, _checked(prompt)) for prompt in prompts]
+        read = [prefill(model, prompt) for prompt in prompts]
         logits = torch.stack([last for last, _ in read])
         streams = model.join_streams([state for _, state in read])
         step = recorded_step(model, streams, len(prompts)) if logits.is_cuda else partial(model.step, streams=streams)
@@ -122,12 +129,12 @@ def generate_batch(
 
 
 def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
-    """`model.step` as a CUDA graph: the hundreds of kernels of a token are launched at once."""
+    """`model.step` as a CUDA graph, which launches the hundreds of kernels of a token at once."""
     ids = torch.zeros(batch, 1, dtype=torch.long, device=streams[0].position.device)
     before = [tensor.clone() for state in streams for tensor in state]
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what is set up at the first calls must not be recorded
+    with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
         for _ in range(3):
             model.step(ids, streams)
     torch.cuda.current_stream().wait_stream(aside)
@@ -135,7 +142,7 @@ def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callab
     with torch.cuda.graph(graph):
         logits = model.step(ids, streams)
     for tensor, value in zip((tensor for state in streams for tensor in state), before, strict=True):
-        tensor.copy_(value)  # the trial steps have written to it
+        tensor.copy_(value)  # undo the trial steps
 
     def step(tokens: Tensor) -> Tensor:
         ids.copy_(tokens)
@@ -145,26 +152,20 @@ def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callab
     return step
 
 
+def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
+    """Read the beginning of streams, ids [B, N], `PREFILL` tokens at a time: the last logits [B, V], and the state."""
+    state = model.init_state(ids.shape[0])
+    for piece in ids.split(PREFILL, dim=1):
+        hidden, state = model.backbone.extend(piece, state)
+    return model.logits(hidden[:, -1]), state
+
+
 def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:
-    """Read a prompt, many tokens at a time: the logits [V] after its last token, and the state."""
-    device = next(model.parameters()).device
-    state = model.init_state(1)
-    for start in range(0, len(prompt), PREFILL):
-        ids = torch.tensor([prompt[start : start + PREFILL]], device=device)
-        hidden, state = model.backbone.extend(ids, state)
-    return model.logits(hidden[0, -1]), state
-
-
-def _checked(prompt: Sequence[int]) -> Sequence[int]:
+    """Read a prompt: the logits [V] after its last token, and the state."""
     if not prompt:
-        raise ValueError("prompt is empty, but must hold at least one token, for instance the end of a document.")
-    return prompt
-
-
-def _extend(model: CausalLM, tokens: Sequence[int], state: BackboneState) -> tuple[Tensor, BackboneState]:
-    device = next(model.parameters()).device
-    logits, state = model.extend(torch.tensor([tokens], device=device), state)
-    return logits[0, -1], state
+        raise ArgumentError("prompt", "is empty, but must hold at least one token, for instance the end of a document.")
+    logits, state = read(model, torch.tensor([prompt], device=next(model.parameters()).device))
+    return logits[0], state
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -172,11 +173,11 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     logits = logits.float().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
-    # From the largest down, in float64: however small the temperature, nothing overflows.
+    # Relative to the largest logit and in float64, so that no temperature overflows.
     ranked, tokens = ((logits - logits.max()).double() / sampling.temperature).sort(descending=True)
     if sampling.top_k:
         ranked, tokens = ranked[: sampling.top_k], tokens[: sampling.top_k]
     probabilities = ranked.softmax(0)
-    # The shortest head of the ranking that reaches top_p: a token is in it if those before it do not reach it yet.
+    # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
     probabilities[probabilities.cumsum(0) - probabilities >= sampling.top_p] = 0.0
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

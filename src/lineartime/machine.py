@@ -1,55 +1,75 @@
-"""What this machine is faster with: the decisions behind every "auto"."""
+"""Device, precision and compilation: what suits this machine, and so what "auto" chooses."""
 
 import platform
 import shutil
 import time
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
 
-# What compiling costs and what part of a step it then saves: on a CPU, benchmarks/speed.py measured 3 to 13 seconds, and a
-# few percent of a Transformer's step, next to nothing of FLASH's, whose tiles leave little to fuse; for GPUs, where
-# it has not been measured yet, a guess.
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
-_COMPILE_SAVES = {"cpu": 0.03, "cuda": 0.30}
-# Training arithmetic per second that eager steps reach, to foretell how long a run takes.
+"""The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
+_COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
+"""The share of a step that compiling saves: on a CPU, measured on Transformer++ (FLASH gains less); on a GPU, an estimate."""
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
+"""Operations per second of eager training steps, to estimate how long a run takes."""
+_FASTER = 0.8
+"""bf16 is faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise does no harm."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
-    """The device to compute on, of several GPUs the one of this rank; LineartimeError for a GPU that is not there."""
+    """The device to compute on: of several GPUs, the one of this process.
+
+    Raises:
+        ArgumentError: if PyTorch sees no GPU, or none for this process.
+    """
     if device == "cuda" and not torch.cuda.is_available():
-        raise LineartimeError("--device is cuda, but PyTorch sees no GPU here: use --device cpu.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+        raise ArgumentError("device", "is cuda, but PyTorch sees no GPU here: use cpu.")
+    if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise LineartimeError(
-            f"Process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start as many "
-            "processes, or use --device cpu."
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ArgumentError(
+            "device",
+            f"is {device}, but process {local_rank} has no GPU: start at most {count} processes on this machine, or use cpu.",
         )
     return torch.device("cuda", local_rank)
 
 
-def choose_precision(precision: Precision, device: torch.device) -> Precision:
-    """Either "fp32" or "bf16"; for "auto" whichever multiplies matrices faster here."""
-    if precision != "auto":
-        return precision
+def choose_precision(precision: Precision, device: torch.device) -> Literal["fp32", "bf16"]:
+    """The precision of matrix products; for "auto", the one that is faster on the device."""
+    return faster_precision(device)[0] if precision == "auto" else precision
+
+
+def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str]:
+    """The precision in which the device multiplies matrices faster, and the reason; on a CPU, a short trial decides."""
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    # Between the two lies a factor of 4 or a loss, so that a short trial decides reliably.
-    return "bf16" if product_seconds(torch.bfloat16) < 0.8 * product_seconds(torch.float32) else "fp32"
+        return ("bf16", "the GPU has units for bf16") if supports_bf16(device) else ("fp32", "the GPU has no units for bf16")
+    bf16, fp32 = product_seconds(torch.bfloat16), product_seconds(torch.float32)
+    comparison = f"{fp32 / bf16:.1f} times faster" if bf16 < fp32 else f"{bf16 / fp32:.1f} times slower"
+    return "bf16" if bf16 < _FASTER * fp32 else "fp32", f"products in bf16 are {comparison} than in fp32 here"
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 without emulating it on a GPU; a CPU always can, if slowly."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
+    """A context in which a model computes matrix products in bf16, or, without `bf16`, in the precision of its weights."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """How long a processor takes to multiply two matrices of 512 x 512, at best."""
+    """The shortest time of several in which the CPU multiplies two matrices of 512 x 512."""
     a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
     times = []
     for _ in range(8):
@@ -60,34 +80,42 @@ def product_seconds(dtype: torch.dtype) -> float:
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> bool:
-    """Whether to use torch.compile; for "auto", whether it saves more of the run than it costs.
+    """Whether to use torch.compile; for "auto", whether it saves more time than it takes.
 
     Args:
         choice: "auto", "on" or "off".
         device: where the model runs.
         parameters: of the model.
-        tokens: to be trained on in the whole run.
+        tokens: to train on in the whole run.
 
     Raises:
-        LineartimeError: for "on" without the C++ compiler that it needs on a CPU.
+        ArgumentError: for "on" without the C++ compiler that torch.compile needs on a CPU.
     """
     missing = compiler_missing(device)
     if choice == "on" and missing:
-        raise LineartimeError(f"--compile is on, but {missing}: install g++ or use --compile off.")
+        raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
     if choice != "auto":
         return choice == "on"
     seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
-    return not missing and seconds * _COMPILE_SAVES[device.type] > _COMPILE_SECONDS[device.type]
-
-
-def processor_name() -> str:
-    """What the CPU calls itself, where the system tells; otherwise its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return not missing and seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
 
 
 def compiler_missing(device: torch.device) -> str:
-    """What torch.compile lacks on this machine, or nothing."""
+    """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     return "" if present else "there is no C++ compiler here"
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """The model name of the CPU where the system tells it, otherwise its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""Benchmarks: what is timed against what, what is kept when something goes wrong, and what is shown."""
+"""Benchmarks: what takes turns, what is kept after an error, and what is shown."""
 
 import itertools
 import json
@@ -11,18 +11,23 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.bench import command, memory, subjects
+from lineartime import machine
+from lineartime.bench import command, memory
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, repetitions
+from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
 from lineartime.bench.memory import Memory
 from lineartime.bench.plots import draw_plots, pareto_front, round_marks
+from lineartime.bench.quality import read_quality
 from lineartime.bench.report import sections, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
+from lineartime.generation import read
 from lineartime.models.cost import cost
 from lineartime.models.presets import presets
+from lineartime.runs.metrics import METRICS_FILE
+from lineartime.runs.record import RECORD_FILE
 
 CPU = torch.device("cpu")
 SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
@@ -30,7 +35,7 @@ SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
-    """Options of a benchmark of a second, in which the peak costs nothing."""
+    """Options of a benchmark of a second, without measuring the peak."""
     monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
 
     def make(**values: Any) -> BenchConfig:
@@ -40,6 +45,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Be
             "context_lengths": (8, 16),
             "positions": (8, 20),
             "tokens_per_batch": 32,
+            "dtypes": ("fp32",),
             "rounds": 3,
             "min_seconds": 0.0,
             "memory": False,
@@ -66,7 +72,7 @@ def entry(name: str, seconds: list[float], measure: Measure = "train", length: i
     return Entry(Case(measure, length, "fp32", 32 // length), subject(name), seconds, **values)
 
 
-def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
+def test_subjects_take_turns_until_they_fail() -> None:
     ticks = itertools.count()
     order: list[str] = []
 
@@ -85,6 +91,21 @@ def test_subjects_take_turns_and_one_that_fails_has_no_more() -> None:
     assert [key for key, _ in found] == list("abcabcab")
     assert [seconds for key, seconds in found if key == "a"] == [0.5, 0.5, 0.5]  # a tick for two calls
     assert isinstance(found[5][1], RuntimeError)
+
+
+def test_median_seconds_leave_out_what_does_not_fit_into_memory_and_raise_other_errors() -> None:
+    ticks = itertools.count()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    steps: dict[str, Callable[[], object]] = {"a": lambda: None, "large": lambda: fail(MemoryError())}
+    assert median_seconds(steps, 3, clock, min_seconds=4.0) == {"a": 1 / 4, "large": None}  # a tick for four calls
+    with pytest.raises(RuntimeError, match="odd"):
+        median_seconds({"odd": lambda: fail(RuntimeError("odd"))}, 3, clock)
 
 
 def test_medians_spreads_and_ratios_of_rounds() -> None:
@@ -113,8 +134,27 @@ def test_every_length_has_equally_many_tokens_and_the_ratio_is_to_the_first(opti
     assert all(len(e["seconds"]) == 3 and e["problem"] is None for e in entries)
     assert all(e["ratio_to_first"] == 1.0 for e in entries if e["subject"] == "flash-tiny")
     report = (config.out / "results.md").read_text()  # type: ignore[operator]
-    assert "of context 64, one sequence, which is more" in report
+    assert "with context 64, a batch is one sequence, which has more" in report
     assert "## Train: one step, forward and backward, bf16" in report
+
+
+@pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, "bf16"), (2.0, "fp32")])
+def test_without_a_choice_the_precision_is_that_of_training_here(
+    bf16_seconds: float,
+    expected: str,
+    options: Callable[..., BenchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(machine, "product_seconds", {torch.bfloat16: bf16_seconds, torch.float32: 1.0}.__getitem__)
+    assert BenchConfig().dtypes == ("auto",)
+    config = options(measure=("forward",), context_lengths=(8,), dtypes=("auto", expected))
+    run_benchmark(config)
+    assert [e["dtype"] for e in saved(config)["entries"]] == [expected, expected]
+    why = f"{expected}, because products in bf16 are 2.0 times {'faster' if expected == 'bf16' else 'slower'} than in fp32 here"
+    assert saved(config)["precision"] == why
+    assert f"precision: {why}" in (config.out / "results.md").read_text()  # type: ignore[operator]
+    assert f"precision: {why}" in capsys.readouterr().out
 
 
 def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
@@ -211,7 +251,7 @@ def test_an_interrupt_keeps_what_was_measured(
 def test_results_are_never_overwritten(options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     config = options(measure=("forward",), context_lengths=(8,))
     run_benchmark(config)
-    with pytest.raises(LineartimeError, match="already holds results, which are never overwritten: give another folder"):
+    with pytest.raises(LineartimeError, match="holds results, and these are never overwritten: give another folder"):
         run_benchmark(config)
     monkeypatch.chdir(config.out)  # type: ignore[arg-type]
     assert options(out=None).folder() == Path("runs/bench")
@@ -226,14 +266,14 @@ def test_results_are_never_overwritten(options: Callable[..., BenchConfig], monk
         *((name, True) for name in ("flash-tiny", "flash-quad-tiny", "transformer++-tiny", "performer-tiny")),
     ],
 )
-def test_a_foretold_state_is_like_the_real_one(name: str, bf16: bool) -> None:
+def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
     model = lineartime.build(name, n_blocks=2, d_model=64)
     ids = torch.randint(0, 200, (2, 260))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        foretold, real = state_after(model, ids), subjects._read(model, ids)
-        assert shapes(foretold) == shapes(real)
-        assert foretold[0].position == 260
-        model.extend(ids[:, :1], foretold)
+        zeros, real = state_after(model, ids), read(model, ids)[1]
+        assert shapes(zeros) == shapes(real)
+        assert zeros[0].position == 260
+        model.extend(ids[:, :1], zeros)
 
 
 def shapes(state: Any) -> Any:
@@ -251,31 +291,40 @@ def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
     ("values", "message"),
     [
         ({"presets": ("flash-giant",)}, "preset is 'flash-giant', but must be a name that"),
-        ({"presets": ("flash-pytorch",)}, "flash-pytorch is no preset: give it after --peers"),
-        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use --task mlm"),
-        ({"presets": ()}, "presets is empty"),
-        ({"measure": ()}, "--measure is empty"),
-        ({"task": "mlm"}, "--measure prefill needs causal models: use --task clm, or --measure train forward"),
-        ({"context_lengths": (8, 0)}, "--context-lengths is 0, but must be at least 1"),
-        ({"positions": (-1,)}, "--positions is -1"),
-        ({"tokens_per_batch": 0}, "--tokens-per-batch is 0"),
-        ({"rounds": 0}, "--rounds is 0"),
-        ({"threads": 0}, "--threads is 0"),
-        ({"warmup": -1}, "--warmup is -1"),
-        ({"min_seconds": float("nan")}, "--min-seconds is nan"),
-        ({"presets": ("transformer-tiny",), "context_lengths": (1025,), "override": ()}, "read 1025 tokens, but it .* 1024"),
-        ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "--positions make .* read 1025 tokens"),
-        ({"override": ("chunk=3",)}, "--override: 'chunk' is not a field of any of these models; there are d_model"),
+        ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it among the peers"),
+        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use task='mlm'"),
+        ({"presets": ()}, "^presets is empty"),
+        ({"measure": ()}, "^measure is empty"),
+        ({"task": "mlm"}, "^measure has prefill, which needs the task clm: leave it out"),
+        ({"context_lengths": (8, 0)}, "^context_lengths is 0, but must be at least 1"),
+        ({"positions": (-1,)}, "^positions is -1"),
+        ({"tokens_per_batch": 0}, "^tokens_per_batch is 0"),
+        ({"rounds": 0}, "^rounds is 0"),
+        ({"threads": 0}, "^threads is 0"),
+        ({"warmup": -1}, "^warmup is -1"),
+        ({"min_seconds": float("nan")}, "^min_seconds is nan"),
+        (
+            {"presets": ("transformer-tiny",), "context_lengths": (1025,), "override": ()},
+            "^context_lengths make .* read 1025 tokens, but it .* 1024",
+        ),
+        ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "^positions make .* read 1025 tokens"),
+        ({"override": ("chunk=3",)}, "^override has 'chunk', which is not a field of any of these models; there are d_model"),
         (
             {"override": ("other-tiny.d_qk=8",)},
-            "'other-tiny' in 'other-tiny.d_qk=8' is none of the presets to compare: flash-tiny",
+            "'other-tiny.d_qk=8', but 'other-tiny' is not among the presets: flash-tiny",
         ),
-        ({"override": ("flash-tiny.n_heads=8",)}, "'n_heads' is not a field of flash-tiny; there are d_model"),
-        ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
-        ({"override": ("d_qk=-3",)}, "--override: .*d_qk is -3"),
-        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: use --vocab-size"),
-        ({"peers": ("fla",)}, "--peers fla needs a GPU"),
-        ({"presets": ("transformer++-tiny",), "override": (), "peers": ("flash-pytorch",)}, "takes its sizes from a preset"),
+        (
+            {"override": ("flash-tiny.n_heads=8",)},
+            "^override has 'n_heads', which is not a field of flash-tiny; there are d_model",
+        ),
+        ({"override": ("chunk_size",)}, "override.*'chunk_size'.* form NAME=VALUE"),
+        ({"override": ("d_qk=-3",)}, "d_qk is -3"),
+        ({"override": ("vocab_size=3",)}, "^override cannot set vocab_size: use the option vocab_size"),
+        ({"peers": ("fla",)}, "^peers has fla, which needs a GPU"),
+        (
+            {"presets": ("transformer++-tiny",), "override": (), "peers": ("flash-pytorch",)},
+            "^peers has flash-pytorch, which takes its sizes from a preset",
+        ),
         ({"metrics": (Path("/does/not/exist"),)}, "Cannot read /does/not/exist"),
     ],
 )
@@ -297,19 +346,30 @@ def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchCon
     assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
 
 
-def test_metrics_are_read_from_files_and_have_to_fit(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
+def test_metrics_files_that_do_not_fit_are_named(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
     file = tmp_path / "quality.json"
     for text, message in (
         ("[1]", "is not JSON of the form"),
         ('{"flash-tiny": "good"}', "is not JSON of the form"),
-        ('{"gau-tiny": 2}', "is about gau-tiny, of which none is measured here"),
+        ('{"gau-tiny": 2}', "is about gau-tiny, but none of this is measured here"),
     ):
         file.write_text(text)
         with pytest.raises(LineartimeError, match=message):
             run_benchmark(options(metrics=(file,)))
+    with pytest.raises(LineartimeError, match="which holds no bits per byte: give the folder of a causal run"):
+        run_benchmark(options(metrics=(tmp_path,)))
     file.write_text('{"flash-tiny": 2}')
-    with pytest.raises(LineartimeError, match="--metrics has two numbers for flash-tiny"):
+    with pytest.raises(LineartimeError, match="metrics has two numbers for flash-tiny"):
         run_benchmark(options(metrics=(file, file)))
+
+
+def test_the_quality_of_a_run_is_that_of_its_best_evaluation(tmp_path: Path) -> None:
+    (tmp_path / RECORD_FILE).write_text(json.dumps({"options": {"preset": "flash-tiny"}, "seed": 0, "processes": []}))
+    lines = [
+        {"step": step, "validation_loss": loss, "validation_bits_per_byte": 2 * loss} for step, loss in ((1, 3.0), (2, 1.5))
+    ]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_quality([tmp_path], ["flash-tiny", "gau-tiny"]) == {"flash-tiny": 3.0}
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_extra(
@@ -341,7 +401,7 @@ def test_without_matplotlib_only_the_plots_are_missing(
     assert len(saved(config)["entries"]) == 2
 
 
-def test_memory_that_does_not_suffice_in_its_process_is_not_tried_again(
+def test_a_subject_without_enough_memory_in_its_process_is_not_timed(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_process(subject: Subject, case: Case) -> Memory:
@@ -376,7 +436,7 @@ def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_subjects_say_what_compiling_costs(options: Callable[..., BenchConfig]) -> None:
+def test_compiled_subjects_have_the_time_of_compiling(options: Callable[..., BenchConfig]) -> None:
     modes = ("eager", "compiled")
     config = options(override=SMALL[:4], presets=("flash-tiny",), measure=("forward",), modes=modes, context_lengths=(8,))
     run_benchmark(config)
@@ -392,7 +452,7 @@ def test_out_of_memory_is_told_from_other_errors() -> None:
     assert not is_out_of_memory(RuntimeError("shapes"))
 
 
-def test_the_front_holds_what_nothing_is_both_better_and_cheaper_than() -> None:
+def test_the_pareto_front_holds_the_points_that_no_other_beats() -> None:
     assert pareto_front({"a": (1, 3), "b": (2, 2), "c": (3, 2.5), "d": (4, 1), "e": (4, 1.5)}) == ["a", "b", "d"]
 
 
@@ -404,7 +464,7 @@ def test_marks_enclose_all_values(values: list[float]) -> None:
     assert marks[1] >= min(values) and marks[-2] <= max(values)  # noqa: PT018
 
 
-def test_tables_have_a_column_only_where_it_has_something_to_tell(tmp_path: Path) -> None:
+def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     results = Results(tmp_path, {"tokens_per_batch": 32}, CPU)
     results.entries = [
         entry("flash-tiny", [1.0, 2.0], memory=Memory(2_500_000, 1000, 1000)),

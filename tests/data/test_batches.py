@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from lineartime.data import ByteTokenizer, TokenStream, causal_batch, masked_batch, packed_batch
-from lineartime.data.batches import check_long_enough, spread_windows
-from lineartime.errors import LineartimeError
+from lineartime.data.batches import spread_windows
 from lineartime.ops.cross_entropy import IGNORED
 
 
@@ -49,13 +48,6 @@ def test_packing_cuts_after_each_end_and_each_row() -> None:
     assert batch.cu_seqlens.tolist() == [0, 1, 4, 8]
 
 
-def test_windows_to_measure_on_are_spread_and_do_not_overlap() -> None:
+def test_validation_windows_are_spread_and_do_not_overlap() -> None:
     assert spread_windows(stream(101), 3, 10) == [0, 30, 60]
     assert spread_windows(stream(101), 99, 50) == [0, 50]
-
-
-def test_a_corpus_shorter_than_a_context_is_an_error_that_says_what_to_do() -> None:
-    check_long_enough(stream(11), 10)
-    message = r"The train split of numbers has 10 tokens, fewer than one context and its successor \(11\): give more text"
-    with pytest.raises(LineartimeError, match=message):
-        check_long_enough(stream(10), 10)

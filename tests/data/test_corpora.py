@@ -26,7 +26,7 @@ def test_the_embedded_corpus_is_large_split_by_file_and_always_the_same() -> Non
     assert all(0.04 < sizes[split] / total < 0.08 for split in ("validation", "test"))
 
 
-def test_adding_a_file_moves_hardly_any_other(tmp_path: Path) -> None:
+def test_adding_a_file_hardly_changes_the_splits(tmp_path: Path) -> None:
     for i in range(100):
         (tmp_path / f"{i}.txt").write_text("x" * 100)
     before = {part.path for part in local_text(tmp_path).splits["train"]}
@@ -67,7 +67,7 @@ def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> No
     token_stream(corpus, "train", ByteTokenizer(), tmp_path / "cache")
 
 
-def test_a_giant_among_few_files_is_for_training(tmp_path: Path) -> None:
+def test_a_file_with_most_of_the_bytes_is_for_training(tmp_path: Path) -> None:
     for name, size in (("a", 10), ("b", 10_000), ("c", 10), ("d", 10)):
         (tmp_path / name).write_text("x" * size)
     assert "b" in {part.path.name for part in local_text(tmp_path).splits["train"]}
@@ -123,9 +123,9 @@ def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
         local_text(tmp_path / "missing")
 
 
-def test_a_name_that_is_nothing_is_an_error_that_lists_the_names() -> None:
+def test_an_unknown_corpus_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(
-        LineartimeError, match=r"--data wiki41b is neither .* which are: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
+        LineartimeError, match=r"^data is wiki41b, which is neither .*: c4, enwik8, pg19, text8, trivia_qa, wiki40b"
     ):
         load_corpus("wiki41b")
 
@@ -152,7 +152,7 @@ def test_text8_is_read_from_its_zip_file(tmp_path: Path, monkeypatch: pytest.Mon
     import zipfile
 
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LineartimeError, match=r"no file text8 or text8.zip here: get http"):
+    with pytest.raises(LineartimeError, match=r"no file text8 or text8.zip here: download http"):
         load_corpus("text8")
     with zipfile.ZipFile("text8.zip", "w") as archive:
         archive.writestr("text8", "é" * 500)

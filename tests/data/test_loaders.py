@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data import ByteTokenizer, Loader, Rows, TokenStream, cached_loader, merge_states, prefetched
+from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, PrefetchedLoader, Rows, TokenStream, merge_states
 from lineartime.data.batches import Batch
 from lineartime.errors import LineartimeError
 from lineartime.ops.cross_entropy import IGNORED
@@ -17,7 +17,7 @@ END = ByteTokenizer.end_of_document
 
 
 def stream(length: int) -> TokenStream:
-    """Tokens that say where they stand, modulo 251, with an end of document here and there."""
+    """Tokens that equal their position modulo 251, with some ends of documents."""
     tokens = (np.arange(length) % 251).astype(np.uint16)
     tokens[np.random.default_rng(0).integers(0, length, length // 20)] = END
     return TokenStream("the train split of numbers", tokens, length)
@@ -25,18 +25,17 @@ def stream(length: int) -> TokenStream:
 
 def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
     rows = Rows(*(options.pop(name, default) for name, default in (("per_step", 4), ("at_once", 2), ("rank", 0), ("ranks", 1))))
-    values: dict[str, Any] = {"task": "clm", "context_length": context, "rows": rows, "seed": 3, "packed": False, **options}
-    return cached_loader(stream(length), ByteTokenizer(), **values)
+    return CachedLoader(stream(length), BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 3, **options}), context, rows)
 
 
 def rows_of(batch: Batch, context: int) -> list[list[int]]:
-    """What a batch holds, row by row: inputs and targets."""
+    """The inputs and targets of a batch, row by row."""
     both = torch.stack([batch.inputs.view(-1, context), batch.targets.view(-1, context)], dim=1)
     return both.flatten(1).tolist()
 
 
 def step_rows(loaders: list[Loader], context: int) -> list[list[int]]:
-    """All rows of the next step, in their order, from the loaders of all ranks."""
+    """All rows of the next step, in order, from the loaders of all ranks."""
     parts = [[row for batch in one.next_step() for row in rows_of(batch, context)] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
@@ -46,7 +45,7 @@ def numbers(length: int) -> TokenStream:
 
 
 def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> None:
-    one = cached_loader(numbers(401), ByteTokenizer(), task="clm", context_length=8, rows=Rows(1, 1), seed=0)
+    one = CachedLoader(numbers(401), BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
     starts = [int(one.next_step()[0].inputs[0, 0]) for _ in range(150)]
     offsets = []
     while starts:
@@ -62,7 +61,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> 
 
 
 def test_inputs_and_targets_are_neighbours() -> None:
-    one = cached_loader(numbers(100), ByteTokenizer(), task="clm", context_length=7, rows=Rows(3, 3), seed=0)
+    one = CachedLoader(numbers(100), BatchMaker(ByteTokenizer(), "clm"), 7, Rows(3, 3))
     for _ in range(20):
         (batch,) = one.next_step()
         assert batch.inputs.shape == batch.targets.shape == (3, 7)
@@ -78,7 +77,7 @@ def test_inputs_and_targets_are_neighbours() -> None:
     task=st.sampled_from(["clm", "mlm"]),
     packed=st.booleans(),
 )
-def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
     ranks: int, at_once: int, done: int, task: str, packed: bool
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "task": task, "packed": packed}
@@ -95,14 +94,14 @@ def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
         assert step_rows(after, 8) == expected[step]
 
 
-def test_a_seed_gives_an_order_of_its_own() -> None:
+def test_each_seed_gives_another_order() -> None:
     first, same, other = loader(), loader(), loader(seed=4)
     rows = step_rows([first], 8)
     assert rows == step_rows([same], 8)
     assert rows != step_rows([other], 8)
 
 
-def test_packed_documents_are_parted_exactly() -> None:
+def test_packing_marks_every_boundary_of_documents() -> None:
     one = loader(length=300, context=16, per_step=6, at_once=3, packed=True)
     plain = loader(length=300, context=16, per_step=6, at_once=3)
     seen = 0
@@ -141,20 +140,23 @@ def test_ends_of_documents_are_never_masked_and_masks_do_not_depend_on_the_batch
     assert selected / total == pytest.approx(0.15, abs=0.01)
 
 
-def test_rows_that_cannot_be_dealt_out_are_an_error_that_says_which_can() -> None:
+def test_rows_that_cannot_be_distributed_are_an_error() -> None:
     with pytest.raises(
-        LineartimeError, match=r"6 sequences cannot be dealt out to 2 processes in batches of 2: .* multiple of 4"
+        LineartimeError, match=r"6 sequences cannot be distributed over 2 processes in batches of 2: use a multiple of 4"
     ):
         Rows(6, 2, 0, 2)
 
 
 def test_text_shorter_than_a_context_is_an_error() -> None:
-    with pytest.raises(LineartimeError, match="has 8 tokens, fewer than one context"):
+    with pytest.raises(
+        LineartimeError,
+        match=r"There are 8 tokens in the train split of numbers, fewer than a context .* \(9\): give more text",
+    ):
         loader(length=8, context=8)
     assert loader(length=9, context=8).next_step()[0].inputs.shape == (2, 8)
 
 
-def test_states_of_different_steps_are_not_of_one_run() -> None:
+def test_states_of_different_steps_cannot_be_merged() -> None:
     first, second = loader(rank=0, ranks=2), loader(rank=1, ranks=2)
     second.next_step()
     with pytest.raises(ValueError, match="different steps"):
@@ -189,9 +191,9 @@ def number(one: Loader) -> int:
     return int(one.next_step()[0].inputs)
 
 
-def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() -> None:
+def test_prefetching_changes_nothing_and_is_at_most_two_steps_ahead() -> None:
     inner = Counting()
-    ahead = prefetched(inner)
+    ahead = PrefetchedLoader(inner)
     for step in range(1, 30):
         assert number(ahead) == step
         assert ahead.state() == {"rows": step}
@@ -203,8 +205,8 @@ def test_working_ahead_changes_nothing_but_is_never_more_than_two_steps_ahead() 
     assert inner.closed
 
 
-def test_an_error_comes_out_where_the_step_was_asked_for() -> None:
-    ahead = prefetched(Counting(fails_at=2))
+def test_an_error_of_prefetching_is_raised_by_next_step() -> None:
+    ahead = PrefetchedLoader(Counting(fails_at=2))
     assert [number(ahead), number(ahead)] == [1, 2]
     for _ in range(2):
         with pytest.raises(LineartimeError, match="The file is gone"):

@@ -42,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_text_is_read_whatever_compresses_it(tmp_path: Path, suffix: str) -> None:
+def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.txt{suffix}"
     text = "".join(f"zeile {i} üöä日\n" for i in range(100))
     file.write_bytes(COMPRESS[suffix](text.encode()))
@@ -111,7 +111,7 @@ def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, damage: str) ->
     changed = {"cut": data[:-9], "garbage": b"garbage" * 10, "within": data[:40] + b"\xff" * 20 + data[60:]}[damage]
     file = tmp_path / f"a.txt{suffix}"
     file.write_bytes(changed)
-    with pytest.raises(LineartimeError, match=rf"a.txt{suffix} is damaged or cut off \(.+\): get it anew"):
+    with pytest.raises(LineartimeError, match=rf"a.txt{suffix} is damaged or cut off \(.+\): fetch it again"):
         read(Part(file))
 
 
@@ -120,7 +120,7 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
     file = write_parquet(tmp_path / "a.parquet", text=[f"document {i} " * 20 for i in range(1000)])
     data = file.read_bytes()
     file.write_bytes({"cut": data[:-9], "garbage": b"garbage" * 10, "within": data[:10] + b"\xff" * 900 + data[910:]}[damage])
-    with pytest.raises(LineartimeError, match=r"a.parquet is damaged or cut off \(.+\): get it anew"):
+    with pytest.raises(LineartimeError, match=r"a.parquet is damaged or cut off \(.+\): fetch it again"):
         read(Part(file))
 
 

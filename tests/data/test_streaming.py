@@ -11,15 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lineartime.data import (
+    BatchMaker,
     ByteTokenizer,
     Corpus,
     Loader,
     Rows,
+    StreamingLoader,
     load_corpus,
     local_text,
     merge_states,
     stream_documents,
-    streaming_loader,
 )
 from lineartime.data.streaming import _Lane
 from lineartime.errors import LineartimeError
@@ -80,7 +81,7 @@ def test_lanes_share_out_all_documents(corpus: Corpus, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_a_lane_goes_on_after_any_document(corpus: Corpus, lanes: int) -> None:
+def test_a_lane_resumes_after_any_document(corpus: Corpus, lanes: int) -> None:
     for lane in range(lanes):
         whole = read(corpus, lane, lanes)
         for index, (_, state) in enumerate(whole):
@@ -90,13 +91,12 @@ def test_a_lane_goes_on_after_any_document(corpus: Corpus, lanes: int) -> None:
 
 def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
     rows = Rows(options.pop("per_step", 4), options.pop("at_once", 1), options.pop("rank", 0), options.pop("ranks", 1))
-    return streaming_loader(
-        corpus, BYTES, **{"task": "clm", "context_length": CONTEXT, "rows": rows, "seed": 1, "lanes": lanes, **options}
-    )
+    context = options.pop("context_length", CONTEXT)
+    return StreamingLoader(corpus, BatchMaker(BYTES, **{"task": "clm", "seed": 1, **options}), context, rows, lanes)
 
 
 def step_rows(loaders: list[Loader]) -> list[list[int]]:
-    """All rows of the next step, in their order, from the loaders of all ranks."""
+    """All rows of the next step, in order, from the loaders of all ranks."""
     parts = [[row for batch in one.next_step() for row in batch.inputs.view(-1, CONTEXT).tolist()] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
@@ -129,7 +129,7 @@ def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
     packed=st.booleans(),
     task=st.sampled_from(["clm", "mlm"]),
 )
-def test_any_number_of_processes_goes_on_from_any_step_with_the_same_rows(
+def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
     corpus: Corpus, ranks: int, at_once: int, done: int, packed: bool, task: str
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "packed": packed, "task": task}
@@ -165,16 +165,16 @@ def test_a_document_that_is_longer_than_a_block_is_read_whole(tmp_path: Path) ->
 
 
 def test_processes_that_do_not_divide_the_lanes_are_an_error(corpus: Corpus) -> None:
-    with pytest.raises(LineartimeError, match="--lanes is 4, but 3 processes need a multiple of 3"):
+    with pytest.raises(LineartimeError, match=r"^lanes is 4, but 3 processes need a multiple of 3"):
         loader(corpus, 4, per_step=3, rank=0, ranks=3)
 
 
-def test_a_run_cannot_go_on_in_other_lanes(corpus: Corpus) -> None:
+def test_a_run_cannot_resume_with_another_number_of_lanes(corpus: Corpus) -> None:
     one = loader(corpus, 2)
     one.next_step()
-    with pytest.raises(LineartimeError, match="in 2 lanes and cannot go on in 4"):
+    with pytest.raises(LineartimeError, match="in 2 lanes and cannot continue in 4"):
         loader(corpus, 4).restore(one.state())
-    with pytest.raises(LineartimeError, match="in no lanes and cannot go on in 4"):
+    with pytest.raises(LineartimeError, match="in no lanes and cannot continue in 4"):
         loader(corpus, 4).restore({"rows": 8})
 
 

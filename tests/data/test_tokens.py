@@ -24,7 +24,7 @@ def corpus_of(*files: Path) -> LocalCorpus:
 
 
 class Blocks:
-    """A corpus of documents that are cut into blocks as the test says."""
+    """A corpus of documents in the given blocks."""
 
     name = "blocks"
 
@@ -48,7 +48,7 @@ def encode(corpus: Corpus, cache: Path, max_tokens: int | None = None) -> TokenS
     return token_stream(corpus, "train", BYTES, cache, max_tokens)
 
 
-def test_documents_stand_in_a_row_each_with_its_end(tmp_path: Path) -> None:
+def test_every_document_is_followed_by_its_end(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ab")
     (tmp_path / "b").write_text("é")
     stream = encode(corpus_of(tmp_path / "a", tmp_path / "b"), tmp_path / "cache")
@@ -87,7 +87,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("length", [3, 9, 10, 29, 35])
-def test_the_ends_of_files_cannot_be_seen(tmp_path: Path, length: int) -> None:
+def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
     text = "".join(chr(97 + i % 26) for i in range(length))
     stream = encode(Blocks([text[:7], text[7:]]), tmp_path)
     whole = [*text.encode(), 256]
@@ -101,7 +101,7 @@ def test_the_ends_of_files_cannot_be_seen(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 6, 9, 100])
-def test_of_a_huge_text_only_the_beginning_is_encoded(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless() -> Iterator[Iterator[str]]:
         yield iter(["ab ", "cd"])
         yield iter(["efg\n"])
@@ -181,12 +181,12 @@ def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
         encode(corpus, tmp_path)
 
 
-def test_files_that_were_found_right_are_not_read_again_but_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = tokens_module.digest
+def test_verified_files_are_not_read_again_but_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = tokens_module.sha256
     calls: list[str] = []
     corpus = Blocks(["text"])
     encode(corpus, tmp_path)
-    monkeypatch.setattr(tokens_module, "digest", lambda file: calls.append(file.name) or digest(file))
+    monkeypatch.setattr(tokens_module, "sha256", lambda file: calls.append(file.name) or digest(file))
     encode(corpus, tmp_path)
     assert calls == []
     (folder,) = tmp_path.iterdir()

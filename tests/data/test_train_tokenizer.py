@@ -98,8 +98,14 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
 def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: Kind, smallest: int) -> None:
-    with pytest.raises(LineartimeError, match=f"--vocab-size is 100, but {kind} needs at least {smallest}"):
+    with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but {kind} needs at least {smallest}"):
         train_tokenizer(local_text(text), kind, 100)
+
+
+def test_a_corpus_without_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(LineartimeError, match="There is no text in the train split of"):
+        train_tokenizer(local_text(tmp_path / "train.jsonl"), "bpe", 300)
 
 
 def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +131,12 @@ def test_a_changed_text_gets_another_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_for("bpe-300", local_text(file), tmp_path / "cache").to_json() != first.to_json()
 
 
-def test_an_option_that_names_nothing_is_an_error_that_lists_what_it_may_be(text: Path, tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_is_an_error_that_lists_the_choices(text: Path, tmp_path: Path) -> None:
     for choice in ("bpe", "bpe-many", "word-32000", "missing.json"):
-        with pytest.raises(LineartimeError, match=rf"--tokenizer {choice} is no file, .*use bytes, bpe-32000, unigram-32000"):
+        with pytest.raises(
+            LineartimeError,
+            match=rf"^tokenizer is {choice}, which is neither a file nor a name: use bytes, bpe-32000, unigram-32000",
+        ):
             tokenizer_for(choice, local_text(text), tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_carried_context_is_one_forward_pass_over_everything(model: CausalLM) ->
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 @pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (50, 50), (200, 10)])
-def test_windows_foretell_every_token_once(model: CausalLM, length: int, stride: int, batch_size: int) -> None:
+def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: int, batch_size: int) -> None:
     source = stream(50)
     tokens = [TOKENIZER.end_of_document, *source.tokens.tolist()]
     expected, contexts, start = {}, {}, 0
@@ -127,11 +127,14 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
 
 
-def test_mistakes_are_named(model: CausalLM) -> None:
-    with pytest.raises(LineartimeError, match="--stride is 9, but must be from 1 to --context-length = 8"):
+def test_wrong_arguments_are_named(model: CausalLM) -> None:
+    with pytest.raises(LineartimeError, match=r"^stride is 9, but must be from 1 to context_length = 8"):
         measure(model, stream(20), 8, 9)
-    with pytest.raises(LineartimeError, match="The test split of noise is empty"):
+    with pytest.raises(LineartimeError, match="There is no text in the test split of noise"):
         measure(model, TokenStream("the test split of noise", np.zeros(0, np.uint16), 0), 8, 8)
     limited = lineartime.build("flash-quad-tiny", d_model=16, n_blocks=1, d_qk=8, max_length=10).eval()
-    with pytest.raises(LineartimeError, match=r"table for max_length = 10.*--context windowed"):
+    with pytest.raises(LineartimeError, match=r"There are 20 tokens in .*, but this model reads at most 10 in one sequence"):
         carried(limited, stream(20), TOKENIZER, segment=8, bf16=False)
+    with pytest.raises(LineartimeError, match=r"^context_length is 11, but this model reads at most 10 tokens"):
+        measure(limited, stream(20), 11, 11)
+    assert carried(limited, stream(20), TOKENIZER, segment=8, bf16=False, max_tokens=10).tokens == 10

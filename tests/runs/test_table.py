@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lineartime.cli import main
+from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import counted
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
-from lineartime.runs.table import RunsConfig, differing_options, show_runs
+from lineartime.runs.table import differing_options
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -40,12 +40,12 @@ def silence(run: Path, seconds: float) -> None:
 
 
 def shown(*folders: Path, **options: Any) -> None:
-    show_runs(RunsConfig(folders, **options))
+    runs.run(runs.Options(folders, **options))
 
 
 def rows(text: str) -> list[list[str]]:
     """The cells of a printed table, the names of the columns first."""
-    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith((" ─", "left out", "plot:"))]
+    return [line.split() for line in text.splitlines() if line.strip() and not line.startswith((" ─", "The screen", "plot:"))]
 
 
 def test_a_summary_tells_what_training_left(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_run_that_has_not_taken_a_step_is_shown(tmp_path: Path, capsys: pytest
 
 
 def test_a_run_from_before_there_were_records_is_told_by_its_checkpoint(config: Callable[..., TrainConfig]) -> None:
-    run = train(config(steps=2))
+    run = train(config(steps=2)).run
     (run / "run.json").unlink(missing_ok=True)
     summary, problems = summarize(run, "run")
     assert problems == []
@@ -146,7 +146,7 @@ def test_only_some_of_many_options_are_shown_and_the_others_are_named(
     monkeypatch.setenv("COLUMNS", "140")
     shown(tmp_path)
     text = capsys.readouterr().out
-    assert "2 more options differ: e, f (--json has everything)" in text
+    assert "2 more options differ: e, f (--json has everything)." in text
     assert rows(text)[0][-4:] == ["a", "b", "c", "d"]
 
 
@@ -160,10 +160,9 @@ def test_a_narrow_terminal_loses_columns_and_is_told_which(
     shown(tmp_path)
     text = capsys.readouterr().out
     assert (
-        "left out, for there is no room: waiting, tokens, training, learning_rate, time, tokens/s (--json has everything)"
-        in text
+        "The screen is too narrow for waiting, tokens, training, learning_rate, time, tokens/s (--json has everything)." in text
     )
-    table = [line for line in text.splitlines() if not line.startswith(("left", "plot"))]
+    table = [line for line in text.splitlines() if not line.startswith(("The screen", "plot"))]
     assert max(map(len, table)) <= 80
     assert rows(text)[0] == ["run", "model", "data", "step", "validation", "bits/byte", "state"]
 
@@ -217,8 +216,8 @@ def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, ca
     captured = capsys.readouterr()
     assert [row[0] for row in rows(captured.out)[1:5]] == ["whole", "one", "two", "three"]
     assert sorted(captured.err.splitlines()) == [
-        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it, for training does not need it.",
-        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, passed over here: restore it from a copy if you have one.",
+        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it; training does not need it.",
+        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here: restore it from a copy if you have one.",
         f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then run the command"
         " again.",
     ]

@@ -8,7 +8,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.metrics import Reporter, read_metrics
+from lineartime.runs.metrics import read_metrics
+from lineartime.runs.reporter import Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
 
 
@@ -63,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def run_with(run: Path, *trackers: str, first_step: int = 0) -> None:
     with Reporter(run, first_step, 5, trackers, record={"seed": 3}) as report:
         for step in (first_step + 1, first_step + 2):
-            report.step(step, loss=5.5, learning_rate=0.25, gradient_norm=3.0, tokens=100, waiting=0.0, skipped=0)
+            report.step(step, StepMetrics(5.5, 0.25, 3.0, tokens=100, waiting=0.0, skipped=0))
         report.validation(first_step + 2, 5.25, 7.5)
 
 
@@ -163,7 +164,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
     monkeypatch.setattr(FakeRun, "log", fail)
     run_with(tmp_path, "wandb", "trackio", "tensorboard")
     said = [line for line in capsys.readouterr().err.splitlines() if "tracker" in line]
-    assert said == ["The tracker wandb failed, and training goes on without it: no route to host."]
+    assert said == ["The tracker wandb failed, and training continues without it: no route to host."]
     assert len([call for call in calls if call[0] == "log"]) == 3
     assert calls.count(("finish",)) == 1  # the one that failed might never end
     assert scalars(tmp_path)["loss", 2] == 5.5
@@ -178,7 +179,7 @@ def test_a_tracker_that_fails_to_finish_ends_no_run(
 
     monkeypatch.setattr(FakeRun, "finish", fail)
     run_with(tmp_path, "trackio")
-    assert "The tracker trackio failed, and training goes on without it: RuntimeError." in capsys.readouterr().err
+    assert "The tracker trackio failed, and training continues without it: RuntimeError." in capsys.readouterr().err
 
 
 def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,9 +189,9 @@ def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.Captur
     with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}) as report:
         tracker: Any = report._trackers._trackers["tensorboard"]
         tracker._writer.write_event = fail
-        report.step(1, loss=5.5, learning_rate=0.25, gradient_norm=3.0, tokens=100, waiting=0.0, skipped=0)
+        report.step(1, StepMetrics(5.5, 0.25, 3.0, tokens=100, waiting=0.0, skipped=0))
     tracker.close()
-    assert "The tracker tensorboard failed, and training goes on without it: [Errno 28] No space" in capsys.readouterr().err
+    assert "The tracker tensorboard failed, and training continues without it: [Errno 28] No space" in capsys.readouterr().err
     assert len(read_metrics(tmp_path)) == 1
 
 
@@ -201,10 +202,10 @@ def test_a_tracker_that_cannot_begin_is_an_error_at_first_and_done_without_later
         raise RuntimeError("no key is configured")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)
-    with pytest.raises(LineartimeError, match=r"The tracker wandb cannot begin: no key is configured; mend that, or leave"):
+    with pytest.raises(LineartimeError, match=r"The tracker wandb cannot start: no key is configured; fix that, or leave"):
         run_with(tmp_path, "wandb")
     run_with(tmp_path, "wandb", first_step=1)
-    assert "The tracker wandb failed, and training goes on without it: no key" in capsys.readouterr().err
+    assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
 
 
 def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,5 +222,5 @@ def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path: Path, monk
 
 
 def test_a_tracker_that_does_not_exist_is_named() -> None:
-    with pytest.raises(LineartimeError, match="There is no tracker 'mlflow': choose from tensorboard, wandb, trackio"):
+    with pytest.raises(LineartimeError, match="track contains 'mlflow', but must be any of tensorboard, wandb, trackio"):
         check_trackers(["tensorboard", "mlflow"])

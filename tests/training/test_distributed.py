@@ -22,6 +22,12 @@ from lineartime.training.loop import train
 MakeConfig = Callable[..., TrainConfig]
 Launch = Callable[..., Any]
 
+
+def trained(config: TrainConfig) -> Path:
+    """Train, and return the run's folder."""
+    return train(config).run
+
+
 pytestmark = pytest.mark.slow
 
 
@@ -107,7 +113,7 @@ loop.build_optimizer = recording
         alone = f"""
 import lineartime.training.loop as loop
 import lineartime.training.parallel as parallel
-loop.parallelize = lambda model, config, world: parallel.Parallel(parallel.Objective(model))
+loop.parallelize = lambda objective, config, world: parallel.Parallel(objective, world)
 {record}
 """
         only = config(clip_norm=limit, steps=1, out=tmp_path / f"alone-{rank}" / "run")
@@ -127,24 +133,24 @@ def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
     config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str
 ) -> None:
     common = {"tokens_per_batch": 4 * 24, "batch_size": 4, "override": (*config().override, "dropout=0.0")}
-    expected = train(config(**common, out=tmp_path / "one"))
+    expected = trained(config(**common, out=tmp_path / "one"))
     stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '{}'\n" + STOP
     for size, last in ((4, 2), (2, 4)):
         resume = config(**common, parallel=parallel, resume=size != 4)
         assert launch(resume, size, before=stop.format(last)).wait() == [0] * size
         assert last_checkpoint(tmp_path / "run").name == f"step-0000000{last}"
-    train(config(**common, resume=True))
+    trained(config(**common, resume=True))
     assert_same_run(tmp_path / "run", expected)
 
 
 STOP = """
 import signal
-take = loop.Trainer._take_step
+take = loop.Trainer.take_step
 def take_and_stop(self, report, stop):
     if self.step + 1 == int(os.environ["STOP_AFTER"]) and self.world.rank == self.world.size - 1:
         os.kill(os.getpid(), signal.SIGTERM)  # of the last process alone: all have to agree
     return take(self, report, stop)
-loop.Trainer._take_step = take_and_stop
+loop.Trainer.take_step = take_and_stop
 """
 
 
@@ -161,10 +167,10 @@ def test_a_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, laun
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
     common = {"data": str(file), "streaming": True, "lanes": 2, "tokens_per_batch": 4 * 24}
-    expected = train(config(**common, out=tmp_path / "one"))
+    expected = trained(config(**common, out=tmp_path / "one"))
     stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '3'\n" + STOP
     assert launch(config(**common), 2, before=stop).wait() == [0, 0]
-    train(config(**common, resume=True))
+    trained(config(**common, resume=True))
     assert_same_run(tmp_path / "run", expected)
 
 
@@ -198,7 +204,7 @@ def test_a_process_that_finds_nobody_says_so_in_time(config: MakeConfig, launch:
     assert processes.wait(30) == [1]
     assert time.monotonic() - start < 8  # and not twice the time, and some more
     [said] = [file.read_text() for file in processes.folder.iterdir()]
-    assert said.startswith("LineartimeError: Process 1 of 2 found nobody at 127.0.0.1:")
+    assert said.startswith("LineartimeError: Process 1 of 2 found no server at 127.0.0.1:")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -211,7 +217,7 @@ def test_a_process_that_is_lost_while_training_is_named_and_nobody_hangs(
     processes.processes[0].join(60)
     assert processes.processes[0].exitcode == 1
     assert "Process 1 of 2 (counted from 0) was lost" in processes.errors()[0]
-    assert "go on from the last checkpoint by the same command with --resume" in processes.errors()[0]
+    assert "resume the run from its last checkpoint" in processes.errors()[0]
 
 
 def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch) -> None:
@@ -222,9 +228,22 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     assert second.startswith("ReportedError")  # which the command line does not show
 
 
+def test_an_error_in_one_process_alone_is_said_by_it_and_ends_the_others_at_once(config: MakeConfig, launch: Launch) -> None:
+    wrong = """
+if os.environ["RANK"] == "1":
+    import dataclasses
+    config = dataclasses.replace(config, batch_size=0)
+"""
+    processes = launch(config(), 3, before=wrong)
+    assert processes.wait(30) == [1, 1, 1]  # long before the timeout
+    said = processes.errors()
+    assert said[1] == "ArgumentError: batch_size is 0, but must be at least 1."
+    assert said[0] == said[2] == "ReportedError: batch_size is 0, but must be at least 1."
+
+
 def test_killed_at_any_moment_twenty_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 120, "eval_every": 3, "eval_windows": 1, "timeout": 10.0, "tokens_per_batch": 4 * 24}
-    expected = train(config(**options, out=tmp_path / "one"))
+    expected = trained(config(**options, out=tmp_path / "one"))
     run, chance, kills = tmp_path / "run", random.Random(5), 0
     # What is left to the other one, once its neighbour is gone.
     quick = "import lineartime.training.liveness as alive\nalive._BEAT_SECONDS, alive._SILENCE_SECONDS = 0.1, 0.4"
@@ -261,21 +280,21 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> None:
-    with pytest.raises(LineartimeError, match="multiple of 72, which is 3 processes x --context-length"):
+    with pytest.raises(LineartimeError, match="multiple of 72, which is 3 processes x context_length"):
         replace(config(), tokens_per_batch=96).rows(0, 3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_parallel": 2}, "--context-length is 24, but must be a multiple of --context-parallel 2 x chunk_size 8 = 16"),
+        ({"context_parallel": 2}, "context_length is 24, but must be a multiple of context_parallel 2 x chunk_size 8 = 16"),
         ({"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)}, "only FLASH can be split"),
-        ({"context_parallel": 2, "packed": True}, "--packed keeps documents apart, which --context-parallel cannot"),
-        ({"context_parallel": 3}, "--context-parallel is 3, which does not divide the 2 processes"),
-        ({"parallel": "fsdp", "clip": "local"}, "use --clip global, or --parallel ddp"),
+        ({"context_parallel": 2, "packed": True}, "packed cannot be combined with context_parallel"),
+        ({"context_parallel": 3}, "context_parallel is 3, which does not divide the 2 processes"),
+        ({"parallel": "fsdp", "clip": "local"}, "use clip = global, or parallel = ddp"),
         (
             {"tokens_per_batch": 24},
-            "--tokens-per-batch is 24, but must be a positive multiple of 48, which is 2 processes x --context-length",
+            "tokens_per_batch is 24, but must be a positive multiple of 48, which is 2 processes x context_length",
         ),
     ],
 )
@@ -284,4 +303,6 @@ def test_options_that_do_not_fit_the_processes_are_named(
 ) -> None:
     processes = launch(config(**options), 2)
     assert processes.wait(30) == [1, 1]
-    assert message in processes.errors()[0]
+    first, second = processes.errors()
+    assert message in first
+    assert second.startswith("ReportedError")  # it is said once

@@ -14,20 +14,25 @@ from lineartime.training.loop import train
 MakeConfig = Callable[..., TrainConfig]
 
 
+def trained(config: TrainConfig) -> Path:
+    """Train, and return the run's folder."""
+    return train(config).run
+
+
 def test_a_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
     run = config().run_directory
     with claimed(config(), World()):
         assert is_claimed(run)
-        with pytest.raises(LineartimeError, match=f"--out {run} is in use by another run that is going on"):
-            train(config())
+        with pytest.raises(LineartimeError, match=f"out is {run}, which another run is using"):
+            trained(config())
     assert not is_claimed(run)
     assert not run.exists()  # nothing came of it
-    train(config(steps=1))
+    trained(config(steps=1))
     assert not is_claimed(run)
 
 
 def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeConfig) -> None:
-    run = train(config(steps=2))
+    run = trained(config(steps=2))
     (run / "run.json").write_text((run / "run.json").read_text().replace('"steps": 2', '"steps": 9'))
     assert summarize(run, "")[0].state == "stopped"
     with claimed(config(), World()):
@@ -35,27 +40,27 @@ def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeCo
 
 
 def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
-    with pytest.raises(LineartimeError, match="--batch-size is 0"):
-        train(config(batch_size=0))
+    with pytest.raises(LineartimeError, match="batch_size is 0"):
+        trained(config(batch_size=0))
     assert not config().run_directory.exists()
 
 
 def test_a_place_that_can_hold_no_folder_is_named(config: MakeConfig, text: Path) -> None:
-    with pytest.raises(LineartimeError, match=f"Cannot write --out {text}/run: Not a directory"):
-        train(config(out=text / "run"))
+    with pytest.raises(LineartimeError, match=f"Cannot write {text}/run: Not a directory"):
+        trained(config(out=text / "run"))
 
 
 def test_text_that_cannot_be_streamed_leaves_no_folder(config: MakeConfig) -> None:
     with pytest.raises(LineartimeError, match="is one long text and cannot be streamed"):
-        train(config(streaming=True))
+        trained(config(streaming=True))
     assert not config().run_directory.exists()
 
 
 def test_a_single_document_is_not_blamed_on_the_context(config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text('{"text": "' + "word " * 1000 + '"}')
-    with pytest.raises(LineartimeError, match=r"The validation split of .* is empty, for it has too few documents"):
-        train(config(data=str(file)))
+    with pytest.raises(LineartimeError, match=r"The validation split of .* is empty, since the text has too few documents"):
+        trained(config(data=str(file)))
 
 
 def test_a_tokenizer_that_loses_text_is_pointed_out(
@@ -66,7 +71,7 @@ def test_a_tokenizer_that_loses_text_is_pointed_out(
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "square": 2}, unk_token="[UNK]"))
     lossy.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     lossy.save(str(tmp_path / "lossy.json"))
-    train(config(tokenizer=str(tmp_path / "lossy.json"), steps=1))
-    assert "The tokenizer does not give back the text as it was" in capsys.readouterr().err
-    train(config(tokenizer="bpe-300", steps=1, out=tmp_path / "other"))
-    assert "does not give back" not in capsys.readouterr().err
+    trained(config(tokenizer=str(tmp_path / "lossy.json"), steps=1))
+    assert "The tokenizer does not restore the text exactly" in capsys.readouterr().err
+    trained(config(tokenizer="bpe-300", steps=1, out=tmp_path / "other"))
+    assert "does not restore" not in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
-from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_facts
+from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
@@ -22,6 +22,11 @@ from lineartime.training.resuming import saved_config
 from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
+
+
+def trained(config: TrainConfig) -> Path:
+    """Train, and return the run's folder."""
+    return train(config).run
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -38,14 +43,14 @@ def validations(run: Path) -> list[tuple[float, float]]:
 
 def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while the given step is being computed."""
-    take = Trainer._take_step
+    take = Trainer.take_step
 
     def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
         if self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
         return take(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_take_step", take_and_interrupt)
+    monkeypatch.setattr(Trainer, "take_step", take_and_interrupt)
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
@@ -56,7 +61,7 @@ def test_every_system_learns(preset: str, config: MakeConfig) -> None:
         "transformer++-tiny": ("n_heads=2",),
     }[preset]
     options = {"override": ("d_model=32", "n_blocks=2", *overrides), "steps": 250, "batch_size": 8, "eval_every": 125}
-    run = train(config(preset=preset, learning_rate=1e-2, **options))
+    run = trained(config(preset=preset, learning_rate=1e-2, **options))
     curve = losses(run)
     assert curve[0][1] == pytest.approx(5.55, abs=0.1)  # log 258: it knows nothing yet
     assert curve[-1][1] < 2.9  # less than the letters' frequencies tell
@@ -64,7 +69,7 @@ def test_every_system_learns(preset: str, config: MakeConfig) -> None:
 
 
 def test_a_masked_model_learns(config: MakeConfig) -> None:
-    run = train(
+    run = trained(
         config(task="mlm", steps=60, batch_size=8, learning_rate=1e-2, eval_every=30, override=("d_model=32", "n_blocks=2"))
     )
     assert isinstance(lineartime.load(run), MaskedLM)
@@ -75,7 +80,7 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
 def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([9.0, 3.0, 5.0, 4.0])
     monkeypatch.setattr(Validation, "loss", lambda self: next(values))
-    run = train(config(steps=6))
+    run = trained(config(steps=6))
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000006"]
     assert best_checkpoint(run).name == "step-00000002"
     assert last_checkpoint(run).name == "step-00000006"
@@ -87,13 +92,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     override = (*config().override, "dropout=0.1")  # so that random numbers count, too
-    whole = train(config(out=tmp_path / "whole", override=override, **options))
+    whole = trained(config(out=tmp_path / "whole", override=override, **options))
     with monkeypatch.context() as patch:
         interrupt_after(stop, patch)
-        train(config(override=override, **options))
+        trained(config(override=override, **options))
     run = tmp_path / "run"
     assert losses(run)[-1][0] == stop
-    train(config(override=override, **options, resume=True))
+    trained(config(override=override, **options, resume=True))
     assert losses(run) == losses(whole)
     assert [point for point in validations(run) if point in validations(whole)] == validations(whole)
     moments = [load_file(next((last_checkpoint(path) / "optimizer").iterdir())) for path in (whole, run)]
@@ -106,40 +111,40 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupt_after(3, patch)
-        train(config())
+        trained(config())
     run = config().run_directory
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
-    train(config(resume=True))
+    trained(config(resume=True))
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
     assert 99.0 not in [loss for _, loss in losses(run)]
 
 
 def test_resuming_a_finished_run_does_nothing(config: MakeConfig) -> None:
-    run = train(config(steps=2))
+    run = trained(config(steps=2))
     before = (run / "metrics.jsonl").read_text()
-    train(config(steps=2, resume=True))
+    trained(config(steps=2, resume=True))
     assert (run / "metrics.jsonl").read_text() == before
 
 
 def test_a_second_run_never_overwrites_the_first(config: MakeConfig) -> None:
-    run = train(config(steps=1))
-    with pytest.raises(LineartimeError, match=f"{run} already holds a run: go on with it by --resume"):
-        train(config(steps=1))
+    run = trained(config(steps=1))
+    with pytest.raises(LineartimeError, match=f"{run} already holds a run: resume it"):
+        trained(config(steps=1))
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(config: MakeConfig) -> None:
     with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
-        train(config(resume=True))
+        trained(config(resume=True))
 
 
 def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoint(config: MakeConfig) -> None:
     broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0, max_skipped=3, eval_every=50)
     with pytest.raises(
         LineartimeError,
-        match=r"in a row that changed nothing .*step-0000.* is the last checkpoint: .*--learning-rate below 1e\+30",
+        match=r"in a row that changed nothing .*the last checkpoint is .*step-0000.*: .*learning_rate below 1e\+30",
     ):
-        train(broken)
+        trained(broken)
     model = lineartime.load(broken.run_directory)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
@@ -162,19 +167,19 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
 
     trainer.parallel.objective = now_and_then  # type: ignore[assignment]
     weights = []
-    take = trainer._take_step
+    take = trainer.take_step
 
     def watched(*arguments: Any) -> bool:
         stopped = take(*arguments)
         weights.append(trainer.model.backbone.embedding.weight.detach().clone())
         return stopped
 
-    monkeypatch.setattr(trainer, "_take_step", watched)
+    monkeypatch.setattr(trainer, "take_step", watched)
     trainer.run()
     changes = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert changes == [False, False, True, True, True]
     assert trainer.skipped == 2
-    assert read_facts(last_checkpoint(trainer.config.run_directory)).skipped == 2
+    assert read_training_state(last_checkpoint(trainer.config.run_directory)).skipped == 2
     text = (trainer.config.run_directory / "metrics.jsonl").read_text()
     assert "NaN" not in text  # which is no JSON
     assert [line["skipped"] for line in metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2
@@ -183,16 +188,16 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
 def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
     config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = train(config(out=tmp_path / "whole"))
+    whole = trained(config(out=tmp_path / "whole"))
     with monkeypatch.context() as patch:
         interrupt_after(5, patch)
-        run = train(config())
+        run = trained(config())
     file = last_checkpoint(run) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    train(config(resume=True))
-    assert "step-00000005 is damaged (model.safetensors is not what was written): going on from step-00000004" in " ".join(
+    trained(config(resume=True))
+    assert "step-00000005 is damaged (model.safetensors is not what was written): resuming from step-00000004" in " ".join(
         capsys.readouterr().err.split()
     )
     assert losses(run) == losses(whole)
@@ -200,7 +205,7 @@ def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
 
 def test_a_step_of_many_batches_is_that_of_one_large_batch(config: MakeConfig, tmp_path: Path) -> None:
     runs = [
-        train(config(batch_size=size, tokens_per_batch=6 * 24, steps=3, task="mlm", out=tmp_path / str(size)))
+        trained(config(batch_size=size, tokens_per_batch=6 * 24, steps=3, task="mlm", out=tmp_path / str(size)))
         for size in (1, 2, 6)
     ]
     for run in runs[:2]:
@@ -223,13 +228,13 @@ def test_gradients_are_clipped(config: MakeConfig, monkeypatch: pytest.MonkeyPat
 
 
 def test_bf16_trains_and_keeps_weights_in_fp32(config: MakeConfig) -> None:
-    run = train(config(precision="bf16"))
+    run = trained(config(precision="bf16"))
     assert {parameter.dtype for parameter in lineartime.load(run).parameters()} == {torch.float32}
     assert losses(run)[-1][1] < losses(run)[0][1]
 
 
 def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> None:
-    run = train(config(precision="auto", steps=1))
+    run = trained(config(precision="auto", steps=1))
     saved = saved_config(last_checkpoint(run))
     assert saved.precision in ("fp32", "bf16")
     assert saved.compile == "off"
@@ -241,10 +246,10 @@ def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
         interrupt_after(1, patch)
-        train(config(data="text.txt"))
+        trained(config(data="text.txt"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    run = train(config(resume=True, cache=tmp_path / "another cache"))
+    run = trained(config(resume=True, cache=tmp_path / "another cache"))
     assert len(losses(run)) == 6
 
 
@@ -255,28 +260,26 @@ def test_a_resumed_run_keeps_its_tokenizer_whatever_became_of_the_file(
     tokenizer.write_text(ByteTokenizer().to_json())
     with monkeypatch.context() as patch:
         interrupt_after(1, patch)
-        train(config(tokenizer=str(tokenizer)))
+        trained(config(tokenizer=str(tokenizer)))
     tokenizer.unlink()
-    assert len(losses(train(config(resume=True)))) == 6
+    assert len(losses(trained(config(resume=True)))) == 6
 
 
 def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(config: MakeConfig) -> None:
-    run = train(config(steps=1))
-    with pytest.raises(LineartimeError, match=r"--seed is 5, but the run in .* was started with 0"):
-        train(config(steps=1, seed=5, resume=True))
+    run = trained(config(steps=1))
+    with pytest.raises(LineartimeError, match=r"seed is 5, but the run in .* was started with 0"):
+        trained(config(steps=1, seed=5, resume=True))
     assert prepare(config(steps=1, precision="bf16", resume=True)).config.precision == "bf16"
     assert prepare(config(steps=1, precision="auto", resume=True)).config.precision == "fp32"
-    with pytest.raises(LineartimeError, match="is a checkpoint: give the folder of the run, or a new one"):
-        train(config(out=last_checkpoint(run)))
+    with pytest.raises(LineartimeError, match="which is a checkpoint: give the folder of its run, or a new one"):
+        trained(config(out=last_checkpoint(run)))
 
 
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:
-    train(config())
+    trained(config())
     text.write_text(text.read_text() + "more text\n" * 50)
-    with pytest.raises(
-        LineartimeError, match=r"has changed: it was 13,908 tokens, .* now it is 14,3\d\d tokens, .*; bring back"
-    ):
-        train(config(resume=True))
+    with pytest.raises(LineartimeError, match=r"has changed: it was 13,908 tokens, .* now it is 14,3\d\d tokens, .*; restore"):
+        trained(config(resume=True))
 
 
 def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> None:
@@ -284,14 +287,14 @@ def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> No
     (run / "step-notes").mkdir(parents=True)
     (run / "step-00000001-backup").mkdir()
     (run / "manifest.json").write_text("{}")
-    train(config())
+    trained(config())
     assert last_checkpoint(run).name == "step-00000006"
     assert lineartime.load(run)
     assert (run / "step-00000001-backup").is_dir()
 
 
 def test_a_small_text_needs_no_whole_context_to_validate_on(config: MakeConfig) -> None:
-    run = train(config(context_length=700, steps=1))  # 5% of the text are 690 bytes
+    run = trained(config(context_length=700, steps=1))  # 5% of the text are 690 bytes
     assert validations(run)[0][1] > 0
 
 
@@ -300,62 +303,62 @@ def test_a_small_text_needs_no_whole_context_to_validate_on(config: MakeConfig) 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_path: Path) -> None:
-    plain = train(config(steps=3, compile="off", out=tmp_path / "plain"))
-    compiled = train(config(steps=3, compile="on", out=tmp_path / "compiled"))
+    plain = trained(config(steps=3, compile="off", out=tmp_path / "plain"))
+    compiled = trained(config(steps=3, compile="on", out=tmp_path / "compiled"))
     assert losses(compiled) == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in losses(plain)]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "--steps is 0, but must be at least 1"),
-        ({"batch_size": -1}, "--batch-size is -1"),
-        ({"learning_rate": 0.0}, "--learning-rate is 0.0, but must be above 0"),
-        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
-        ({"beta2": 1.0}, "--beta2 is 1.0"),
-        ({"clip_norm": -1.0}, "--clip-norm is -1.0, but must not be negative"),
-        ({"preset": "flash-giant"}, "--preset: preset is 'flash-giant', but must be a name that"),
-        ({"override": ("chunk_size",)}, "--override 'chunk_size' is not of the form NAME=VALUE"),
-        ({"override": ("chunk=3",)}, "--override: chunk is not an option of this model"),
-        ({"override": ("vocab_size=3",)}, "--override cannot set vocab_size: it follows from --tokenizer"),
-        ({"override": ("task=mlm",)}, "--override cannot set task: use --task"),
-        ({"override": ("self=1",)}, "--override: self is not an option of this model"),
-        ({"override": ("d_model=15",)}, "--override: d_model is 15, but must be even"),
-        ({"weight_decay": float("nan")}, "--weight-decay is nan, but must be a finite number"),
-        ({"learning_rate": float("inf")}, "--learning-rate is inf"),
-        ({"override": ("n_blocks=0",)}, "--override: n_blocks is 0"),
-        ({"seed": 2**64}, r"--seed is 18446744073709551616, but must be below 2\^63"),
+        ({"steps": 0}, "steps is 0, but must be at least 1"),
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, but must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"beta2": 1.0}, "beta2 is 1.0, but must be at least 0 and below 1"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
+        ({"preset": "flash-giant"}, "preset is 'flash-giant', but must be a name that"),
+        ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
+        ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
+        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size: it follows from the tokenizer"),
+        ({"override": ("task=mlm",)}, "override cannot set task: use the option task"),
+        ({"override": ("self=1",)}, "override does not fit the model: self is not an option of this model"),
+        ({"override": ("d_model=15",)}, "override does not fit the model: d_model is 15, but must be even"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf"),
+        ({"override": ("n_blocks=0",)}, "override does not fit the model: n_blocks is 0"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616, but must be below 2\^63"),
         (
             {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
-            "--context-length is 24, but flash-quad-tiny reads at most 8 tokens: .* or --override max_length=24",
+            "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or override max_length=24",
         ),
-        ({"override": ("d_qk=7",)}, "--override: d_qk is 7, but must be even"),
-        ({"context_length": 50_000}, r"The train split of .*text.txt has \d+ tokens, fewer than one context"),
+        ({"override": ("d_qk=7",)}, "override does not fit the model: d_qk is 7, but must be even"),
+        ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
         ({"data": "/does/not/exist"}, "Cannot read /does/not/exist: No such file"),
-        ({"tokenizer": "/does/not/exist"}, "--tokenizer /does/not/exist is no file"),
-        ({"context_parallel": 2}, "--context-parallel is 2, but this is one process: start that many by torchrun"),
+        ({"tokenizer": "/does/not/exist"}, "tokenizer is /does/not/exist, which is neither a file nor a name"),
+        ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
         (
             {"tokens_per_batch": 100},
-            "--tokens-per-batch is 100, but must be a positive multiple of 24, which is --context",
+            "tokens_per_batch is 100, but must be a positive multiple of 24, which is context_length",
         ),
     ],
 )
 def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LineartimeError, match=message):
-        train(config(**options))
+        trained(config(**options))
 
 
 def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
     if torch.cuda.is_available():
-        train(config(device="cuda", steps=1))
+        trained(config(device="cuda", steps=1))
     else:
-        with pytest.raises(LineartimeError, match="--device is cuda, but PyTorch sees no GPU here: use --device cpu"):
-            train(config(device="cuda"))
+        with pytest.raises(LineartimeError, match="device is cuda, but PyTorch sees no GPU"):
+            trained(config(device="cuda"))
 
 
 def test_a_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(train, replace(config(), steps=1)).result()
+        run = pool.submit(trained, replace(config(), steps=1)).result()
     assert len(losses(run)) == 1

@@ -1,11 +1,16 @@
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lineartime
-from lineartime.cli import main, parse
-from lineartime.training.config import TrainConfig
+from lineartime.cli import main
+from lineartime.errors import LineartimeError
+from lineartime.models.presets import presets
+from lineartime.training.config import RecipeName, TrainConfig
+from lineartime.training.loop import train
 from lineartime.training.recipes import recipe_config
 from lineartime.training.resuming import complete
 
@@ -24,12 +29,8 @@ SHARED = {
 }
 
 
-def completed(*arguments: str) -> TrainConfig:
-    import tyro
-
-    config = parse(["train", *arguments])
-    assert isinstance(config, TrainConfig)
-    return complete(config, lambda defaults: tyro.cli(TrainConfig, args=arguments, default=defaults))[0]
+def completed(**options: Any) -> TrainConfig:
+    return complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options))[0]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def completed(*arguments: str) -> TrainConfig:
     [("lm-wiki40b", "wiki40b", "clm", 256), ("lm-pg19", "pg19", "clm", 512), ("mlm-c4", "c4", "mlm", 256)],
 )
 def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
-    config = completed("--recipe", recipe, "--model", "flash-base", "--context", "4096")
+    config = completed(recipe=recipe, preset="flash-base", context_length=4096)
     assert {name: getattr(config, name) for name in SHARED} == SHARED
     assert (config.data, config.task, config.context_length, config.preset) == (data, task, 4096, "flash-base")
     model = config.model_config(vocab_size=32_000)
@@ -51,15 +52,32 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
 
 
 def test_only_the_vanilla_transformer_is_not_clipped() -> None:
-    assert recipe_config("lm-wiki40b", "transformer-base").clip_norm == 0
+    free = {name for name in presets("mlm") if recipe_config("lm-wiki40b", name).clip_norm == 0}
+    assert free == {"transformer-base", "transformer-tiny"}
     assert recipe_config("lm-wiki40b", "transformer++-base").clip_norm == 0.1
-    assert recipe_config("lm-wiki40b", "transformer++-base").override == ()
+
+
+@pytest.mark.parametrize(("recipe", "chunk_size"), [("lm-pg19", 512), ("mlm-c4", 256)])
+def test_systems_of_chunks_take_the_recipes_size_unless_their_own_is_fixed(recipe: RecipeName, chunk_size: int) -> None:
+    takers = {"flash", "flash-local", "flash-overlapping", "flash-weighted", "combiner", "mc-tfm++"}
+    found = {name.removesuffix("-base") for name in presets("mlm") if name.endswith("-base") and _override(recipe, name)}
+    assert found == takers
+    assert _override(recipe, "flash-base") == (f"chunk_size={chunk_size}",)
+
+
+def _override(recipe: RecipeName, preset: str) -> tuple[str, ...]:
+    return recipe_config(recipe, preset).override
+
+
+def test_an_unknown_preset_is_named(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="preset is 'flash-giant', but must be a name"):
+        recipe_config("lm-pg19", "flash-giant")
+    with pytest.raises(LineartimeError, match="preset is 'flash-giant', but must be a name"):
+        train(recipe="lm-pg19", preset="flash-giant", data=str(text), out=tmp_path / "run", tokenizer="bpe-300")
 
 
 def test_options_beside_a_recipe_have_the_last_word() -> None:
-    config = completed(
-        "--recipe", "lm-pg19", "--steps", "7", "--warmup-steps", "2", "--override", "dropout=0.1", "--clip", "global"
-    )
+    config = completed(recipe="lm-pg19", steps=7, warmup_steps=2, override={"dropout": 0.1}, clip="global")
     assert (config.steps, config.warmup_steps, config.clip) == (7, 2, "global")
     assert config.override == ("chunk_size=512", "dropout=0.1")
     assert config.learning_rate == 7e-4

@@ -32,7 +32,7 @@ def test_a_run_of_two_processes_speaks_once(text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "loss.png").is_file()
     again = torchrun("-m", "lineartime", "train", *OPTIONS, *where)
     assert again.returncode != 0
-    assert again.stderr.count("already holds a run: go on with it by --resume") == 1
+    assert again.stderr.count("already holds a run: resume it") == 1
 
 
 def test_torchrun_itself_can_be_asked_to_stop(text: Path, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_torchrun_itself_can_be_asked_to_stop(text: Path, tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         shown = process.stderr.read()
-    assert "which is saved: go on by torchrun --nproc-per-node 2 -m lineartime train --resume --out" in shown
+    assert "resume by: torchrun --nproc-per-node 2 -m lineartime train --resume --out" in shown
     assert last_checkpoint(run).name > "step-00000000"
 
 
@@ -60,12 +60,12 @@ import os, signal, sys
 from lineartime.cli import main
 from lineartime.training.loop import Trainer
 
-take = Trainer._take_step
+take = Trainer.take_step
 def take_or_die(self, report, stop):
     if self.step == 4 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return take(self, report, stop)
-Trainer._take_step = take_or_die
+Trainer.take_step = take_or_die
 sys.exit(main(sys.argv[1:]))
 """
     )

@@ -1,4 +1,4 @@
-"""What models cost in time and memory: `lineartime bench`.
+"""What models cost in time and memory.
 
-Nothing is imported here: `lineartime.bench.measure` and `lineartime.bench.subjects` need no more than PyTorch and numpy.
+Nothing is imported here: `lineartime.bench.measure` and `lineartime.bench.subjects` need only PyTorch and numpy.
 """

@@ -1,4 +1,4 @@
-"""One benchmark from its options to its files: every case in turn, saved as soon as it is measured."""
+"""One benchmark, from its options to its files. Every case is saved as soon as it is measured."""
 
 import dataclasses
 import logging
@@ -35,18 +35,18 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def run_benchmark(config: BenchConfig) -> None:
-    """Measure what the options ask for, print it, and leave results.json, results.md and plots.
+    """Measure what the options ask for, print it, and write results.json, results.md and plots.
 
     Raises:
         LineartimeError: for options that cannot be measured, or files that cannot be written.
-        KeyboardInterrupt: after what was measured is saved and shown.
+        KeyboardInterrupt: after saving what was measured.
     """
     plan = config.plan()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
     folder = config.folder()
-    results = Results(folder, config.to_dict(), plan.device)
+    results = Results(folder, config.to_dict(), plan.device, plan.precision)
     results.save()
     with _Progress(plan) as progress:
         try:
@@ -71,7 +71,7 @@ def _draw(results: Results, quality: dict[str, float], progress: "_Progress") ->
 
 
 class _Progress:
-    """A bar on standard error, or a line for each case where that is no terminal."""
+    """A progress bar on standard error, or a line for each case if that is not a terminal."""
 
     def __init__(self, plan: Plan) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False)
@@ -98,7 +98,7 @@ class _Progress:
         self._bar.console.print(text, soft_wrap=True)
 
     def doing(self, case: Case, what: str) -> None:
-        """Show what is going on."""
+        """Show the current activity."""
         self._bar.update(self._task, description=f"{title(case)}: {what}")
 
     def done(self, case: Case, subjects: Sequence[Subject]) -> None:
@@ -115,7 +115,7 @@ def title(case: Case) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep off the screen what PyTorch and the peers say about their insides, of which a reader can change nothing."""
+    """Silence warnings of PyTorch and the peers about their own code, which the user cannot change."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo", "torch")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -141,7 +141,7 @@ class _Run:
     def all_cells(self) -> None:
         """Measure every case between two measurements of the peaks."""
         if any(subject.mode == "compiled" for subject in self._plan.subjects):
-            torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # what only the first compilation costs
+            torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # pay for what only the first compilation needs
         self._measure_peaks()
         for case, subjects in self._plan.cells:
             self._cell(case, subjects)
@@ -156,19 +156,19 @@ class _Run:
 
     def _cell(self, case: Case, subjects: Sequence[Subject]) -> None:
         entries = [Entry(case, subject, flops_per_token=self._flops_per_token(subject, case)) for subject in subjects]
-        self._results.entries += entries  # now, so that an interrupt keeps the rounds that were finished
+        self._results.entries += entries  # now, so that an interrupt keeps the finished rounds
         if self._config.memory and case.measure != "decode" and self._device.type == "cpu":
             for entry in entries:
                 self._memory_in_process(entry)
         left = [entry for entry in entries if entry.problem is None]
         self._together(left)
-        for entry in left if len(left) > 1 else []:  # those for which there was no room beside the others
+        for entry in left if len(left) > 1 else []:  # those that did not fit beside the others
             if entry.problem == OUT_OF_MEMORY:
                 entry.problem, entry.alone = None, True
                 self._together([entry])
 
     def _together(self, entries: Sequence[Entry]) -> None:
-        """Time entries in turn, as far as memory allows."""
+        """Time several entries in turn."""
         steps = {index: (step, entry.calls) for index, entry in enumerate(entries) if (step := self._warm(entry)) is not None}
         for index, seconds in interleaved(steps, self._config.rounds, self._clock):
             entry = entries[index]
@@ -181,7 +181,7 @@ class _Run:
         forget(self._device)
 
     def _warm(self, entry: Entry) -> Callable[[], object] | None:
-        """A step that is ready to be timed, or None if it fails; how often to call it is noted in the entry."""
+        """A step that is ready to be timed, and in the entry how often to call it; None if the step fails."""
         self._progress.doing(entry.case, f"{entry.subject}, warming up")
         try:
             ready = prepare(entry.subject, entry.case, self._device)
@@ -198,7 +198,7 @@ class _Run:
         return ready.step
 
     def _failed(self, entry: Entry, error: Exception) -> None:
-        """Note why an entry has no numbers."""
+        """Record why an entry has no numbers."""
         first_line = next(iter(str(error).strip().splitlines()), "")
         entry.seconds.clear()
         entry.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {type(error).__name__}: {first_line}"

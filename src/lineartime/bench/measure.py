@@ -1,4 +1,4 @@
-"""How time is measured: in turn, repeatedly, against the fastest matrix product of the same machine in the same run."""
+"""How time is measured: in turn and repeatedly, and against the fastest matrix product of the same machine in the same run."""
 
 import gc
 import math
@@ -19,22 +19,22 @@ PRODUCTS = {
     "cpu": ((256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024), (4096, 256, 1024), (2048, 2048, 2048)),
     "cuda": ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384)),
 }
-"""Sizes m, n, k of the products of [m, k] and [k, n] of which the fastest is the peak: square ones, and such as models have.
+"""Sizes m, n, k of products of [m, k] and [k, n], square ones and those of models; the fastest is the peak.
 
-From small to large: those that would take too long at the speed of the ones before are left out."""
+From small to large, to leave out those that would take too long at the speed of the ones before."""
 LONGEST_PRODUCT = 1.0
 """Seconds that a single product may take."""
 
 
 def synchronized(device: torch.device) -> float:
-    """The time in seconds at which everything asked of a device is done."""
+    """The time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice."""
+    """Whether an error means that there is too little memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -43,12 +43,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def repetitions(seconds: float, min_seconds: float) -> int:
-    """How often to repeat what takes so many seconds for a measurement to last `min_seconds`."""
+    """How often to repeat a step of so many seconds for a measurement of at least `min_seconds`."""
     return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
 
 
 def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
-    """Seconds of one of so many calls."""
+    """The mean seconds of `calls` calls."""
     start = clock()
     for _ in range(calls):
         step()
@@ -58,15 +58,15 @@ def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
 def interleaved(
     steps: Mapping[Key, tuple[Callable[[], object], int]], rounds: int, clock: Clock
 ) -> Iterator[tuple[Key, float | Exception]]:
-    """Time all steps in turn, A B A B, so that noise of the machine meets all alike.
+    """Time all steps in turn, A B A B, so that noise of the machine affects all alike.
 
     Args:
         steps: what to time, and how many calls make one measurement.
         rounds: how many measurements of each.
-        clock: tells the time, in seconds, at which everything asked for is done.
+        clock: the time in seconds, after all work is done.
 
     Yields:
-        Which step was measured, and the seconds of one call; or the error in which it ended, after which it has no more turns.
+        The key of a step with the seconds of one call, or with the error it raised, after which it has no more turns.
     """
     failed = set()
     for _ in range(rounds):
@@ -80,8 +80,35 @@ def interleaved(
                 yield key, error
 
 
+def median_seconds(
+    steps: Mapping[Key, Callable[[], object]], rounds: int, clock: Clock, min_seconds: float = 0.0
+) -> dict[Key, float | None]:
+    """The median seconds of each step, timed in turn after two warm-up calls; None if there is too little memory.
+
+    Args:
+        steps: what to time; any other error is raised.
+        rounds: how many measurements of each.
+        clock: as for `interleaved`.
+        min_seconds: the shortest measurement, reached by repeating the step.
+    """
+    ready: dict[Key, tuple[Callable[[], object], int]] = {}
+    times: dict[Key, list[float]] = {key: [] for key in steps}
+    for key, step in steps.items():
+        try:
+            step()
+            ready[key] = step, repetitions(timed(step, 1, clock), min_seconds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    for key, result in interleaved(ready, rounds, clock):
+        if isinstance(result, Exception):
+            raise result
+        times[key].append(result)
+    return {key: median_and_spread(values)[0] if values else None for key, values in times.items()}
+
+
 def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The median, and the distance between the quartiles; of a single value there is no distance."""
+    """The median and the distance between the quartiles, which is None for a single value."""
     if len(values) < 2:
         return values[0], None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -89,7 +116,7 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
-    """Operations per second of the fastest of several matrix products, each repeated for about so many seconds."""
+    """Operations per second of the fastest of several matrix products, each repeated for about `seconds`."""
 
     def clock() -> float:
         return synchronized(device)
@@ -114,10 +141,10 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
 
 @contextmanager
 def separate_compilations() -> Iterator[None]:
-    """Compile each subject for its own sizes, and without the caches of earlier runs."""
+    """Compile each subject for its own sizes, without the caches of earlier runs."""
     import torch._dynamo
 
-    own_sizes = torch._dynamo.config.patch(  # otherwise shapes become general, and after some of them all is left eager
+    own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and beyond a limit code stays eager
         automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
     )
     name = "TORCHINDUCTOR_CACHE_DIR"
@@ -133,13 +160,13 @@ def separate_compilations() -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Give back memory that nothing refers to."""
+    """Return unreferenced memory to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def forget(device: torch.device) -> None:
-    """Free what the subjects of a case left behind, compiled code included."""
+    """Free everything that the subjects of a case left, including compiled code."""
     torch.compiler.reset()
     release(device)

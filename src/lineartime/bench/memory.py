@@ -1,6 +1,6 @@
-"""How memory is measured: on a GPU by its allocator, on a CPU by a process that does nothing but the one step.
+"""How memory is measured: on a GPU by its allocator, on a CPU by a process of its own that only takes the step.
 
-`python -m lineartime.bench.memory` is that process: it reads JSON from its standard input and answers with JSON.
+`python -m lineartime.bench.memory` is that process: it reads JSON from standard input and writes JSON to standard output.
 """
 
 import json
@@ -19,11 +19,11 @@ from lineartime.bench.measure import is_out_of_memory, separate_compilations
 from lineartime.bench.subjects import Case, Ready, Subject, prepare
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-# Memory goes back to the system as soon as it is freed, so that what the process holds is what is in use.
+# The allocator returns freed memory to the system at once, so that the process holds only what it uses.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 _COMMAND = ["-m", "lineartime.bench.memory"]
 SMALL = 16
-"""Tokens of the step that comes before, in which libraries take what they need whatever the sizes."""
+"""Tokens of a step before the measurement, in which libraries allocate what does not depend on the sizes."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Memory:
     """Memory of one step, in bytes.
 
     Attributes:
-        peak: the most that the step holds above the weights; gradients are part of it.
+        peak: the most that the step holds above the weights, including gradients.
         weights: all parameters.
-        gradients: what is left of the step.
+        gradients: what the step leaves.
     """
 
     peak: int
@@ -42,11 +42,11 @@ class Memory:
 
 
 class OutOfMemoryError(Exception):
-    """The process that measured memory had not enough of it."""
+    """The process that measured memory ran out of it."""
 
 
 def of_ready(ready: Ready, device: torch.device) -> Memory:
-    """The memory of a step on a GPU that has taken steps before."""
+    """The memory of a step on a GPU, after steps before it."""
     ready.model.zero_grad()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -60,8 +60,8 @@ def in_process(subject: Subject, case: Case) -> Memory:
     """The memory of a step on a CPU, measured in a process of its own.
 
     Raises:
-        OutOfMemoryError: if the memory of this machine does not suffice.
-        RuntimeError: if the process fails in another way, with the last line of what it said.
+        OutOfMemoryError: if this machine has too little memory.
+        RuntimeError: if the process fails in another way, with the last line of its standard error.
     """
     task = {"subject": subject.to_dict(), "case": asdict(case), "threads": torch.get_num_threads()}
     process = subprocess.run(
@@ -90,19 +90,19 @@ def _memory(model: nn.Module, peak: int) -> Memory:
 
 
 def _most_held() -> int:
-    """The most bytes that this process has held, since it was last forgotten."""
+    """The most bytes that this process has held since the last `_reset_most_held`."""
     if _STATUS.exists():
         lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
         if "VmHWM" in lines:
             return 1024 * int(lines["VmHWM"].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
-    import resource  # not on Windows, where this process is never started
+    import resource  # missing on Windows, where this process is never started
 
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _forget_most_held() -> None:
-    """Begin anew to count the most that this process holds, where the system lets it."""
+def _reset_most_held() -> None:
+    """Restart the count of `_most_held`, if the system can."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -110,7 +110,7 @@ def _forget_most_held() -> None:
 
 
 def _measure(task: dict[str, Any]) -> Memory | None:
-    """The memory of the step that a task describes; None if there is not enough."""
+    """The memory of the step that a task describes; None if there is too little."""
     torch.set_num_threads(task["threads"])
     subject, case, device = Subject.from_dict(task["subject"]), Case(**task["case"]), torch.device("cpu")
     try:
@@ -120,10 +120,10 @@ def _measure(task: dict[str, Any]) -> Memory | None:
                 small.step()
                 del small
             ready = prepare(subject, case, device)
-            if subject.mode == "compiled":  # compiling itself takes more memory than the step
+            if subject.mode == "compiled":  # compiling takes more memory than the step
                 ready.step()
                 ready.model.zero_grad()
-            _forget_most_held()
+            _reset_most_held()
             before = _most_held()
             ready.step()
             return _memory(ready.model, _most_held() - before)
@@ -134,7 +134,7 @@ def _measure(task: dict[str, Any]) -> Memory | None:
 
 
 def main() -> None:
-    """Read a task from standard input and print its answer."""
+    """Read a task from standard input and print the result."""
     memory = _measure(json.loads(sys.stdin.read()))
     print(json.dumps(None if memory is None else asdict(memory)))
 

@@ -1,4 +1,4 @@
-"""Implementations of others, built at the sizes of one of our models; each is imported only where it is asked for."""
+"""Other implementations, built at the sizes of one of our models. Each is imported only when it is used."""
 
 import warnings
 from collections.abc import Callable
@@ -8,28 +8,30 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lineartime.errors import LineartimeError, missing_extra
+from lineartime.errors import ArgumentError, missing_extra
 from lineartime.models.config import ModelConfig
 
 Peer = Literal["flash-pytorch", "fla"]
 
 
 def check_peer(peer: Peer, device: torch.device) -> None:
-    """Raise LineartimeError for a peer that is not installed, or cannot run on a device."""
+    """Raise LineartimeError if the peer is not installed, or cannot run on the device."""
     if peer == "flash-pytorch":
         if find_spec("flash_pytorch") is None:
-            raise missing_extra("FLASH-pytorch", "peers", "--peers flash-pytorch")
+            raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
         return
     if device.type != "cuda":
-        raise LineartimeError("--peers fla needs a GPU, for it has no kernels for a CPU: leave it out.")
+        raise ArgumentError("peers", "has fla, which needs a GPU: leave it out.")
     if find_spec("fla") is None:
-        raise LineartimeError("--peers fla needs flash-linear-attention, which is not installed: pip install it.")
+        raise ArgumentError(
+            "peers", "has fla, but flash-linear-attention is not installed: pip install flash-linear-attention."
+        )
 
 
 def build_peer(peer: str, config: ModelConfig) -> nn.Module:
     """A peer at the sizes of one of our models, ids [B, T] -> logits [B, T, V]."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about their own code, of which a reader of results can change nothing
+        warnings.simplefilter("ignore")  # about their own code, which the user cannot change
         return PEERS[peer](config)
 
 
@@ -64,7 +66,7 @@ class _GatedLinearAttentionBlock(nn.Module):
 
 
 def _fla(config: ModelConfig) -> nn.Module:
-    """Gated linear attention, as many layers as the model has blocks: fla has no FLASH."""
+    """Gated linear attention with as many layers as the model has blocks; fla has no FLASH."""
     blocks = [_GatedLinearAttentionBlock(config.d_model) for _ in range(config.n_blocks)]
     embedding, logits = (
         nn.Embedding(config.vocab_size, config.d_model),

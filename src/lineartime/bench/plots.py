@@ -1,4 +1,4 @@
-"""The pictures of a benchmark: time, memory and the latency of decode by length, and quality by cost."""
+"""The plots of a benchmark: time, memory and the latency of decode by length, and quality by cost."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 
 
 def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
-    """Draw what there are numbers for: latency.png, memory.png, decode.png and pareto.png; the files are returned.
+    """Draw latency.png, memory.png, decode.png and pareto.png, as far as there are numbers for them, and return the files.
 
     Args:
         results: what was measured.
         quality: bits per byte by preset.
 
     Raises:
-        LineartimeError: without matplotlib, or where a file cannot be written.
+        LineartimeError: without matplotlib, or if a file cannot be written.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -29,14 +29,14 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         raise missing_extra("matplotlib", "plot", "A plot") from None
     timed = [entry for entry in results.finished if entry.median is not None]
     at_once = [entry for entry in timed if entry.case.measure in AT_ONCE]
-    pictures: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
+    plots: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
         ("latency", at_once, "tokens of context", "µs per token", _microseconds),
         ("memory", results.finished, "tokens of context", "MB of a step, above the weights", _megabytes),
         ("decode", [e for e in timed if e.case.measure == "decode"], "tokens read before", "ms per token", _milliseconds),
     ]
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(e.subject.name for e in results.finished))}
     files = []
-    for name, entries, x, y, value in pictures:
+    for name, entries, x, y, value in plots:
         shown = [entry for entry in entries if value(entry) is not None]
         if shown:
             files.append(_by_length(results.folder / f"{name}.png", shown, x, y, value, colours))
@@ -62,7 +62,7 @@ def _megabytes(entry: Entry) -> float | None:
 def _by_length(
     file: Path, entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
 ) -> Path:
-    """Curves by length, a panel for each measure and precision, with one legend for all."""
+    """Curves by length: a panel for each measure and precision, and one legend for all."""
     from matplotlib.figure import Figure
 
     measures = list(dict.fromkeys(entry.case.measure for entry in entries))
@@ -120,7 +120,7 @@ def round_marks(values: Sequence[float]) -> list[float]:
 
 
 def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
-    """By measure, context and precision, the µs per token of every preset whose quality is known: its fastest mode."""
+    """The µs per token of every preset of known quality in its fastest mode, by the title of a panel."""
     measures = [measure for measure in AT_ONCE if any(entry.case.measure == measure for entry in entries)]
     costs: dict[str, dict[str, float]] = {}
     if not measures:
@@ -136,7 +136,7 @@ def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dic
 
 
 def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Path:
-    """Quality by cost, a panel for each precision, with a line through what nothing is both better and faster than."""
+    """Quality by cost: a panel for each precision, with a line through the Pareto front."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * len(costs) + 0.4, HEIGHT + 0.4), layout="constrained")
@@ -155,7 +155,7 @@ def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, f
 
 
 def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of those (cost, loss) than which no other is at least as good in both, from the cheapest on."""
+    """The names of the points (cost, loss) that no other point equals or beats in both, from the cheapest on."""
     front: list[str] = []
     for name in sorted(points, key=lambda name: points[name]):
         if not front or points[name][1] < points[front[-1]][1]:

@@ -1,46 +1,44 @@
-"""How good models are, from what training left: for the plot of quality against cost."""
+"""How good models are, for the plot of quality against cost."""
 
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from lineartime.checkpoint import best_checkpoint
-from lineartime.errors import LineartimeError, cannot
-from lineartime.runs.metrics import METRICS_FILE, read_metrics
-from lineartime.training.resuming import saved_config
+from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.runs.summary import summarize
 
 
 def read_quality(sources: Sequence[Path], names: Sequence[str]) -> dict[str, float]:
     """Bits per byte by the name of a preset.
 
     Args:
-        sources: folders of runs, of which the best evaluation is taken, or JSON files of {preset: bits per byte}.
+        sources: folders of runs, of which the best evaluation counts, or JSON files of {preset: bits per byte}.
         names: the presets that are measured.
 
     Raises:
-        LineartimeError: for a source that cannot be read, or if none is about a preset that is measured.
+        LineartimeError: for a source that cannot be read, or if no source is about a measured preset.
     """
     quality: dict[str, float] = {}
     for source in sources:
         for name, value in (_of_run(source) if source.is_dir() else _of_file(source)).items():
             if name in quality:
-                raise LineartimeError(f"--metrics has two numbers for {name}: give one.")
+                raise ArgumentError("metrics", f"has two numbers for {name}: give one.")
             quality[name] = value
     if sources and not quality.keys() & set(names):
-        raise LineartimeError(f"--metrics is about {', '.join(quality) or 'nothing'}, of which none is measured here.")
+        raise ArgumentError("metrics", f"is about {', '.join(quality) or 'nothing'}, but none of this is measured here.")
     return {name: value for name, value in quality.items() if name in names}
 
 
 def _of_run(run: Path) -> dict[str, float]:
-    preset = saved_config(best_checkpoint(run)).preset
-    try:
-        found = [line["validation_bits_per_byte"] for line in read_metrics(run) if "validation_bits_per_byte" in line]
-    except OSError as error:
-        raise cannot("read", run / METRICS_FILE, error) from None
-    if not found:
-        raise LineartimeError(f"--metrics {run} has no bits per byte: give the folder of a causal run that was evaluated.")
-    return {preset: min(found)}
+    summary, problems = summarize(run, run.name)
+    if summary.bits_per_byte is None or "preset" not in summary.options:
+        if problems:
+            raise LineartimeError(problems[0])
+        raise ArgumentError(
+            "metrics", f"has {run}, which holds no bits per byte: give the folder of a causal run with evaluations."
+        )
+    return {summary.options["preset"]: summary.bits_per_byte}
 
 
 def _of_file(file: Path) -> dict[str, float]:
@@ -51,7 +49,9 @@ def _of_file(file: Path) -> dict[str, float]:
     except ValueError:
         values = None
     if not isinstance(values, dict) or not all(_is_number(value) for value in values.values()):
-        raise LineartimeError(f"--metrics {file} is not JSON of the form {{preset: bits per byte}}: mend it, or give a run.")
+        raise ArgumentError(
+            "metrics", f"has {file}, which is not JSON of the form {{preset: bits per byte}}: correct the file."
+        )
     return {name: float(value) for name, value in values.items()}
 
 

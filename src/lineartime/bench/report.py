@@ -1,4 +1,4 @@
-"""The tables of a benchmark: Markdown in its folder, and the same on the screen."""
+"""The tables of a benchmark: as Markdown in its folder, and on the screen."""
 
 import sys
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ WHAT: dict[Measure, str] = {
 }
 LEGEND = {
     "spread": "distance between the quartiles of the rounds",
-    "x first": "time compared with the first row of the same length: the median over the rounds",
-    "MFU": "model FLOP/s, of the peak of matrix products",
-    "peak": "memory of a step above the weights (on a CPU: good to some MB)",
+    "x first": "time over that of the first row of the same length: the median over the rounds",
+    "MFU": "model FLOP/s as a share of the peak of matrix products",
+    "peak": "memory of a step above the weights (on a CPU, accurate to some MB)",
     "state": "memory of a stream",
-    "compile": "what the first step took longer",
+    "compile": "time of the first step above the median",
 }
 
 
 @dataclass(frozen=True)
 class Section:
-    """One table: what it is about, the names of its columns, and its rows; `problems` are about rows without numbers."""
+    """One table: its title, the names of its columns, and its rows."""
 
     title: str
     columns: tuple[str, ...]
@@ -40,7 +40,7 @@ class Section:
 
 
 def sections(results: Results) -> Iterator[Section]:
-    """The tables of all that was measured, by what was measured and in which precision."""
+    """One table for each measure and precision."""
     groups: dict[tuple[Measure, str], list[Entry]] = {}
     for entry in results.finished:
         groups.setdefault((entry.case.measure, entry.case.dtype), []).append(entry)
@@ -52,7 +52,7 @@ def sections(results: Results) -> Iterator[Section]:
 
 
 def _row(results: Results, entry: Entry) -> dict[str, str]:
-    """The cells of an entry by column; empty where there is nothing to tell."""
+    """The cells of an entry by column; empty if there is nothing to show."""
     case, memory = entry.case, entry.memory
     first = results.first_of(case)
     ratio = None if first is None else entry.ratio(first)
@@ -86,7 +86,7 @@ def write_report(results: Results) -> Path:
 
 
 def print_results(results: Results) -> None:
-    """Print the tables; where there is no terminal, 100 columns wide."""
+    """Print the tables, 100 columns wide if the output is not a terminal."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
     used: set[str] = set()
     for section in sections(results):
@@ -109,17 +109,18 @@ def _facts(results: Results) -> str:
     machine = results.machine
     device = machine["gpu"] if machine["device"] == "cuda" else f"{machine['cpu']}, {machine['threads']} threads"
     peaks = ", ".join(
-        f"{dtype} {_operations(max(runs))} ({' and '.join(_operations(run) for run in runs)})"
-        for dtype, runs in results.peaks.items()
+        f"{dtype} {_operations(max(runs))} ({' and '.join(map(_operations, runs))})" for dtype, runs in results.peaks.items()
     )
     lines = [f"machine: {device}, torch {machine['torch']}, Python {machine['python']}"]
+    if results.precision:
+        lines.append(f"precision: {results.precision}")
     if peaks:
-        lines.append(f"peak of matrix products, measured at the beginning and the end, the larger taken: {peaks}")
+        lines.append(f"peak of matrix products (measured at the beginning and the end, the larger counts): {peaks}")
     return "\n".join(lines) + "\n"
 
 
 def _models(results: Results) -> Section:
-    """How large the models are."""
+    """The sizes of the models."""
     weights = {entry.subject.name: entry.memory.weights for entry in results.finished if entry.memory is not None}
     rows: list[tuple[str, ...]] = []
     for subject in dict.fromkeys(entry.subject for entry in results.finished):
@@ -132,19 +133,19 @@ def _models(results: Results) -> Section:
 def _notes(results: Results, used: set[str]) -> list[str]:
     notes = [f"{name}: {meaning}.\n" for name, meaning in LEGEND.items() if name in used]
     if any(entry.alone for entry in results.finished):
-        notes.append("*: measured after the others, for all together did not fit into memory.\n")
+        notes.append("*: measured after the others, because all together did not fit into memory.\n")
     wanted = results.options["tokens_per_batch"]
     longer = sorted(
         {e.case.length for e in results.finished if e.case.measure in ("train", "forward") and e.case.length > wanted}
     )
     if longer:
         lengths = ", ".join(f"{length:,}" for length in longer)
-        notes.append(f"Batches of {wanted:,} tokens; of context {lengths}, one sequence, which is more.\n")
+        notes.append(f"Batches have {wanted:,} tokens; with context {lengths}, a batch is one sequence, which has more.\n")
     return notes
 
 
 def _markdown(section: Section) -> str:
-    """A table: text to the left, numbers to the right."""
+    """A table with text on the left and numbers on the right."""
     lines = [section.columns, ["---" if name == "model" else "---:" for name in section.columns], *section.rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

@@ -1,11 +1,10 @@
-"""What was measured, and the file that keeps it: results.json is whole at any moment and grows with every case."""
+"""What was measured, and results.json, which is replaced as a whole after every case."""
 
 import json
 import os
 import platform
 import statistics
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import cannot
-from lineartime.machine import processor_name
+from lineartime.files import write_atomically
+from lineartime.machine import installed_version, processor_name
 
 RESULTS_FILE = "results.json"
 
@@ -25,16 +25,16 @@ class Entry:
     """What was measured of one subject in one case.
 
     Attributes:
-        case: what was done.
-        subject: who did it.
+        case: what was measured.
+        subject: the model.
         seconds: of one step, a number for each round.
-        calls: steps that each of these is the mean of.
+        calls: how many steps each of these numbers is the mean of.
         first_seconds: of the very first step, which compiles.
-        alone: whether it was measured after the others, for all together did not fit into memory.
+        alone: whether it was measured after the others, because all together did not fit into memory.
         problem: why there are no numbers: "out of memory", or what failed.
         memory: of a step, if it was measured.
         state_bytes: of a stream, for decode.
-        flops_per_token: operations of the model for a token, those of the backward pass included; None if not known.
+        flops_per_token: operations of the model for a token, including the backward pass; None if not known.
     """
 
     case: Case
@@ -50,12 +50,12 @@ class Entry:
 
     @property
     def median(self) -> float | None:
-        """Seconds of a step."""
+        """Median of the seconds of a step."""
         return median_and_spread(self.seconds)[0] if self.seconds else None
 
     @property
     def spread(self) -> float | None:
-        """Seconds between the quartiles."""
+        """Distance between the quartiles, in seconds."""
         return median_and_spread(self.seconds)[1] if self.seconds else None
 
     @property
@@ -65,13 +65,13 @@ class Entry:
 
     @property
     def compile_seconds(self) -> float | None:
-        """What the first step took longer than one does, where it compiled."""
+        """By how many seconds the first step of a compiled model exceeds the median."""
         if self.subject.mode == "eager" or self.first_seconds is None or self.median is None:
             return None
         return max(0.0, self.first_seconds - self.median)
 
     def ratio(self, first: "Entry") -> float | None:
-        """How many times as long a step takes as that of the first subject: the median over the rounds they share."""
+        """The time of a step over that of the first subject: the median over the rounds that both have."""
         if self.alone or first.alone:
             return None
         ratios = [own / other for own, other in zip(self.seconds, first.seconds, strict=False)]
@@ -85,33 +85,35 @@ class Results:
         folder: where results.json goes.
         options: the options of the benchmark, for JSON.
         device: where it ran.
+        precision: which precision was chosen here and why; empty if the options name it.
     """
 
-    def __init__(self, folder: Path, options: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], device: torch.device, precision: str = "") -> None:
         self.folder = folder
         self.options = options
+        self.precision = precision
         self.machine = describe_machine(device)
         self.entries: list[Entry] = []
         self.peaks: dict[str, list[float]] = {}
 
     @property
     def finished(self) -> list[Entry]:
-        """The entries with something to show."""
+        """The entries with numbers or a problem."""
         return [entry for entry in self.entries if entry.seconds or entry.problem]
 
     def peak(self, dtype: str) -> float | None:
-        """The peak of matrix products in operations per second: the larger of those at the beginning and at the end."""
+        """The peak of matrix products in operations per second: the largest that was measured."""
         return max(self.peaks.get(dtype, []), default=None)
 
     def use_of_peak(self, entry: Entry) -> float | None:
-        """The part of the peak that the operations of the model make, from 0 to 1."""
+        """The operations of the model per second, as a share of the peak."""
         peak, speed = self.peak(entry.case.dtype), entry.tokens_per_second
         if peak is None or speed is None or entry.flops_per_token is None:
             return None
         return entry.flops_per_token * speed / peak
 
     def first_of(self, case: Case) -> Entry | None:
-        """The entry that others of a case are compared with."""
+        """The entry that the others of a case are compared with."""
         return next((entry for entry in self.finished if entry.case == case), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,6 +121,7 @@ class Results:
         subjects = dict.fromkeys(entry.subject for entry in self.finished)
         return {
             "options": self.options,
+            "precision": self.precision,
             "machine": self.machine,
             "peak_flops": {dtype: {"runs": runs, "taken": max(runs)} for dtype, runs in self.peaks.items()},
             "subjects": [subject.to_dict() for subject in subjects],
@@ -129,10 +132,7 @@ class Results:
         first = self.first_of(entry.case)
         memory = entry.memory
         return {
-            "measure": entry.case.measure,
-            "length": entry.case.length,
-            "dtype": entry.case.dtype,
-            "batch": entry.case.batch,
+            **asdict(entry.case),
             "tokens": entry.case.tokens,
             "subject": entry.subject.name,
             "mode": entry.subject.mode,
@@ -155,27 +155,22 @@ class Results:
         }
 
     def save(self) -> Path:
-        """Write results.json, so that a process killed at any moment leaves the new one or the one before."""
+        """Write results.json."""
         return write(self.folder / RESULTS_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def write(file: Path, text: str) -> Path:
-    """Replace a file as a whole; LineartimeError where the system refuses."""
-    partial = file.with_suffix(file.suffix + ".partial")
+    """Replace a file as a whole; LineartimeError if the system refuses."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        partial.replace(file)
+        write_atomically(file, text)
     except OSError as error:
         raise cannot("write", file, error) from None
     return file
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The properties of the machine that the numbers depend on."""
     facts: dict[str, Any] = {
         "cpu": processor_name(),
         "cores": os.cpu_count(),
@@ -187,12 +182,5 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "fp32_products": torch.get_float32_matmul_precision(),
     }
     if device.type == "cuda":
-        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": _installed("triton")}
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": installed_version("triton")}
     return facts
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

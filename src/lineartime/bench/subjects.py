@@ -1,4 +1,4 @@
-"""What is measured: a model, ours or a peer's, made ready to take a step.
+"""What is measured: one of our models or a peer, ready to take a step.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.peers import build_peer
-from lineartime.evaluation.perplexity import autocast
-from lineartime.generation import PREFILL
+from lineartime.generation import read
+from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
@@ -24,12 +24,12 @@ Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
-"""What continues a stream, and so needs a state."""
+"""Measures that continue a stream, and so need a state."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: `length` is the context, or for decode the position; `batch` sequences or streams at once."""
+    """One thing to measure: `length` is the context, or the position of decode; `batch` counts sequences or streams."""
 
     measure: Measure
     length: int
@@ -59,7 +59,7 @@ class Subject:
         return build_peer(self.name, self.config) if self.is_peer else build_model(self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON, from which `from_dict` makes an equal subject."""
+        """A plain dictionary for JSON; `from_dict` is the inverse."""
         return {**asdict(self), "config": self.config.to_dict()}
 
     @classmethod
@@ -74,8 +74,8 @@ class Ready:
 
     Attributes:
         model: its module.
-        step: does once what is measured.
-        state_bytes: of one stream, as large as it is before a step of decode; None elsewhere.
+        step: takes one step.
+        state_bytes: of one stream before a step of decode; None for other measures.
     """
 
     model: nn.Module
@@ -84,7 +84,7 @@ class Ready:
 
 
 def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
-    """Build a subject and what a step of a case needs; nothing is compiled before the first step."""
+    """Build a subject and the inputs of a case; nothing is compiled before the first step."""
     torch.manual_seed(0)
     with device:
         model = subject.build()
@@ -105,18 +105,18 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         value.backward()
 
     @torch.no_grad()
-    def read() -> None:
+    def forward() -> None:
         with autocast(device, bf16):
             model(ids[:, :-1])
 
-    return Ready(model, train if case.measure == "train" else read)
+    return Ready(model, train if case.measure == "train" else forward)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _loss_of(model: nn.Module) -> Loss:
-    """The mean loss of targets [B, T] in nats: our models' own, as in training; of a peer's logits, the usual one."""
+    """The mean loss of targets [B, T] in nats: of our models, as in training; of a peer, from its logits."""
     if isinstance(model, LanguageModel):
         return model.loss
 
@@ -127,7 +127,7 @@ def _loss_of(model: nn.Module) -> Loss:
 
 
 def _compile(model: nn.Module) -> None:
-    """Compile a model in place, as training does: our models block by block, a peer as a whole."""
+    """Compile a model in place: our models block by block, as in training, and a peer as a whole."""
     if isinstance(model, LanguageModel):
         model.compile_blocks()
     else:
@@ -146,45 +146,36 @@ def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
     @torch.no_grad()
     def prefill() -> None:
         with autocast(ids.device, bf16):
-            _read(model, ids[:, :-1])
+            read(model, ids[:, :-1])
 
     if state is None:
         return Ready(model, prefill)
     return Ready(model, decode, state_bytes(state) // case.batch)
 
 
-def _read(model: CausalLM, ids: Tensor) -> Any:
-    """The state after ids [B, T], read in pieces."""
-    state = model.init_state(ids.shape[0])
-    for piece in ids.split(PREFILL, dim=1):
-        hidden, state = model.backbone.extend(piece, state)
-    model.logits(hidden[:, -1])  # as generation does it: for the last token alone
-    return state
-
-
 def state_after(model: CausalLM, ids: Tensor) -> Any:
-    """A state as it is after ids [B, T]: of the same shapes and dtypes and at the same position, but filled with zeros.
+    """A state like that after ids [B, T], with the same shapes, dtypes and position, but filled with zeros.
 
-    Where the shapes cannot be foretold, the ids are read.
+    If the shapes cannot be worked out on the meta device, the model reads the ids.
     """
     batch, tokens = ids.shape
     with torch.device("meta"):
         shadow = build_model(model.config.override(n_blocks=1))
         assert isinstance(shadow, CausalLM)
-        try:  # shapes without values: as long a context as one likes costs nothing
+        try:  # shapes without values: a context of any length costs nothing
             _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))
         except (RuntimeError, NotImplementedError):
             shape = None
     if shape is None:
-        return _read(model, ids)
+        return read(model, ids)[1]
     state = model.init_state(batch)
-    for at in range(min(2, tokens)):  # by the second token, every part has the dtype that it keeps
+    for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)
     return tuple(_zeros(shape[0], block) for block in state)
 
 
 def _zeros(shape: Any, like: Any) -> Any:
-    """The nested tuples of `shape` with zeros for its tensors, in the dtypes and on the device of those in `like`."""
+    """The nested tuples of `shape` with zeros instead of tensors, in the dtypes and on the device of those in `like`."""
     if isinstance(shape, Tensor):
         return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
     if isinstance(shape, tuple):
@@ -194,10 +185,10 @@ def _zeros(shape: Any, like: Any) -> Any:
 
 
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
-    """Operations in matrix products of a forward pass over `length` tokens, for each; None where they cannot be counted."""
+    """Operations per token in the matrix products of a forward pass over `length` tokens; None if they cannot be counted."""
     if not subject.is_peer:
         return cost(subject.config, length).flops_per_token
-    if subject.name == "fla":  # its kernels do not tell
+    if subject.name == "fla":  # its kernels cannot be counted
         return None
     with warnings.catch_warnings(), torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         warnings.simplefilter("ignore")

@@ -3,33 +3,34 @@
 from lineartime.data.batches import (
     Batch,
     causal_batch,
-    check_long_enough,
     masked_batch,
     packed_batch,
     read_window,
     spread_windows,
 )
 from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, standard_library
-from lineartime.data.loaders import Loader, Rows, cached_loader, merge_states
-from lineartime.data.prefetch import prefetched
-from lineartime.data.streaming import stream_documents, streaming_loader
+from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
+from lineartime.data.prefetch import PrefetchedLoader
+from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, default_cache, token_stream
 from lineartime.data.train_tokenizer import names_tokenizer, tokenizer_for, train_tokenizer
 
 __all__ = [
     "Batch",
+    "BatchMaker",
     "ByteTokenizer",
+    "CachedLoader",
     "Corpus",
     "JsonTokenizer",
     "Loader",
     "LocalCorpus",
+    "PrefetchedLoader",
     "Rows",
+    "StreamingLoader",
     "TokenStream",
     "Tokenizer",
-    "cached_loader",
     "causal_batch",
-    "check_long_enough",
     "default_cache",
     "load_corpus",
     "load_tokenizer",
@@ -39,12 +40,10 @@ __all__ = [
     "names_corpus",
     "names_tokenizer",
     "packed_batch",
-    "prefetched",
     "read_window",
     "spread_windows",
     "standard_library",
     "stream_documents",
-    "streaming_loader",
     "token_stream",
     "tokenizer_for",
     "train_tokenizer",

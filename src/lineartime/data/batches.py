@@ -1,6 +1,6 @@
-"""Batches of tokens: windows of a stream, made into what a causal or a masked language model learns from.
+"""Batches of tokens: windows of a stream, as inputs and targets of a causal or a masked language model.
 
-Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a successor to foretell.
+Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a next one to predict.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,16 @@ from torch import Tensor
 
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import LineartimeError
 from lineartime.ops.cross_entropy import IGNORED
 
 
 class Batch(NamedTuple):
-    """Token ids and, of the same shape, what is to be foretold at each position (`IGNORED`: nothing).
+    """Token ids and the targets to predict from them (`IGNORED` where there is none).
 
     Attributes:
         inputs: int64 [B, T]; [1, B * T] if documents are packed.
         targets: int64, of the same shape.
-        cu_seqlens: int32 [D + 1], the boundaries of packed documents; None if nothing is packed.
+        cu_seqlens: int32 [D + 1], the boundaries of D packed documents; None if documents are not packed.
     """
 
     inputs: Tensor
@@ -30,42 +29,33 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-def check_long_enough(stream: TokenStream, context_length: int) -> None:
-    """Raise LineartimeError unless the stream holds one whole window."""
-    if len(stream) < context_length + 1:
-        raise LineartimeError(
-            f"{stream.name[0].upper()}{stream.name[1:]} has {len(stream)} tokens, fewer than one context and its successor "
-            f"({context_length + 1}): give more text with --data, or a smaller --context-length."
-        )
-
-
 def spread_windows(stream: TokenStream, count: int, context_length: int) -> list[int]:
-    """The starts of `count` windows at equal distances, or of all that do not overlap, if those are fewer."""
+    """The starts of `count` windows at equal distances, or of all windows that do not overlap, if those are fewer."""
     available = max(1, (len(stream) - 1) // context_length)
     count = min(count, available)
     return [index * available // count * context_length for index in range(count)]
 
 
 def read_window(stream: TokenStream, start: int, length: int) -> Tensor:
-    """The tokens from `start` on, int64, at most `length` of them."""
+    """At most `length` tokens from `start` on, int64."""
     return torch.from_numpy(stream.tokens[start : start + length].astype(np.int64))
 
 
 def causal_batch(windows: Tensor) -> Batch:
-    """Every token foretells its successor: windows [B, T + 1] -> [B, T]."""
+    """The target of every token is the next one: windows [B, T + 1] -> [B, T]."""
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
 def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Sequence[tuple[int, ...]]) -> Batch:
-    """BERT's task (arXiv 1810.04805): of 15% of the tokens, 80% are masked, 10% replaced at random and 10% left.
+    """BERT's task (arXiv 1810.04805): of 15% of the tokens, 80% are masked, 10% replaced at random and 10% left alone.
 
-    Ends of documents and masks are never among them. The last token of each window is left out, so that both tasks read
-    equally much.
+    Ends of documents and masks are never selected. The last token of each window is left out, so that both tasks read as
+    many tokens.
 
     Args:
         windows: int64 [B, T + 1].
         tokenizer: the one that made the windows.
-        keys: what the draws in each row depend on, and on nothing else.
+        keys: a seed for each row.
     """
     ids = windows[:, :-1]
     draws = [np.random.default_rng(key) for key in keys]
@@ -79,9 +69,9 @@ def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Sequence[tuple[int
 
 
 def packed_batch(batch: Batch, windows: Tensor, end_of_document: int) -> Batch:
-    """Part the documents in a batch [B, T] from each other, and put its rows into one, [1, B * T].
+    """Join the rows of a batch [B, T] into one, [1, B * T], and mark the boundaries of its documents.
 
-    A document begins at the beginning of a row and after each end of document, which therefore foretells nothing.
+    A document starts at the start of a row and after each end of document, which therefore has no target.
     """
     ends = windows[:, :-1] == end_of_document
     targets = torch.where(ends, IGNORED, batch.targets)

@@ -1,4 +1,4 @@
-"""Which text to learn from, and how it is split: corpora by name, local files, or the Python standard library."""
+"""Corpora and their splits: corpora by name, local files, or the source of the Python standard library."""
 
 import hashlib
 import os
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, cannot
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SPLIT_NAMES = re.compile(r"(train)|(valid|dev)|(test)", re.IGNORECASE)
 _NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
 
 _HUTTER = ("enwik8", "text8")
-"""Files of 10^8 bytes; by custom the first 90% are for training, 5% for validation and 5% for testing."""
+"""Files of 10^8 bytes. By convention, the first 90% are for training, then 5% for validation and 5% for testing."""
 
 
 class Corpus(Protocol):
@@ -26,20 +26,20 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
 
     def identity(self, split: Split) -> str:
-        """A text that changes when the text of the split does; asking for it reads no text."""
+        """A string that changes when the text of the split does, computed without reading the text."""
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of a split in their order, each in blocks of text; an empty one has none.
+        """The documents of a split in order, each in blocks of text; an empty document has none.
 
         Raises:
-            LineartimeError: while iterating, for whatever cannot be read.
+            LineartimeError: while iterating, for text that cannot be read.
         """
 
     def examples(self, split: Split) -> Any:
-        """The split as an `IterableDataset` of the datasets library, to be streamed; LineartimeError where it cannot be."""
+        """The split as an `IterableDataset` of the datasets library; LineartimeError if it cannot be streamed."""
 
     def texts(self, example: dict[str, Any]) -> list[str]:
         """The documents in one of these examples."""
@@ -47,10 +47,10 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class LocalCorpus:
-    """Files of this machine.
+    """Local files.
 
     Attributes:
-        name: what to call it in messages.
+        name: its name in messages.
         splits: the files, or parts of files, of each split.
     """
 
@@ -67,16 +67,15 @@ class LocalCorpus:
             yield from part.documents()
 
     def examples(self, split: Split) -> Any:
-        """The documents of JSON lines and Parquet as an IterableDataset, a file being a shard."""
+        """The documents of JSON lines and Parquet as an IterableDataset; each file is a shard."""
         parts = self.splits[split]
         for part in parts:
             if is_text(part.path):
                 raise LineartimeError(
-                    f"{part.path} is one long text and cannot be streamed, only JSON lines and Parquet can: have it encoded "
-                    "beforehand."
+                    f"{part.path} is one long text and cannot be streamed, as JSON lines and Parquet can: encode it beforehand."
                 )
         if not parts:
-            raise LineartimeError(f"{self.name} has no {split} split: give more text with --data.")
+            raise LineartimeError(f"There is no {split} split in {self.name}: give more text.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
 
     def texts(self, example: dict[str, Any]) -> list[str]:
@@ -91,17 +90,17 @@ def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
 
 
 def names_corpus(data: str) -> bool:
-    """Whether `load_corpus` takes this for the name of a corpus, not for a path."""
+    """Whether `load_corpus` reads this as the name of a corpus, not as a path."""
     return data in HUB or data in _HUTTER
 
 
 def load_corpus(data: str | Path | None) -> Corpus:
     """The corpus of a name, the text at a path, or the standard library's source for None.
 
-    A name stands before a path: a file called c4 is chosen by ./c4, or by a `Path`.
+    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`.
 
     Raises:
-        LineartimeError: if there is nothing to read.
+        LineartimeError: if there is no text.
     """
     if data is None:
         return standard_library()
@@ -112,27 +111,27 @@ def load_corpus(data: str | Path | None) -> Corpus:
             return _hutter(data)
         if os.sep not in data and not Path(data).exists():
             names = ", ".join(sorted([*HUB, *_HUTTER]))
-            raise LineartimeError(f"--data {data} is neither a file or folder here nor a name of a corpus, which are: {names}.")
+            raise ArgumentError("data", f"is {data}, which is neither a file or folder nor the name of a corpus: {names}.")
     return local_text(Path(data))
 
 
 def standard_library() -> LocalCorpus:
-    """The source text of the running Python's standard library, tests left out: about 12 MB on every machine."""
+    """The source of the running Python's standard library without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
-        raise LineartimeError(f"There is no Python source in {root}, the standard library: give text of your own with --data.")
+        raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
     return LocalCorpus("the Python standard library", _split_by_file(root, files))
 
 
 def local_text(path: Path) -> LocalCorpus:
-    """A file, or all files of a folder and its subfolders, hidden ones left out: text, JSON lines or Parquet.
+    """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines or Parquet.
 
     If every file of a folder is called train..., valid..., dev... or test..., or is in a subfolder called that, these are
-    the splits. Otherwise a folder of three files or more is split by file, and anything smaller inside of the files.
+    the splits. Otherwise a folder of at least three files is split by file, and a smaller one within its files.
 
     Raises:
-        LineartimeError: if there is nothing to read.
+        LineartimeError: if there is no text.
     """
     try:
         files = [path]
@@ -142,7 +141,7 @@ def local_text(path: Path) -> LocalCorpus:
     except OSError as error:
         raise cannot("read", path, error) from None
     if not files:
-        raise LineartimeError(f"--data {path} holds no text: give a text file or a folder of text files.")
+        raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
     if path.is_dir() and (named := _split_by_name(path, files)):
         return LocalCorpus(str(path), named)
     if path.is_dir() and len(files) >= len(SPLITS):
@@ -155,7 +154,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | None:
-    """The splits that the names of files or folders say, or None; what is missing is taken from the training files."""
+    """The splits by the names of files or folders, or None; missing ones are taken from the training files."""
     splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
     for file in files:
         relative = file.relative_to(root)
@@ -178,19 +177,21 @@ def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | N
 
 
 def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
-    """Deal files out in an order that depends on their names alone, filling test and validation to their shares of bytes."""
+    """Distribute files in an order that depends only on their names, up to the shares of bytes of test and validation."""
     sizes = {file: file.stat().st_size for file in files}
     total = sum(sizes.values())
 
     def order(file: Path) -> tuple[bool, bytes]:
         name = os.fsencode(file.relative_to(root).as_posix())
-        return sizes[file] <= total / 2, hashlib.sha256(name).digest()  # a giant stands first, for training
+        return sizes[file] <= total / 2, hashlib.sha256(
+            name
+        ).digest()  # a file with most of the bytes comes first, for training
 
     left = sorted(files, key=order)
     splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
     for split in ("test", "validation"):
         size = 0
-        # One file each at the least, and at least one is left for training.
+        # At least one file for each split, training included.
         while not splits[split] or (size < SHARES[split] * total and len(left) > len(files) // 2 + 1):
             file = left.pop()
             splits[split].append(Part(file))
@@ -200,14 +201,14 @@ def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
 
 
 def _hutter(name: str) -> LocalCorpus:
-    """enwik8 or text8, from a file of that name, or NAME.zip, in the mirror folder or in this one."""
+    """enwik8 or text8, from a file of that name, or NAME.zip, in the mirror folder or the working directory."""
     folders = [folder for folder in (mirror(), Path()) if folder is not None]
     for file in (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".zip")):
         if file.is_file():
             break
     else:
         raise LineartimeError(
-            f"There is no file {name} or {name}.zip here: get http://mattmahoney.net/dc/{name}.zip into this folder, or into "
-            "the one that LINEARTIME_MIRROR names."
+            f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
+            "into the folder that LINEARTIME_MIRROR names."
         )
     return LocalCorpus(name, {split: [Part(file, split, at_lines=False)] for split in SPLITS})

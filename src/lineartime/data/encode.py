@@ -1,4 +1,4 @@
-"""Encoding: documents in, shards of tokens out, with a count of what they hold."""
+"""Encoding: documents in, shards of tokens out, with counts of bytes, words and tokens."""
 
 import hashlib
 import json
@@ -15,22 +15,13 @@ from lineartime.data.tokenizers import Tokenizer, whole_lines
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
-_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters that are encoded together, on all cores
+_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters to encode together, on all cores
 
 Integers = NDArray[np.unsignedinteger[Any]]
 
 
-def digest(file: Path) -> str:
-    """The SHA-256 of a file."""
-    hasher = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
 def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
-    """Texts to be encoded together, None standing after the last one of each document."""
+    """Texts to encode together, with None after the last one of each document."""
     batch: list[str | None] = []
     size = 0
     for document in documents:
@@ -50,7 +41,7 @@ def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
 
 
 class Writer:
-    """Writes tokens to shards and counts what they encode."""
+    """Writes tokens to shards, and counts tokens, bytes and words."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder = folder
@@ -69,7 +60,7 @@ class Writer:
         self._close_shard()
 
     def add(self, texts: list[str | None], max_tokens: int | None) -> None:
-        """Encode and write these texts, None being the end of a document."""
+        """Encode and write these texts; None is the end of a document."""
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text is not None]))
         for text in texts:
             if text is None:
@@ -86,7 +77,7 @@ class Writer:
                 return
 
     def finish(self) -> dict[str, str]:
-        """Write what there is to know about the tokens, and return the files and their digests."""
+        """Write the facts about the tokens, and return the files with their digests."""
         if not self._digests:
             self._open_shard()
             self._close_shard()
@@ -101,7 +92,7 @@ class Writer:
         return self._digests
 
     def _count(self, text: str) -> None:
-        """Count bytes and words; a word may go on in the next text of the document."""
+        """Count bytes and words; a word may continue in the next text of the document."""
         self._n_bytes += len(text.encode())
         words = len(text.split())
         self._n_words += words - (self._in_word and words > 0 and not text[0].isspace())

@@ -1,6 +1,6 @@
-"""Corpora of the Hugging Face hub, read through the datasets library: over the network, or from a local mirror.
+"""Corpora of the Hugging Face hub, read by the datasets library over the network or from a local mirror.
 
-A mirror is a folder that holds repositories as the hub does, for instance google/wiki40b/en/train-00000-of-00001.parquet.
+A mirror is a folder with repositories as on the hub, for instance google/wiki40b/en/train-00000-of-00001.parquet.
 The environment variable LINEARTIME_MIRROR names it.
 """
 
@@ -14,20 +14,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lineartime.data.readers import Split, pieces
+from lineartime.data.readers import SPLITS, Split, pieces
 from lineartime.errors import LineartimeError, missing_extra
 
 Example = dict[str, Any]
 
 
 def mirror() -> Path | None:
-    """The folder with copies of repositories, if there is one."""
+    """The folder with copies of repositories, if it is set."""
     folder = os.environ.get("LINEARTIME_MIRROR")
     return Path(folder) if folder else None
 
 
 def datasets_library(purpose: str) -> Any:
-    """The datasets library, with patience for an unsteady network that ends after half a minute."""
+    """The datasets library, set to retry on an unsteady network for half a minute."""
     try:
         import datasets
     except ImportError:
@@ -43,7 +43,7 @@ def _text(example: Example) -> list[str]:
 
 
 def wiki40b_text(example: Example) -> list[str]:
-    """An article without its markers: title, headings and paragraphs on lines of their own, an empty line before a heading."""
+    """An article without its markers: title, headings and paragraphs on their own lines, an empty line before a heading."""
     text = example["text"]
     for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
         text = text.replace(marker, instead)
@@ -51,7 +51,7 @@ def wiki40b_text(example: Example) -> list[str]:
 
 
 def _evidence(example: Example) -> list[str]:
-    """The pages that come with a question: of Wikipedia, then of the web."""
+    """The pages of a question: first of Wikipedia, then of the web."""
     return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
 
 
@@ -60,13 +60,13 @@ class HubCorpus:
     """A dataset repository of the hub.
 
     Attributes:
-        name: what it is called here.
-        repository: what it is called there.
-        files: a pattern of the files of each split.
-        columns: the columns to read; None for formats that cannot leave any out.
+        name: its name here.
+        repository: its name on the hub.
+        files: a pattern for the files of each split.
+        columns: the columns to read; None for formats without columns.
         texts_of: the documents in an example.
-        lines: whether an example is a line of a document, rather than one or more whole ones.
-        halves: whether validation and test share the files: documents of even number and of odd number.
+        lines: whether an example is a line of a document, rather than one or more documents.
+        halves: whether validation and test share files: documents with even numbers and with odd numbers.
     """
 
     name: str
@@ -78,13 +78,15 @@ class HubCorpus:
     halves: bool = False
 
     def identity(self, split: Split) -> str:
-        """The repository and its revision; of a mirror, the sizes and dates of the files."""
+        """The repository and its revision; for a mirror, the paths, sizes and dates of the files."""
         folder = self._folder
         if folder is None:
             return f"{self.repository}:{split}:{self.files[split]}:{self._revision}"
         files = sorted(folder.glob(self.files[split]))
         if not files:
-            raise LineartimeError(f"{folder} has no file {self.files[split]}: complete the mirror, or unset LINEARTIME_MIRROR.")
+            raise LineartimeError(
+                f"There is no file {self.files[split]} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR."
+            )
         facts = [(file, file.stat()) for file in files]
         return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
 
@@ -101,7 +103,7 @@ class HubCorpus:
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
-        self.identity(split)  # complains of what is missing, in fewer words than the library
+        self.identity(split)  # a clear error for missing files
         datasets = datasets_library(f"Reading {self.name}")
         folder = self._folder
         options: dict[str, Any] = {"revision": self._revision} if folder is None else {}
@@ -123,7 +125,7 @@ class HubCorpus:
     def texts(self, example: Example) -> list[str]:
         """The documents in an example."""
         if self.lines:
-            raise LineartimeError(f"{self.name} is small and cannot be streamed: have it encoded beforehand.")
+            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
         return self.texts_of(example)
 
     @property
@@ -134,35 +136,35 @@ class HubCorpus:
 
     @cached_property
     def _revision(self) -> str:
-        """The commit of the repository: the newest, or, without a network, the last one seen."""
+        """The commit of the repository: the newest, or without a network the last known one."""
         datasets_library(f"Reading {self.name}")
         import huggingface_hub
 
         name = "README.md"
         try:
-            # Fails at once without a network, where the download alone would try again and again.
+            # Fails at once without a network; the download alone would retry.
             huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(self.repository, name, repo_type="dataset"))
             seen: Any = huggingface_hub.hf_hub_download(self.repository, name, repo_type="dataset")
-        except Exception as error:  # whatever a network can do
+        except Exception as error:  # any error of the network
             seen = huggingface_hub.try_to_load_from_cache(self.repository, name, repo_type="dataset")
             if not isinstance(seen, str):
                 raise LineartimeError(
                     f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
                     "LINEARTIME_MIRROR to a folder with a copy of that repository."
                 ) from None
-        return Path(seen).parent.name  # its cache keeps files in snapshots/COMMIT
+        return Path(seen).parent.name  # the cache of the library keeps files in snapshots/COMMIT
 
 
 @contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Raise LineartimeError for whatever goes wrong in reading a corpus of this name."""
+    """Turn any error while reading a corpus of this name into a LineartimeError."""
     try:
         yield
     except LineartimeError:
         raise
     except Exception as error:  # of the network, of compression, of Parquet, of JSON, by several libraries
         raise LineartimeError(
-            f"Cannot read {name} ({_first_line(error)}): check its files, or the network, then run the command again."
+            f"Cannot read {name} ({_first_line(error)}): check its files or the network, then try again."
         ) from None
 
 
@@ -172,7 +174,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _line(example: Example) -> str:
-    """A line of WikiText; the hub has nothing where the original has an empty line."""
+    """A line of WikiText; the hub has an empty string for an empty line of the original."""
     text: str = example["text"]
     return text or " \n"
 
@@ -190,17 +192,22 @@ class _ArticleNumber:
         return self._count
 
 
+def _files(pattern: str) -> dict[Split, str]:
+    """A pattern of the files of each split, from one for all."""
+    return {split: pattern.format(split) for split in SPLITS}
+
+
 HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
         HubCorpus(
             "wiki40b",
             "google/wiki40b",
-            {split: f"en/{split}-*.parquet" for split in ("train", "validation", "test")},
+            _files("en/{}-*.parquet"),
             texts_of=wiki40b_text,
         ),
-        # A book in each row. deepmind/pg19 itself has a script, which datasets no longer runs.
-        HubCorpus("pg19", "emozilla/pg19", {split: f"data/{split}-*.parquet" for split in ("train", "validation", "test")}),
+        # A book in each row. deepmind/pg19 has a script, which datasets no longer runs.
+        HubCorpus("pg19", "emozilla/pg19", _files("data/{}-*.parquet")),
         HubCorpus(
             "c4",
             "allenai/c4",
@@ -215,14 +222,14 @@ HUB: dict[str, HubCorpus] = {
         HubCorpus(
             "trivia_qa",
             "mandarjoshi/trivia_qa",
-            {split: f"rc/{split}-*.parquet" for split in ("train", "validation", "test")},
+            _files("rc/{}-*.parquet"),
             columns=("entity_pages", "search_results"),
             texts_of=_evidence,
         ),
         HubCorpus(
             "wikitext",
             "Salesforce/wikitext",
-            {split: f"wikitext-103-raw-v1/{split}-*.parquet" for split in ("train", "validation", "test")},
+            _files("wikitext-103-raw-v1/{}-*.parquet"),
             lines=True,
         ),
     )

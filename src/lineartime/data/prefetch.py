@@ -1,25 +1,21 @@
-"""Working ahead: a thread prepares the next steps while the current one is computed."""
+"""Prefetching: a thread prepares the next steps while the current one is computed."""
 
 import queue
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from lineartime.data.batches import Batch
 from lineartime.data.loaders import Loader
 
-_AHEAD = 2  # steps; more would only need more memory
-_PATIENCE = 5.0  # seconds to wait for a thread that may hang on a network
+_AHEAD = 2  # steps; more would only take memory
+_PATIENCE = 5.0  # seconds to wait for a thread that may wait for a network
 
 
-@dataclass(frozen=True)
-class _Step:
-    batches: list[Batch]
-    state: dict[str, Any]
+_Step = tuple[list[Batch], dict[str, Any]]  # batches, and the state of the loader after them
 
 
 class _Worker:
-    """A thread that takes steps from a loader until it is told to stop, or the loader raises."""
+    """A thread that takes steps from a loader until `stop`, or until the loader raises."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -32,7 +28,7 @@ class _Worker:
     def get(self) -> _Step:
         result = self._done.get()
         if isinstance(result, BaseException):
-            self._done.put(result)  # whoever asks again hears the same
+            self._done.put(result)  # for the next call
             raise result
         self._free.release()
         return result
@@ -50,13 +46,13 @@ class _Worker:
                 if self._stopping:
                     return
                 batches = self._loader.next_step()
-                self._done.put(_Step(batches, self._loader.state()))
-        except BaseException as error:  # it belongs to the thread that waits for the step
+                self._done.put((batches, self._loader.state()))
+        except BaseException as error:  # raised in the thread that waits for the step
             self._done.put(error)
 
 
 class PrefetchedLoader:
-    """A loader that is ahead of its reader; its state is that of what the reader got."""
+    """A loader that prepares up to two steps ahead in a thread; its state is that of the last step it returned."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -64,34 +60,28 @@ class PrefetchedLoader:
         self._worker: _Worker | None = None
 
     def next_step(self) -> list[Batch]:
-        """The micro-batches of the next step; raises what preparing them raised."""
+        """The micro-batches of the next step; raises any error of preparing them."""
         if self._worker is None:
             self._worker = _Worker(self._loader)
-        step = self._worker.get()
-        self._state = step.state
-        return step.batches
+        batches, self._state = self._worker.get()
+        return batches
 
     def state(self) -> dict[str, Any]:
-        """That of the loader after the last step handed out."""
+        """The state of the loader after the last step returned."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Forget what was prepared and go on from another state."""
+        """Discard the prepared steps and continue from another state."""
         self._stop(None)
         self._loader.restore(state)
         self._state = state
 
     def close(self) -> None:
         """Stop the thread and close the loader."""
-        if self._stop(_PATIENCE):  # else the thread is still using it
+        if self._stop(_PATIENCE):  # otherwise the thread still uses it
             self._loader.close()
 
     def _stop(self, patience: float | None) -> bool:
         stopped = self._worker is None or self._worker.stop(patience)
         self._worker = None
         return stopped
-
-
-def prefetched(loader: Loader) -> Loader:
-    """Prepare up to two steps ahead, in a thread."""
-    return PrefetchedLoader(loader)

@@ -1,4 +1,4 @@
-"""A progress bar for work that may take seconds or hours, once it is worth a look; where there is no terminal, a line."""
+"""Progress of work that takes seconds or hours: a bar after the first second, or a line if there is no terminal."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from rich.filesize import decimal
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_PATIENCE = 1.0  # seconds of work that need no bar
+_PATIENCE = 1.0  # seconds without a bar
 
 
 class Progress:
-    """How many bytes of text have been read, the total being unknown."""
+    """Shows how many bytes of text have been read; the total is unknown."""
 
     def __init__(self, description: str) -> None:
         self._description = description
@@ -30,7 +30,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, n_bytes: int) -> None:
-        """Say that so much more text was read."""
+        """Count `n_bytes` more."""
         self._bytes += n_bytes
         now = time.monotonic()
         if now - self._shown < _PATIENCE:

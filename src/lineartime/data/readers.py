@@ -1,4 +1,4 @@
-"""Local files as documents: text, JSON lines and Parquet, plain or compressed, with a block or document in memory at a time."""
+"""Local files as documents: text, JSON lines and Parquet, plain or compressed, one block or document in memory at a time."""
 
 import gzip
 import io
@@ -31,9 +31,9 @@ class Part:
     """A file, or a part of one.
 
     Attributes:
-        path: the file; what it is follows from its name.
-        split: only this split of it: text is split by position, JSON lines and Parquet by the number of the document.
-        at_lines: whether text is cut at the end of a line, or just between two characters.
+        path: the file; its name says which format it has.
+        split: only this split: of text, by position; of JSON lines and Parquet, by the number of the document.
+        at_lines: whether text is cut at the end of a line, or between any two characters.
     """
 
     path: Path
@@ -41,17 +41,17 @@ class Part:
     at_lines: bool = True
 
     def identity(self) -> str:
-        """A text that changes when the file does."""
+        """A string that changes when the file does."""
         return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{_version(self.path)}"
 
     def documents(self) -> Iterator[Iterator[str]]:
-        """Its documents, each in blocks of text; LineartimeError, naming the file and the place, for what cannot be read."""
+        """Its documents, each in blocks of text; LineartimeError, naming file and place, for what cannot be read."""
         if is_text(self.path):
             yield self._blocks()
             return
         texts = _parquet(self.path) if _suffix(self.path) == ".parquet" else _json_lines(self.path)
         for number, text in enumerate(texts):
-            if self.split in (None, dealt_to(number)):
+            if self.split in (None, split_of(number)):
                 yield pieces(text)
 
     def _blocks(self) -> Iterator[str]:
@@ -60,8 +60,8 @@ class Part:
         return _decoded(self.path, *_cuts(self.path, self.at_lines, _version(self.path))[SPLITS.index(self.split)])
 
 
-def dealt_to(number: int) -> Split:
-    """The split of a document of a file that holds many: of every twenty, one is for validation and one for testing."""
+def split_of(number: int) -> Split:
+    """The split of a document by its number in a file: of every twenty, one is for validation and one for testing."""
     held_out: dict[int, Split] = {1: "validation", 2: "test"}
     return held_out.get(number % 20, "train")
 
@@ -72,9 +72,9 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a whole file is one document, rather than one in each line or row.
+    """Whether a file is one document, rather than one in each line or row.
 
-    A file called .json holds JSON lines if its first line is an object with a text, and is itself a text otherwise.
+    A .json file holds JSON lines if its first line is an object with a text, and is one text otherwise.
     """
     suffix = _suffix(path)
     if suffix == ".json":
@@ -88,14 +88,14 @@ def is_text(path: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that says what is in a file, below that of its compression."""
+    """The suffix of a file's format, without that of its compression."""
     name = Path(path.stem) if path.suffix.lower() in _COMPRESSED else path
     return name.suffix.lower()
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed; LineartimeError, naming it, for whatever keeps them from being read."""
+    """The decompressed bytes of a file; LineartimeError, naming it, if they cannot be read."""
     try:
         with path.open("rb") as raw:
             match path.suffix.lower():
@@ -110,7 +110,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
                     with zipfile.ZipFile(raw) as archive:
                         names = archive.namelist()
                         if len(names) != 1:
-                            raise LineartimeError(f"{path} holds {len(names)} files: unpack it into a folder and give that.")
+                            raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
                         with archive.open(names[0]) as member:
                             yield member
                 case _:
@@ -123,13 +123,13 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 def _damaged(path: Path, error: Exception) -> LineartimeError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return LineartimeError(f"{path} is damaged or cut off ({reason}): get it anew, or take it out of --data.")
+    return LineartimeError(f"{path} is damaged or cut off ({reason}): fetch it again, or leave it out.")
 
 
 class _Zstandard(io.RawIOBase):
-    """The zstandard package's own reader takes a file that was cut off for a whole one."""
+    """A reader that notices files that are cut off, as the zstandard package's own does not."""
 
-    _AT_ONCE = 1 << 14  # compressed bytes; few, since they may become thousands of times as many
+    _AT_ONCE = 1 << 14  # compressed bytes; few, because they may expand by a factor of thousands
 
     def __init__(self, raw: IO[bytes], path: Path) -> None:
         try:
@@ -169,7 +169,7 @@ class _Zstandard(io.RawIOBase):
 
 
 def _decoded(path: Path, start: int, stop: int | None) -> Iterator[str]:
-    """The text between two bytes of a file, in blocks; LineartimeError where it is not UTF-8."""
+    """The text between two bytes of a file, in blocks; LineartimeError if it is not UTF-8."""
     decoder = getincrementaldecoder("utf-8")()
     position = start
     with open_bytes(path) as stream:
@@ -190,12 +190,12 @@ def _decoded(path: Path, start: int, stop: int | None) -> Iterator[str]:
 
 def _not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
     return LineartimeError(
-        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert it to UTF-8 or take it out of --data."
+        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert it to UTF-8, or leave it out."
     )
 
 
 def _skip(stream: IO[bytes], count: int) -> None:
-    """Pass over so many bytes."""
+    """Skip `count` bytes."""
     if stream.seekable():
         stream.seek(count)
         return
@@ -226,7 +226,9 @@ def _text_of_line(where: str, line: bytes, position: int) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise LineartimeError(f"{where} has half a character in its text ({error.reason}): mend or delete the line.") from None
+        raise LineartimeError(
+            f"{where} has half a character in its text ({error.reason}): correct or delete the line."
+        ) from None
     return text
 
 
@@ -247,7 +249,9 @@ def _parquet(path: Path) -> Iterator[str]:
                 for value in batch.column(0):
                     text = value.as_py()
                     if not isinstance(text, str):
-                        raise LineartimeError(f"{path}, row {number}, has no text, but {text!r:.40}: mend or delete the row.")
+                        raise LineartimeError(
+                            f"{path}, row {number}, has no text, but {text!r:.40}: correct or delete the row."
+                        )
                     yield text
                     number += 1
     except UnicodeDecodeError as error:
@@ -259,7 +263,7 @@ def _parquet(path: Path) -> Iterator[str]:
 
 
 def _version(path: Path) -> tuple[int, int]:
-    """Numbers that change when a file does: its size and date."""
+    """The size and date of a file, which change when it does."""
     try:
         facts = path.stat()
     except OSError as error:
@@ -271,7 +275,7 @@ def _version(path: Path) -> tuple[int, int]:
 def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[int, int]]:
     """The bounds of the three splits of a text, in bytes: training, then validation, then test.
 
-    Of a compressed file, whose length nobody knows, this takes some passes over all of it.
+    For a compressed file, whose length is unknown, this reads the file several times.
     """
     length = version[0]
     if path.suffix.lower() in _COMPRESSED:
@@ -284,7 +288,7 @@ def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[in
 
 
 def _cut(path: Path, offset: int, stop: int, at_line: bool) -> int:
-    """The offset just after the next line end, or, if there is none halfway to `stop`, that of the next character."""
+    """The offset after the next end of line, or of the next character if no line ends in the first half up to `stop`."""
     with open_bytes(path) as stream:
         _skip(stream, offset)
         following = stream.read(min(1 << 16, (stop - offset) // 2))

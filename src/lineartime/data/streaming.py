@@ -1,8 +1,8 @@
-"""Text that is too much to encode beforehand: documents are encoded as they are read, in lanes that each go their own way.
+"""Streaming: documents of corpora too large to encode beforehand are encoded as they are read, in independent lanes.
 
-A corpus is shared out over a fixed number of lanes, and row i of a run is read from lane i % lanes. So the order of the text
-does not depend on the number of processes. Documents are not shuffled: the library that reads them cannot bring back the
-contents of a shuffle buffer. Lanes, which begin in different files, mix them instead.
+A corpus is divided into a fixed number of lanes, and row i of a run comes from lane i % lanes, so that the order of the text
+does not depend on the number of processes. Documents are not shuffled, because the datasets library cannot restore a shuffle
+buffer. Lanes start in different files, which mixes the documents.
 """
 
 from collections import deque
@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus
 from lineartime.data.hub import guarded
-from lineartime.data.loaders import BatchMaker, Loader, Rows
+from lineartime.data.loaders import BatchMaker, Rows
 from lineartime.data.readers import Split, pieces
-from lineartime.data.tokenizers import Tokenizer, encode_blocks
-from lineartime.errors import LineartimeError
-from lineartime.models.config import Task
+from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.errors import ArgumentError, LineartimeError
 
 State = dict[str, Any]
 
@@ -30,21 +29,21 @@ def stream_documents(
 ) -> Iterator[tuple[list[str], State]]:
     """One pass over a lane's share of a split.
 
-    With as many files as lanes, or more, a lane has files of its own. With fewer, some lanes read the same file, each another
-    document of it in turn.
+    With at least as many files as lanes, each lane has its own files. With fewer, several lanes read the same file, and take
+    turns with its documents.
 
     Args:
         corpus: the text.
         split: the part of it.
-        lane: which share, from 0 to lanes - 1.
-        lanes: how many shares.
-        state: where to go on, as it came with a group of documents before; None for the beginning.
+        lane: the share, from 0 to lanes - 1.
+        lanes: the number of shares.
+        state: where to continue, from an earlier pass; None for the beginning.
 
     Yields:
-        Documents that stand together in one example of the corpus, and the state after them, which is plain JSON.
+        The documents of one example of the corpus, and the state after them as plain JSON.
 
     Raises:
-        LineartimeError: for what cannot be read, or cannot be streamed.
+        LineartimeError: for a corpus that cannot be read or streamed.
     """
     with guarded(corpus.name):
         dataset = _share(corpus.examples(split), lane, lanes)
@@ -65,7 +64,7 @@ def _share(dataset: Any, lane: int, lanes: int) -> Any:
 
 
 class _Mark(NamedTuple):
-    """An example begins at this place of a lane; reading again from that state gives it again."""
+    """The place in a lane where an example starts, and the epoch and state from which to read it again."""
 
     place: int
     epoch: int
@@ -73,7 +72,7 @@ class _Mark(NamedTuple):
 
 
 class _Lane:
-    """The tokens of one share of the text, without end; every token is read once an epoch."""
+    """The endless tokens of one share of the text; every token comes once an epoch."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, lane: int, lanes: int) -> None:
         self._corpus = corpus
@@ -83,14 +82,14 @@ class _Lane:
         self.restore({"epoch": 0, "source": None, "used": 0})
 
     def restore(self, state: State) -> None:
-        self._place = 0  # of the first token in the buffer, counted from the example that `state` names
-        self._used = state["used"]  # tokens to pass over; they are read only when they are needed
+        self._place = 0  # of the first token in the buffer, counted from the start of the example in `state`
+        self._used = state["used"]  # tokens to skip; they are read only when needed
         self._marks = deque([_Mark(0, state["epoch"], state["source"])])
         self._buffer: NDArray[np.int64] = np.zeros(0, np.int64)
         self._tokens = self._read(state["epoch"], state["source"])
 
     def state(self) -> State:
-        """What `restore` needs, in words of the oldest example that is not used up."""
+        """The state for `restore`: where the oldest unfinished example starts, and how many of its tokens are used."""
         place = self._place + self._used
         while len(self._marks) > 1 and self._marks[1].place <= place:
             self._marks.popleft()
@@ -98,7 +97,7 @@ class _Lane:
         return {"epoch": mark.epoch, "source": mark.source, "used": place - mark.place}
 
     def window(self, context_length: int) -> NDArray[np.int64]:
-        """The next T + 1 tokens; the last of them is the first of the window after."""
+        """The next T + 1 tokens; the last of them is the first of the next window."""
         wanted = self._used + context_length + 1
         parts, length = [self._buffer], len(self._buffer)
         while length < wanted:
@@ -123,7 +122,7 @@ class _Lane:
                 for text in texts:
                     if not text:
                         continue
-                    for ids in encode_blocks(self._tokenizer, pieces(text)):
+                    for ids in map(self._tokenizer.encode, whole_lines(pieces(text))):
                         place += len(ids)
                         yield ids
                     place += 1
@@ -131,85 +130,70 @@ class _Lane:
                 source = after
             if from_the_beginning and place == before:
                 raise LineartimeError(
-                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): have it "
-                    "encoded beforehand, or give more text with --data."
+                    f"The train split of {self._corpus.name} has fewer documents than lanes ({self._lanes}): use fewer "
+                    "lanes, encode it beforehand, or give more text."
                 )
             epoch, source = epoch + 1, None
 
 
 class StreamingLoader:
-    """Row i is the next window of lane i % lanes; a process reads the lanes of its own rows alone."""
+    """Encodes the training split of a corpus while it is read: row i is the next window of lane i % lanes.
+
+    A process reads only the lanes of its rows. A lane that ends starts again, independently of the others.
+
+    Args:
+        corpus: of the hub, or JSON lines or Parquet.
+        make: makes batches of windows.
+        context_length: T.
+        rows: the rows of this process.
+        lanes: a multiple of the number of processes.
+
+    Raises:
+        LineartimeError: if lanes are not a multiple of the processes, for a corpus that cannot be streamed, and while reading
+            for text that cannot be read.
+    """
 
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int) -> None:
         if lanes < 1 or lanes % rows.ranks:
-            raise LineartimeError(
-                f"--lanes is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}: give a new run another "
-                "number of lanes, or start a number of processes that divides the lanes."
+            raise ArgumentError(
+                "lanes",
+                f"is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}: use another number of lanes in a new "
+                "run, or a number of processes that divides the lanes.",
             )
+        corpus.examples("train")  # raises at once if the corpus cannot be streamed
         self._make = make
         self._context_length = context_length
         self._rows = rows
         self._count = lanes
-        self._handed_out = 0
+        self._rows_read = 0
         self._lanes = {lane: _Lane(corpus, make.tokenizer, lane, lanes) for lane in range(rows.rank, lanes, rows.ranks)}
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
         batches = []
-        for numbers in self._rows.of_step(self._handed_out):
+        for numbers in self._rows.of_step(self._rows_read):
             windows = [self._lanes[row % self._count].window(self._context_length) for row in numbers]
             batches.append(self._make(torch.from_numpy(np.stack(windows)), numbers))
-        self._handed_out += self._rows.per_step
+        self._rows_read += self._rows.per_step
         return batches
 
     def state(self) -> State:
         """The number of rows handed out to all processes, and where each lane of this one stands."""
         lanes = {str(number): lane.state() for number, lane in self._lanes.items()}
-        return {"rows": self._handed_out, "of": self._count, "lanes": lanes}
+        return {"rows": self._rows_read, "of": self._count, "lanes": lanes}
 
     def restore(self, state: State) -> None:
-        """Go on from a state of all lanes; those of other processes are left alone."""
+        """Continue from a state of all lanes; the lanes of other processes are ignored."""
         if state.get("of") != self._count or not {str(lane) for lane in self._lanes} <= state["lanes"].keys():
             raise LineartimeError(
-                f"The run read its text in {state.get('of', 'no')} lanes and cannot go on in {self._count}: resume it with its "
-                "own options."
+                f"The run read its text in {state.get('of', 'no')} lanes and cannot continue in {self._count}: resume it with "
+                "its own options."
             )
-        self._handed_out = state["rows"]
+        self._rows_read = state["rows"]
         for number, lane in self._lanes.items():
             lane.restore(state["lanes"][str(number)])
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for lane in self._lanes.values():
             lane.close()
-
-
-def streaming_loader(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    *,
-    task: Task,
-    context_length: int,
-    rows: Rows,
-    seed: int,
-    packed: bool = False,
-    lanes: int = 8,
-) -> Loader:
-    """Read the training split of a corpus as it comes, without encoding it beforehand.
-
-    Args:
-        corpus: the text, of the hub, or JSON lines or Parquet.
-        tokenizer: what encodes it.
-        task: what is to be foretold.
-        context_length: T.
-        rows: which rows this process gets, and how many at once.
-        seed: of the masks.
-        packed: whether documents are parted from each other, as in `cached_loader`.
-        lanes: shares of the text that are read side by side, a multiple of the processes. A lane that has come to its end
-            begins again, whatever the others do.
-
-    Raises:
-        LineartimeError: if lanes are not a multiple of the processes; while reading, for what cannot be read.
-    """
-    corpus.examples("train")  # says so at once where a corpus cannot be streamed
-    return StreamingLoader(corpus, BatchMaker(tokenizer, task, seed, packed), context_length, rows, lanes)

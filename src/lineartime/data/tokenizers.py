@@ -1,4 +1,4 @@
-"""From text to token ids and back: bytes, or any tokenizer of the Hugging Face `tokenizers` library."""
+"""Tokenizers: text to token ids and back, by bytes or by any tokenizer of the Hugging Face `tokenizers` library."""
 
 import codecs
 import hashlib
@@ -16,17 +16,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class StreamDecoder(Protocol):
-    """Turns tokens into text as they come, holding back characters that are not complete yet."""
+    """Turns tokens into text as they arrive, and holds back incomplete characters."""
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; often one character, sometimes none."""
+        """The text that this token completes, often one character, sometimes none."""
 
     def flush(self) -> str:
-        """What was held back, once no token is to come."""
+        """The text held back, after the last token."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of lineartime asks of a tokenizer."""
+    """The interface of a tokenizer."""
 
     vocab_size: int
     end_of_document: int
@@ -39,13 +39,13 @@ class Tokenizer(Protocol):
         """The token ids of several texts, on all cores."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """The text of token ids, without special tokens."""
 
     def stream_decoder(self) -> StreamDecoder:
-        """A decoder for tokens that arrive one by one."""
+        """A decoder of tokens that arrive one by one."""
 
     def to_json(self) -> str:
-        """What `load_tokenizer` needs to make an equal tokenizer."""
+        """A text from which `load_tokenizer` makes an equal tokenizer."""
 
 
 class ByteTokenizer:
@@ -60,15 +60,15 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The bytes of several texts; copying them is no work for more than one core."""
+        """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; special tokens are left out and broken characters become U+FFFD."""
+        """The text of token ids, without special tokens; broken characters become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def stream_decoder(self) -> "_ByteStreamDecoder":
-        """A decoder for bytes that arrive one by one."""
+        """A decoder of bytes that arrive one by one."""
         return _ByteStreamDecoder()
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ class _ByteStreamDecoder:
 
 
 class JsonTokenizer:
-    """A tokenizer saved by the Hugging Face `tokenizers` library; end-of-document and mask are added where it has none."""
+    """A tokenizer saved by the Hugging Face `tokenizers` library; missing end-of-document and mask tokens are added."""
 
     _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]", "<end_of_document>")
     _MASK_NAMES = ("[MASK]", "<mask>")
@@ -102,9 +102,9 @@ class JsonTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises plain Exception
             raise LineartimeError(
-                f"{source} is not a tokenizer file ({error}): --tokenizer takes a tokenizer.json of the tokenizers library."
+                f"{source} is not a tokenizer file ({error}): give a tokenizer.json of the tokenizers library."
             ) from None
-        self._tokenizer.encode_special_tokens = True  # a document that holds "<|endoftext|>" does not end there
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text and does not end it
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._definition = definition
@@ -114,7 +114,7 @@ class JsonTokenizer:
         self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)
 
     def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
-        """The id of the first of these names that the tokenizer has, or else a new one, and the vocabulary size then."""
+        """The id of the first of these names that the tokenizer knows, or a new id, and the vocabulary size then."""
         for name in names:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
@@ -129,17 +129,17 @@ class JsonTokenizer:
         """The token ids of several texts: int64 [n] each."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception, for instance for a word it has no token for
+        except Exception as error:  # the library raises plain Exception, for instance for an unknown word
             raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """The text of token ids, without special tokens."""
         text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
     def stream_decoder(self) -> "_JsonStreamDecoder":
-        """A decoder for tokens that arrive one by one."""
+        """A decoder of tokens that arrive one by one."""
         return _JsonStreamDecoder(self.decode)
 
     def to_json(self) -> str:
@@ -148,13 +148,13 @@ class JsonTokenizer:
 
 
 class _JsonStreamDecoder:
-    """Decodes the latest tokens together with those before them, since what a token says can depend on its neighbours."""
+    """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours."""
 
-    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens: what is still broken then stays broken
+    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens; longer runs stay broken
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._shown: list[int] = []  # the latest tokens whose text is out
+        self._shown: list[int] = []  # the latest tokens whose text was returned
         self._waiting: list[int] = []
 
     def push(self, token: int) -> str:
@@ -174,42 +174,34 @@ class _JsonStreamDecoder:
         return text[len(before) :]
 
 
-def load_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer in a file, or in a checkpoint directory; None gives the byte tokenizer.
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file or a checkpoint folder.
 
     Raises:
-        LineartimeError: if the file cannot be read or is no tokenizer.
+        LineartimeError: if the file cannot be read or is not a tokenizer.
     """
-    if path is None:
-        return ByteTokenizer()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         definition = file.read_text(encoding="utf-8")
     except OSError as error:
         raise cannot("read", file, error) from None
     except UnicodeDecodeError:
-        raise LineartimeError(f"{file} is not a tokenizer file: --tokenizer takes a tokenizer.json.") from None
+        raise LineartimeError(f"{file} is not a tokenizer file: give a tokenizer.json of the tokenizers library.") from None
     if definition == ByteTokenizer().to_json():
         return ByteTokenizer()
     return JsonTokenizer(definition, str(file))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A text that differs between tokenizers that encode differently."""
+    """A string that differs between tokenizers that encode differently."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def encode_blocks(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[NDArray[np.int64]]:
-    """Encode a text that comes in blocks, cutting it at line ends, across which hardly any tokenizer merges.
-
-    A line longer than a block is cut where the block ends.
-    """
-    for text in whole_lines(blocks):
-        yield tokenizer.encode(text)
-
-
 def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
-    """The same text in blocks that end with a line, unless a line is longer than a block."""
+    """The same text in blocks to encode, cut at ends of lines, across which hardly any tokenizer merges.
+
+    A line longer than a block is cut at the end of the block.
+    """
     rest = ""
     for block in blocks:
         text = rest + block

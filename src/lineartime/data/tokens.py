@@ -1,11 +1,11 @@
-"""Token files: a split of a corpus, encoded once, kept on disk in shards and memory-mapped, so that it may exceed memory.
+"""Token files: a split of a corpus, encoded once into shards on disk and memory-mapped, so that it may exceed memory.
 
-A folder of the cache is made under another name and renamed when it is whole. It holds
+A folder of the cache is written under another name and renamed when it is complete. It holds
 
     tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
-    facts.json              how much there is, and the SHA-256 of each file
+    facts.json              the counts, and the SHA-256 of each file
 
-The digest of a file is checked when it is opened, unless its size and date are those at which it was last found right.
+The digest of a file is checked when it is opened, unless its size and date are those of its last successful check.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,18 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, Integers, Writer, batches, digest
+from lineartime.data.encode import FACTS, Integers, Writer, batches
 from lineartime.data.progress import Progress
 from lineartime.data.readers import Split
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
+from lineartime.files import sha256, write_atomically
 
 _FORMAT = 3  # part of every folder's name: raise it when the same input would give other tokens
 _VERIFIED = "verified.json"
 
 
 class Tokens(Protocol):
-    """A row of tokens: a numpy array, or several that lie on disk."""
+    """A sequence of tokens: a numpy array, or several on disk."""
 
     def __len__(self) -> int: ...
 
@@ -44,14 +46,14 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The tokens of a split, in one row: every document is followed by an end-of-document token.
+    """The tokens of a split as one sequence, with an end-of-document token after every document.
 
     Attributes:
-        name: what to call it in messages.
+        name: its name in messages.
         tokens: unsigned integers [n].
         n_bytes: the bytes of the text they encode.
-        n_words: the words of that text, as white space parts them.
-        digest: what differs between streams of different tokens; empty for one that is not on disk.
+        n_words: the words of that text, as separated by white space.
+        digest: differs between streams of different tokens; empty for one that is not on disk.
     """
 
     name: str
@@ -64,14 +66,14 @@ class TokenStream:
         return len(self.tokens)
 
     def announce(self, places: list[tuple[int, int]]) -> None:
-        """Have the system fetch these stretches, from a first token up to a last one, side by side instead of one by one."""
+        """Tell the system to read these ranges of tokens (first, end) ahead, all at once instead of one by one."""
         if isinstance(self.tokens, Shards):
             for start, stop in places:
                 self.tokens.announce(start, stop)
 
 
 class Shards:
-    """The tokens of several files as one row, which slices read without an end of a file being seen."""
+    """The tokens of several files as one sequence; slices may cross the ends of files."""
 
     def __init__(self, shards: list[Integers]) -> None:
         self._shards = shards
@@ -83,14 +85,14 @@ class Shards:
     def __getitem__(self, places: slice) -> Integers:
         start, stop, step = places.indices(len(self))
         if step != 1:
-            raise ValueError(f"A step of {step} is not possible: tokens are read one after another.")
+            raise ValueError(f"The step of a slice is {step}, but must be 1.")
         found = [self._shards[index][first:last] for index, first, last in self._parts(start, stop)]
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else self._shards[0][:0]
 
     def announce(self, start: int, stop: int) -> None:
-        """Have the system fetch these tokens from the disk, without waiting for them."""
+        """Tell the system to read these tokens from the disk, without waiting for them."""
         for index, first, last in self._parts(start, min(stop, len(self))):
             shard = self._shards[index]
             page, size = mmap.PAGESIZE, shard.itemsize
@@ -99,7 +101,7 @@ class Shards:
                 shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold these tokens, and where in them."""
+        """The shards that hold these tokens: index, first place and end in each."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             before = int(self._ends[index]) - len(self._shards[index])
@@ -110,22 +112,22 @@ class Shards:
 
 
 def default_cache() -> Path:
-    """The folder in which token files are kept unless told otherwise."""
+    """The default folder of token files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
 
 
 def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path, max_tokens: int | None = None) -> TokenStream:
-    """The tokens of a split; encoded, block by block, only if the cache does not hold them already.
+    """The tokens of a split, encoded only if the cache does not hold them.
 
     Args:
         corpus: the text.
         split: the part of it.
-        tokenizer: what encodes it.
-        cache: the folder to keep the tokens in.
-        max_tokens: encode only so many from the beginning.
+        tokenizer: encodes the text.
+        cache: the folder of token files.
+        max_tokens: encode only this many from the beginning.
 
     Raises:
-        LineartimeError: for text that cannot be read or is not UTF-8, a cache that cannot be written, or one that is damaged.
+        LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
     folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
     name = f"the {split} split of {corpus.name}"
@@ -135,7 +137,7 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
 
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
-    """A name for the tokens, which changes with the tokenizer and with the text."""
+    """A name of the tokens that changes with the tokenizer and the text."""
     parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
@@ -160,7 +162,7 @@ def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:
-    """Raise LineartimeError unless the files are what was written."""
+    """Raise LineartimeError for a file that is not as it was written."""
     try:
         verified = json.loads((folder / _VERIFIED).read_text())
     except (OSError, ValueError):
@@ -170,7 +172,7 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
         if not (folder / file).is_file():
             raise _damaged(folder, file)
         if verified.get(file) != _version(folder / file):
-            if digest(folder / file) != written:
+            if sha256(folder / file) != written:
                 raise _damaged(folder, file)
             verified[file] = _version(folder / file)
     if verified != before:
@@ -178,13 +180,9 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
 
 
 def _remember(folder: Path, verified: dict[str, list[int]]) -> None:
-    """Keep what was verified; where the cache cannot be written, it will be verified again."""
-    partial = folder / f"{_VERIFIED}.{uuid.uuid4().hex}"
-    try:
-        partial.write_text(json.dumps(verified))
-        partial.replace(folder / _VERIFIED)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    """Record what was verified; a cache that cannot be written is verified again next time."""
+    with suppress(OSError):
+        write_atomically(folder / _VERIFIED, json.dumps(verified))
 
 
 def _version(file: Path) -> list[int]:
@@ -193,13 +191,11 @@ def _version(file: Path) -> list[int]:
 
 
 def _damaged(folder: Path, file: str) -> LineartimeError:
-    return LineartimeError(
-        f"The token file {folder / file} is damaged: delete the folder {folder}, then run the command again."
-    )
+    return LineartimeError(f"The token file {folder / file} is damaged: delete the folder {folder} to encode the text again.")
 
 
 def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Encode into a folder of another name, and rename it; another process that does the same does no harm."""
+    """Encode into a folder of another name and rename it, so that processes that do the same do not disturb each other."""
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +221,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Delete what killed processes left half written: one that lives writes all the time."""
+    """Delete what killed processes left half written; a living one writes at least once an hour."""
     for left in cache.glob("*.partial"):
         try:
             if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > 3600:

@@ -1,4 +1,4 @@
-"""Measures of how good a model is."""
+"""How well a model predicts text."""
 
 from lineartime.evaluation.perplexity import Evaluation, Position, carried, windowed
 

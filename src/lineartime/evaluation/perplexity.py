@@ -1,28 +1,28 @@
-"""How well a language model foretells text: nats, bits per byte, perplexity of tokens and words, and where in the context.
+"""How well a language model predicts text: nats per token, bits per byte, perplexity, and the loss by position in the context.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineartime.data.batches import Batch, causal_batch, masked_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.machine import autocast
 from lineartime.models.heads import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
 class Position:
-    """The mean loss, in nats, of the `count` tokens that stand behind `first` to `last` tokens of a sequence."""
+    """The mean loss, in nats, of the `count` tokens that have from `first` to `last` tokens before them."""
 
     first: int
     last: int
@@ -36,14 +36,14 @@ class Evaluation:
 
     Attributes:
         context: how much context the tokens had, in words.
-        loss: mean, in nats per token.
+        loss: mean over the tokens, in nats.
         tokens: how many tokens the mean is over.
-        masked: whether only masked tokens were foretold.
-        bits_per_byte: the whole loss in bits, over the bytes of the text; None for masked tokens.
-        word_perplexity: exp of the whole loss over the words of the text, as white space parts them, so that it does not
-            depend on the tokenizer; None for masked tokens, and for text with too few spaces in it.
-        by_position: the loss by the number of tokens that stood before, in powers of two. The first of them is the token
-            before the window, or an end of document. (A masked model reads both ways: there it is a place in the window.)
+        masked: whether the model predicted masked tokens only.
+        bits_per_byte: the total loss in bits over the bytes of the text; None for masked tokens.
+        word_perplexity: exp of the total loss over the words of the text (as separated by white space), so that it does not
+            depend on the tokenizer; None for masked tokens, and for text with too few words.
+        by_position: the loss by the number of tokens before, in powers of two. The first of these tokens is the one before
+            the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
     """
 
     context: str
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): of one token, or of one masked token."""
+        """exp(loss), of a token or of a masked token."""
         return math.exp(self.loss)
 
 
@@ -66,18 +66,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view(targets.shape)
 
 
-def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
-    """The context in which a model computes matrix products in bf16, or the one in which it does not."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
-
-
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
-    """Nats per token, as bits over the bytes that the tokens encode."""
+    """A loss in nats per token, as bits per byte of the text that the tokens encode."""
     return loss * tokens / max(1, n_bytes) / math.log(2)
 
 
 def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
-    """The perplexity of a word of the text, from nats per token; None without words, or where no number is as large."""
+    """The perplexity of a word, from nats per token; None if there are no words or the number is too large for a float."""
     try:
         return math.exp(loss * tokens / n_words)
     except (OverflowError, ZeroDivisionError):
@@ -96,22 +91,26 @@ def windowed(
     bf16: bool,
     max_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate on windows of `context_length` tokens, each of which starts anew, `stride` tokens after the one before.
+    """Evaluate on independent windows of `context_length` tokens, each `stride` tokens after the one before.
 
-    Every token is foretold once (by masked models, every one that is selected): of each window but the first, only the last
-    `stride` tokens are counted.
+    The model predicts every token once (a masked model, every selected token): of each window but the first, only the last
+    `stride` tokens count.
 
     Raises:
-        LineartimeError: for a stride outside 1 to context_length, or an empty stream.
+        LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
     """
     if not 1 <= stride <= context_length:
-        raise LineartimeError(f"--stride is {stride}, but must be from 1 to --context-length = {context_length}.")
+        raise ArgumentError("stride", f"is {stride}, but must be from 1 to context_length = {context_length}.")
     tokens = _length(stream, max_tokens)
+    longest = model.config.longest_sequence
+    if longest is not None and min(context_length, tokens) > longest:
+        raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
     positions = _Positions()
     device = next(model.parameters()).device
     for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
         batch = _batch(windows, tokenizer, model.config.task, starts)
-        logits = _forward(model, batch.inputs.to(device), bf16)
+        with autocast(device, bf16):
+            logits = model(batch.inputs.to(device))
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
@@ -124,7 +123,7 @@ def windowed(
 def carried(
     model: CausalLM, stream: TokenStream, tokenizer: Tokenizer, *, segment: int, bf16: bool, max_tokens: int | None = None
 ) -> Evaluation:
-    """Evaluate on the stream as one sequence, read in segments, every token having all tokens before it as context.
+    """Evaluate on the stream as one sequence, `segment` tokens at a time: every token has all tokens before it as context.
 
     FLASH needs constant memory for this; models with quadratic attention keep all tokens.
 
@@ -132,43 +131,37 @@ def carried(
         LineartimeError: for an empty stream, or one that is longer than the model can read.
     """
     tokens = _length(stream, max_tokens)
+    longest = model.config.longest_sequence
+    if longest is not None and tokens > longest:
+        raise LineartimeError(
+            f"There are {tokens} tokens in {stream.name}, but this model reads at most {longest} in one sequence: evaluate in "
+            "windows."
+        )
     positions = _Positions()
     device = next(model.parameters()).device
     state = model.init_state(1)
     for start in range(0, tokens, segment):
         batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
-        try:
-            with autocast(device, bf16):
-                logits, state = model.extend(batch.inputs.to(device), state)
-        except ValueError as error:
-            raise LineartimeError(f"{error} Or evaluate in windows: --context windowed.") from None
+        with autocast(device, bf16):
+            logits, state = model.extend(batch.inputs.to(device), state)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
     return positions.evaluation("carried from the first token of the split to the last", stream, tokens, masked=False)
 
 
-def _forward(model: nn.Module, inputs: Tensor, bf16: bool) -> Tensor:
-    try:
-        with autocast(inputs.device, bf16):
-            logits: Tensor = model(inputs)
-    except ValueError as error:  # more tokens than the model has positions for
-        raise LineartimeError(f"--context-length is {inputs.shape[1]}. {error}") from None
-    return logits
-
-
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
     if len(stream) == 0:
-        raise LineartimeError(f"{stream.name[0].upper()}{stream.name[1:]} is empty: give more text with --data.")
+        raise LineartimeError(f"There is no text in {stream.name}: give a longer text.")
     return min(len(stream), max_tokens or len(stream))
 
 
 def _batch(windows: Tensor, tokenizer: Tokenizer, task: str, starts: list[int]) -> Batch:
-    """What is masked depends on where a window starts alone, so that results do not depend on the batch size."""
+    """Windows as a batch. The masks depend only on where a window starts, so that results do not depend on the batch size."""
     return causal_batch(windows) if task == "clm" else masked_batch(windows, tokenizer, [(0, start) for start in starts])
 
 
 def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
-    """`length` + 1 tokens, of which the last `length` begin at `start`: an end of document stands before the first of all."""
+    """The `length` tokens from `start` on, after the token before them; an end of document stands before the first of all."""
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
@@ -177,7 +170,7 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
 def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
-    """Batches of equally long windows, how many tokens at the beginning of each have been counted already, and their starts."""
+    """Batches of equally long windows, how many of the first tokens of each have been counted before, and their starts."""
     rows: list[Tensor] = []
     starts: list[int] = []
     counted = 0
@@ -185,7 +178,7 @@ def _windows(
     while counted < tokens:
         length = min(context_length, tokens - start)
         row, skip = _read(stream, tokenizer, start, length), counted - start
-        if skip != context_length - stride or length < context_length:  # the first and the last window stand alone
+        if skip != context_length - stride or length < context_length:  # the first and the last window have their own batch
             if rows:
                 yield torch.stack(rows), context_length - stride, starts
             yield row[None], skip, [start]
@@ -211,7 +204,7 @@ class _Positions:
         self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
-        """Add losses [B, T] of tokens behind first + 1, first + 2, ... others; `counted` says which have a target."""
+        """Add losses [B, T] of tokens with first + 1, first + 2, ... tokens before; `counted` marks those with a target."""
         before = torch.arange(first + 1, first + 1 + losses.shape[1])
         bucket = before.double().log2().floor().long()
         self._longest = max(self._longest, first + losses.shape[1])
@@ -226,7 +219,7 @@ class _Positions:
             if n:
                 last = min((2 << power) - 1, self._longest)
                 by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
-        # Of a part of the stream, bytes and words are taken to be the same part of its bytes and words.
+        # A part of the stream is assumed to have the same share of its bytes and words.
         n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = per_word = None
         if not masked:

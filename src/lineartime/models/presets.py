@@ -86,7 +86,12 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
 
 
 def system_of(preset: str) -> System:
-    """The row of the table of systems that a preset stands for."""
+    """The row of the table of systems that a preset stands for; ArgumentError for an unknown preset."""
+    if preset not in PRESETS:
+        like = get_close_matches(preset, PRESETS, n=3, cutoff=0.0)
+        raise ArgumentError(
+            "preset", f"is {preset!r}, but must be a name that presets() lists, for instance {' or '.join(map(repr, like))}."
+        )
     return SYSTEMS[PRESETS[preset][0]]
 
 
@@ -111,12 +116,6 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
     if not isinstance(preset_or_config, str):
         raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
-    if preset_or_config not in PRESETS:
-        like = get_close_matches(preset_or_config, PRESETS, n=3, cutoff=0.0)
-        raise ArgumentError(
-            "preset",
-            f"is {preset_or_config!r}, but must be a name that presets() lists, for instance {' or '.join(map(repr, like))}.",
-        )
     task = task or "clm"
     check_choice("task", task, get_args(Task))
     system = system_of(preset_or_config)

@@ -1,1 +1,1 @@
-"""What a run leaves, and how runs are compared: metrics, record, loss curve, trackers, table."""
+"""What a run leaves in its folder, and the comparison of runs: metrics, record, loss curve, trackers, table."""

@@ -1,15 +1,15 @@
-"""One process works on a run at a time: the lock in its folder."""
+"""The lock in a run's folder: one training run at a time works there."""
 
 from pathlib import Path
 from typing import IO
 
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, cannot
 
 LOCK_FILE = ".lock"
 
 
 def is_claimed(run: Path) -> bool:
-    """Whether a run of this machine is in a folder now."""
+    """Whether a process of this machine is training in a folder now."""
     if not (run / LOCK_FILE).exists():
         return False
     try:
@@ -20,23 +20,25 @@ def is_claimed(run: Path) -> bool:
 
 
 def claim(run: Path) -> IO[str]:
-    """Lock a run's folder until the file is closed; LineartimeError if another run is in there."""
+    """Lock a run's folder, created if missing, until the returned file is closed.
+
+    Raises:
+        LineartimeError: if another run is using the folder, or it cannot be written.
+    """
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = (run / LOCK_FILE).open("w", encoding="utf-8")
     except OSError as error:
-        raise cannot("write", f"--out {run}", error) from None
+        raise cannot("write", run, error) from None
     try:
         import fcntl
-    except ImportError:  # another kind of system, on which nobody is kept out
+    except ImportError:  # not a POSIX system: no lock
         return file
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends, however it ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
     except BlockingIOError:
         file.close()
-        raise LineartimeError(
-            f"--out {run} is in use by another run that is going on: wait for its end, or give another folder."
-        ) from None
-    except OSError:  # a disk that knows no locks
+        raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.") from None
+    except OSError:  # a file system without locks
         pass
     return file

@@ -1,4 +1,4 @@
-"""Pictures of runs: the losses of one by step, and those of several by step, tokens and time."""
+"""Plots of losses: one run by step; several runs by step, tokens and time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,41 +6,43 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from lineartime.data import load_corpus
 from lineartime.errors import LineartimeError, cannot, missing_extra
-from lineartime.runs.metrics import AVERAGED, METRICS_FILE, read_metrics
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
+from lineartime.runs.record import read_record
 
 CURVE_FILE = "loss.png"
-Line = Mapping[str, float]
-"""A line of metrics.jsonl."""
-
 _MOST_POINTS = 2000
-"""Of a curve among others: more than a picture has pixels across."""
+"""Points of a curve in a comparison: more than a picture has pixels across."""
 
 
-def draw_curve(run: Path, title: str) -> Path:
+def draw_curve(run: Path, title: str | None = None) -> Path:
     """Draw the training and validation losses of a run into its folder and return the picture's path.
 
+    Args:
+        run: the run's folder.
+        title: above the picture; the default names the model and the text, as the run's record tells.
+
     Raises:
-        LineartimeError: without matplotlib, or where files cannot be read or written.
+        LineartimeError: without matplotlib, or if a file cannot be read or written.
     """
     figure_class = _figure_class("The loss curve")
     try:
         lines = read_metrics(run)
     except OSError as error:
         raise cannot("read", run / METRICS_FILE, error) from None
-    training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
 
     figure = figure_class(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     if training:
-        steps, losses = zip(*training, strict=True)
-        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
-        axes.plot(steps, _smooth(losses), color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
+        steps, values = list(training), list(training.values())
+        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
+        axes.plot(steps, _smooth(values), color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
-        label = f"validation, {validation[-1][1]:.3f} in the end"
-        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label=label)
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+        label = f"validation, {list(validation.values())[-1]:.3f} at the end"
+        axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
+    axes.set(title=_title(run) if title is None else title, xlabel="step", ylabel="loss (nats per token)")
     _round_numbers(axes)
     axes.grid(alpha=0.3)
     if training or validation:
@@ -49,7 +51,7 @@ def draw_curve(run: Path, title: str) -> Path:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """What `draw_comparison` shows of a run: all evaluations, and means of training losses at as many steps as can be seen."""
+    """The lines of a run for `draw_comparison`: all evaluations, and averaged training losses at as many steps as show."""
     training = [line for line in lines if "loss" in line]
     means = [{**line, "loss": loss} for line, loss in zip(training, _smooth([line["loss"] for line in training]), strict=True)]
     every = -(-len(means) // _MOST_POINTS) or 1
@@ -60,11 +62,11 @@ def draw_comparison(runs: Mapping[str, Sequence[Line]], file: Path) -> Path:
     """Draw the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
     Args:
-        runs: by name, what `thinned` gives.
+        runs: the lines from `thinned`, by the run's name.
         file: the picture to write.
 
     Raises:
-        LineartimeError: without matplotlib, or where the file cannot be written.
+        LineartimeError: without matplotlib, or if the file cannot be written.
     """
     figure_class = _figure_class("A plot of runs")
     columns = 3
@@ -91,14 +93,24 @@ def draw_comparison(runs: Mapping[str, Sequence[Line]], file: Path) -> Path:
     first = figure.axes[0]
     first.set_ylabel("loss (nats per token)")
     evaluations = [line["validation_loss"] for lines in runs.values() for line in lines if "validation_loss" in line]
-    if len(evaluations) > 1:  # the steep beginning of the training losses would leave no room for what is compared
-        losses = [line["loss"] for lines in runs.values() for line in lines if "loss" in line]
-        low, high = min([*losses, *evaluations]), max(evaluations)
+    if len(evaluations) > 1:  # the first training losses are so high that they would flatten what is compared
+        low = min([*evaluations, *(line["loss"] for lines in runs.values() for line in lines if "loss" in line)])
+        high = max(evaluations)
         first.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     title = f"validation loss; faint: training loss, mean of the last {AVERAGED} steps"
     figure.suptitle(title, fontsize="medium")
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     return _save(figure, file)
+
+
+def _title(run: Path) -> str:
+    """The model of a run and its text, or the folder's name if the record tells neither."""
+    try:
+        options = read_record(run)["options"]
+    except LineartimeError:
+        return run.name
+    text = Path(options["data"]).name if options.get("data") else load_corpus(None).name
+    return f"{options.get('preset')} on {text}"
 
 
 def _figure_class(purpose: str) -> Any:
@@ -110,7 +122,7 @@ def _figure_class(purpose: str) -> Any:
 
 
 def _round_numbers(axes: Any) -> None:
-    """Marks of the horizontal axis at few and whole numbers, as they are counted: 5,000, 10 M."""
+    """Few ticks at whole numbers on the horizontal axis, in short form: 5,000, 10 M."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
@@ -118,7 +130,7 @@ def _round_numbers(axes: Any) -> None:
 
 
 def counted(number: float) -> str:
-    """A count in few characters: 600, 12,000, 1.23 M, 45 G."""
+    """A count in short form: 600, 12,000, 1.23 M, 45 G."""
     for limit, unit in ((1e9, " G"), (1e6, " M")):
         if abs(number) >= limit:
             return f"{number / limit:.3g}{unit}"
@@ -130,11 +142,11 @@ def _save(figure: Any, file: Path) -> Path:
         figure.savefig(file, dpi=150)
     except OSError as error:
         raise cannot("write", file, error) from None
-    except ValueError:  # an ending that matplotlib has no format for
-        raise LineartimeError(f"{file} has an ending that is no format of pictures: use .png, .pdf or .svg.") from None
+    except ValueError:  # matplotlib does not know the suffix
+        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.") from None
     return file
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """For each step, the mean of the losses up to it, as many as `AVERAGED`."""
+    """For each step, the mean of the last `AVERAGED` losses up to it."""
     return [statistics.fmean(losses[max(0, end - AVERAGED) : end]) for end in range(1, len(losses) + 1)]

@@ -1,6 +1,6 @@
-"""What made a run: run.json holds its options, and for each process that worked on it the command, versions, machine and git.
+"""run.json: the options of a run, and for each process that trained it the command, versions, machine and git state.
 
-No environment variables are kept, nor where a repository comes from: both can hold secrets.
+It holds no environment variables and no addresses of repositories: both can contain secrets.
 """
 
 import json
@@ -9,7 +9,6 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ import torch
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import write_atomically
-from lineartime.machine import processor_name
+from lineartime.machine import installed_version, processor_name
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
 
 
 def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> None:
-    """Write run.json when a process begins to work on a run, before the first checkpoint of a new one is written.
+    """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
 
-    A run with checkpoints goes on: its record keeps the options it was started with, and gets an entry for this process, with
-    the options that differ.
+    A run with checkpoints is being resumed: its record keeps the options it was started with, and gets an entry for this
+    process with the options that differ.
 
     Args:
         run: the run's folder.
@@ -36,9 +35,9 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
         command: the arguments of the process, the program first.
 
     Raises:
-        LineartimeError: if the file cannot be written, or the run goes on and its record is damaged.
+        LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
     """
-    options = json.loads(json.dumps(config))  # as they will be read
+    options = json.loads(json.dumps(config))  # as `read_record` returns them
     record: dict[str, Any] = {"options": options, "seed": options.get("seed"), "processes": []}
     if list_checkpoints(run) and (run / RECORD_FILE).exists():
         record = read_record(run)
@@ -61,10 +60,10 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
 
 
 def read_record(run: Path) -> dict[str, Any]:
-    """What `write_record` wrote: "options", "seed" and "processes", the first of which started the run.
+    """The record that `write_record` wrote: "options", "seed" and "processes", the first of which started the run.
 
     Raises:
-        LineartimeError: if there is no such file, or it is damaged.
+        LineartimeError: if the file is missing or damaged.
     """
     file = run / RECORD_FILE
     try:
@@ -75,18 +74,14 @@ def read_record(run: Path) -> dict[str, Any]:
         record = None
     fields = (("options", dict), ("processes", list))
     if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in fields):
-        raise LineartimeError(f"{file} is damaged: restore it from a copy, or delete it, for training does not need it.")
+        raise LineartimeError(f"{file} is damaged: restore it from a copy, or delete it; training does not need it.")
     return record
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found | {"torch": torch.__version__}  # with its build, which the package does not always tell
+    found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
+    torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build
+    return {"python": platform.python_version()} | found | torch_with_build
 
 
 def _machine() -> dict[str, Any]:
@@ -103,14 +98,14 @@ def _machine() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit, branch and whether tracked files are changed in the working directory; None without git or a repository."""
+    """Commit, branch and whether tracked files differ, in the working directory; None without git or a repository."""
     try:
         status = subprocess.run(
             ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
             capture_output=True,
             check=True,
             timeout=10,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # only look
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # read only
         ).stdout.decode(errors="replace")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""What the files of a run tell about it, and where there are runs."""
+"""A summary of a run from its files, and the search for runs in folders."""
 
 import statistics
 import time
@@ -7,36 +7,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_facts
+from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.errors import LineartimeError, cannot
 from lineartime.runs.claim import is_claimed
-from lineartime.runs.curve import Line, thinned
-from lineartime.runs.metrics import AVERAGED, METRICS_FILE, read_damaged_metrics
+from lineartime.runs.curve import thinned
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
 from lineartime.runs.record import RECORD_FILE, read_record
 
 DEPTH = 3
-"""Folders from the one that is given down to a run, at the most."""
+"""Levels of folders to search for runs."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is known of a run; None for what its files do not tell.
+    """What the files of a run tell; None where they do not.
 
     Attributes:
-        name: by which it is shown.
+        name: for display.
         path: its folder.
-        options: those it was started with; empty if they are not known.
-        step: the last one that was recorded.
-        tokens: learned from.
-        training_loss: in nats per token, the mean of the last 20 steps.
-        validation_loss: in nats per token, the lowest.
+        options: those it was started with; empty if unknown.
+        step: the last recorded one.
+        tokens: trained on.
+        training_loss: mean of the last 20 steps, in nats per token.
+        validation_loss: the lowest, in nats per token.
         bits_per_byte: of the same evaluation.
         tokens_per_second: the median of all steps.
-        seconds: of training, evaluations and checkpoints included.
-        waiting: share of the steps' time that was spent waiting for data.
+        seconds: of training, with evaluations and checkpoints.
+        waiting: share of the steps' time spent waiting for data.
         skipped: steps that changed nothing.
-        state: "finished"; "running"; "stopped" for one that was saved where it ended; "silent" for any other.
-        silent_seconds: since it last wrote.
+        state: "finished"; "running"; "stopped" if its last step is saved; "silent" otherwise.
+        silent_seconds: since its last write.
         lines: its losses, thinned for the plot.
     """
 
@@ -62,7 +62,7 @@ class RunSummary:
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The runs at and below a folder; OSError where it cannot be read."""
+    """The runs in a folder and below it; OSError if it cannot be read."""
     if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
         yield folder
     else:
@@ -72,12 +72,12 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
-    """What is known of a run, and a sentence for each of its files that is damaged."""
+    """The summary of a run, and a sentence for each damaged file of it."""
     problems: list[str] = []
     options = _options(path, problems)
     lines: list[dict[str, float]] = []
     metrics = path / METRICS_FILE
-    if metrics.exists():  # or it has not taken a step yet
+    if metrics.exists():  # otherwise it has not taken a step yet
         try:
             lines, damaged = read_damaged_metrics(path)
         except OSError as error:
@@ -85,7 +85,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         else:
             if damaged:
                 what = "1 damaged line" if damaged == 1 else f"{damaged:,} damaged lines"
-                problems.append(f"{metrics} has {what}, passed over here: restore it from a copy if you have one.")
+                problems.append(f"{metrics} has {what}, skipped here: restore it from a copy if you have one.")
     evaluated = [line for line in lines if "validation_loss" in line]
     best = min(evaluated, key=lambda line: line["validation_loss"], default={})
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -113,7 +113,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
 
 
 def _options(path: Path, problems: list[str]) -> dict[str, Any]:
-    """What a run was started with, by its record, or else by its last checkpoint."""
+    """The options of a run, from its record or else from its last checkpoint."""
     if (path / RECORD_FILE).exists():
         try:
             options: dict[str, Any] = read_record(path)["options"]
@@ -122,19 +122,19 @@ def _options(path: Path, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            return read_facts(last_checkpoint(path)).config
+            return read_training_state(last_checkpoint(path)).config
         except LineartimeError as error:
             problems.append(str(error))
     return {}
 
 
 def _largest(lines: list[dict[str, float]], name: str) -> float | None:
-    """The end of a running total."""
+    """The final value of a running total."""
     return max((line[name] for line in lines if name in line), default=None)
 
 
 def _waiting(lines: list[dict[str, float]]) -> float | None:
-    """The share over all steps, each of which counts by its time; they are over the same number of tokens."""
+    """The share of time over all steps; a step's time is inverse to its speed, as all have the same number of tokens."""
     steps = [line for line in lines if "waiting" in line and line.get("tokens_per_second", 0) > 0]
     if not steps:
         return None
@@ -143,7 +143,7 @@ def _waiting(lines: list[dict[str, float]]) -> float | None:
 
 
 def _state(path: Path, steps: object, step: float | None, seconds: float | None, silent: float) -> str:
-    """What the files tell: whether all steps are recorded, the folder is in use, it was saved in the end, it wrote just now."""
+    """The state of a run: all steps recorded, folder in use, last step saved, or a recent write."""
     if isinstance(steps, int) and step is not None and step >= steps:
         return "finished"
     if is_claimed(path):
@@ -151,6 +151,6 @@ def _state(path: Path, steps: object, step: float | None, seconds: float | None,
     checkpoints = list_checkpoints(path)
     if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
         return "stopped"
-    # On another machine, perhaps: a minute, or the time of ten of its steps where they are long.
+    # It may run on another machine: allow a minute, or ten of its steps if they are long.
     moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
     return "running" if silent < moment else "silent"

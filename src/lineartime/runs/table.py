@@ -1,74 +1,44 @@
-"""Runs side by side, in a table and a plot: `lineartime runs`."""
+"""Runs side by side: the cells that describe each run, and the columns that fit on a screen."""
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import tyro
-from rich import box
 from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import track
-from rich.table import Column, Table
 
-from lineartime.errors import LineartimeError, cannot
-from lineartime.runs.curve import counted, draw_comparison
-from lineartime.runs.summary import RunSummary, find_runs, summarize
+from lineartime.errors import cannot
+from lineartime.runs.curve import counted
+from lineartime.runs.summary import RunSummary, find_runs
 
-PICTURE = "runs.png"
-MOST_OPTIONS = 4
-"""Columns for options that differ, at the most."""
-NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "tensorboard", "trackers")
-"""Options with a column of their own, and those that do not change what is learned, nor how fast."""
+_MOST_OPTIONS = 4
+"""The most columns for options that differ."""
+_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "tensorboard", "trackers")
+"""Options with a column of their own, and options that change neither what a run learns nor how fast."""
+_PADDING = 2
+"""The width of a column beside its text."""
 
 
 @dataclass(frozen=True)
-class RunsConfig:
-    """Compare runs: a table sorted by validation loss, and a plot of losses by step, tokens and time."""
+class Comparison:
+    """A table of runs.
 
-    folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
-    """Runs, or folders with runs in them, up to three levels down."""
-    plot: Path | None = None
-    """Picture to write; the default is runs.png in the first folder, and none with --json."""
-    json: bool = False
-    """Print the same as one line of JSON."""
-
-
-def show_runs(config: RunsConfig) -> None:
-    """Print the runs and draw them; what is damaged is named on standard error, and everything else is shown.
-
-    Raises:
-        LineartimeError: for folders without runs, after all others are shown, or if --plot cannot be written.
+    Attributes:
+        columns: the cells of each column by its header, one cell for each run.
+        left_out: the columns for which the screen is too narrow.
+        more_options: the options that also differ, but have no column.
+        incomparable: the options for which losses do not compare, because the runs have different values.
     """
-    paths, missing = _find(config.folders)
-    runs: list[RunSummary] = []
-    problems: list[str] = []
-    screen = Console(stderr=True)
-    for path, name in track(paths.items(), "reading", console=screen, transient=True, disable=not screen.is_terminal):
-        run, damaged = summarize(path, name)
-        runs.append(run)
-        problems += damaged
-    runs.sort(key=lambda run: (run.validation_loss is None, run.validation_loss or 0.0, run.name))
-    if runs:
-        picture = _draw(config, runs, problems)
-        if config.json:
-            facts = {"runs": [run.to_dict() for run in runs], "problems": problems, "plot": picture and str(picture)}
-            print(json.dumps(facts))
-        else:
-            _print(runs)
-            if picture is not None:
-                print(f"plot: {picture}")
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    if missing:
-        raise LineartimeError(" ".join(missing))
+
+    columns: dict[str, list[str]]
+    left_out: list[str]
+    more_options: list[str]
+    incomparable: list[str]
 
 
-def _find(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
-    """All runs, once each, with names to show them by; and a sentence for each folder that has none."""
+def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
+    """All runs in and below folders, each once, with the names to show; and a sentence for each folder without runs."""
     found: dict[Path, tuple[Path, str]] = {}
     missing = []
     for folder in folders:
@@ -85,67 +55,42 @@ def _find(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     return dict(found.values()), missing
 
 
-def _draw(config: RunsConfig, runs: Sequence[RunSummary], problems: list[str]) -> Path | None:
-    """Draw the plot; one that nobody asked for may fail."""
-    if config.json and config.plot is None:
-        return None
-    file = config.plot or next(folder for folder in config.folders if folder.is_dir()) / PICTURE
-    try:
-        return draw_comparison({run.name: run.lines for run in runs}, file)
-    except LineartimeError as error:
-        if config.plot is not None:
-            raise
-        problems.append(f"No plot: {error}")
-        return None
+def by_validation_loss(runs: Iterable[RunSummary]) -> list[RunSummary]:
+    """The runs with the lowest validation loss first; runs without one last."""
+    return sorted(runs, key=lambda run: (run.validation_loss is None, run.validation_loss or 0.0, run.name))
 
 
-def _print(runs: Sequence[RunSummary]) -> None:
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+def compare(runs: Sequence[RunSummary], width: int) -> Comparison:
+    """The table of runs on a screen of `width` characters: the least important columns give way."""
     options = differing_options(runs)
+    shown, more = options[:_MOST_OPTIONS], options[_MOST_OPTIONS:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
-    columns |= {name: [_shown(run.options.get(name)) for run in runs] for name in options[:MOST_OPTIONS]}
+    columns |= {name: [_value(run.options.get(name)) for run in runs] for name in shown}
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
-    narrow = []
-    for name in (*_LEAST_FIRST, *reversed(options[:MOST_OPTIONS]), *_THEN):
-        if sum(max(map(cell_len, (name, *cells))) + 2 for name, cells in columns.items()) + 1 <= console.width:
+    left_out = []
+    for name in (*_FIRST_TO_GO, *reversed(shown), *_LAST_TO_GO):
+        if sum(max(map(cell_len, (name, *cells))) + _PADDING for name, cells in columns.items()) + 1 <= width:
             break
         if columns.pop(name, None) is not None:
-            narrow.append(name)
-    table = Table(
-        *(Column(name, justify=_side(name), no_wrap=name != "run", overflow="fold") for name in columns),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    console.print(table)
-    if narrow:
-        console.print(f"left out, for there is no room: {', '.join(narrow)} (--json has everything)", soft_wrap=True)
-    if len(options) > MOST_OPTIONS:
-        others = ", ".join(options[MOST_OPTIONS:])
-        console.print(f"{len(options) - MOST_OPTIONS} more options differ: {others} (--json has everything)", soft_wrap=True)
-    for name in ("data", "tokenizer", "task"):
-        if len({_shown(run.options.get(name)) for run in runs if run.options}) > 1:
-            console.print(f"Losses do not compare between runs with another {name}.", soft_wrap=True)
-
-
-def _side(column: str) -> Literal["left", "right"]:
-    return "left" if column in ("run", "model", "data", "state") else "right"
+            left_out.append(name)
+    known = [run.options for run in runs if run.options]
+    incomparable = [name for name in ("data", "tokenizer", "task") if len({_value(each.get(name)) for each in known}) > 1]
+    return Comparison(columns, left_out, more, incomparable)
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
-    """The options that are not the same in all runs whose options are known, in the order of the command line."""
+    """The options that differ between the runs whose options are known, in their usual order."""
     known = [run.options for run in runs if run.options]
-    names = dict.fromkeys(name for options in known for name in options if name not in NOT_COMPARED)
+    names = dict.fromkeys(name for options in known for name in options if name not in _NOT_COMPARED)
     return [name for name in names if len({json.dumps(options.get(name)) for options in known}) > 1]
 
 
-def _shown(value: Any) -> str:
-    """The value of an option in a cell: of a path its last part."""
+def _value(value: Any) -> str:
+    """The value of an option as a cell: of a path, the last part."""
     if value is None:
         return "-"
     if isinstance(value, list):
-        return " ".join(map(_shown, value)) or "-"
+        return " ".join(map(_value, value)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
@@ -180,8 +125,8 @@ def _number(format_spec: str, value: float | None) -> str:
 
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
-    "model": lambda run: _shown(run.options.get("preset")),
-    "data": lambda run: _shown(run.options.get("data")),
+    "model": lambda run: _value(run.options.get("preset")),
+    "data": lambda run: _value(run.options.get("data")),
     "step": _steps,
     "tokens": lambda run: "-" if run.tokens is None else counted(run.tokens),
     "training": lambda run: _number(".3f", run.training_loss),
@@ -194,6 +139,6 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "state": _state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
-# Where a terminal is too narrow, columns are left out in this order; options that differ go in between.
-_LEAST_FIRST = ("skipped", "waiting", "tokens", "training")
-_THEN = ("time", "tokens/s", "data", "model", "bits/byte")
+# The order in which columns give way on a narrow screen; options that differ go in between.
+_FIRST_TO_GO = ("skipped", "waiting", "tokens", "training")
+_LAST_TO_GO = ("time", "tokens/s", "data", "model", "bits/byte")

@@ -1,7 +1,7 @@
-"""Where the numbers of a run are shown while it goes on: TensorBoard, Weights & Biases, trackio.
+"""Trackers of a run's numbers: TensorBoard, Weights & Biases, trackio.
 
-A tracker is a convenience: one that fails in the middle of a run (no network, a full disk) is said to have failed and is done
-without. metrics.jsonl, which reporting.py writes, has the same numbers.
+A tracker is a convenience: if it fails during a run (no network, a full disk), training reports that once and continues
+without it. metrics.jsonl holds the same numbers.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.errors import LineartimeError, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra
 from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
@@ -25,40 +25,42 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a run."""
+    """Receives the numbers of a run."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show finite numbers by name; steps come in order, one of them perhaps several times."""
+        """Take finite numbers by name; steps come in order and may repeat."""
 
     def close(self) -> None:
-        """Finish; nothing is written after it."""
+        """Finish; `write` is not called afterwards."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise LineartimeError for a tracker that does not exist, or whose package is not installed."""
     for name in names:
         if name not in PACKAGES:
-            raise LineartimeError(f"There is no tracker {name!r}: choose from {', '.join(PACKAGES)}.")
+            raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
         spec = importlib.util.find_spec(PACKAGES[name])
-        if spec is None or spec.origin is None:  # or it is only a folder of that name, as wandb leaves them
-            if name == "tensorboard":  # no extra, but part of lineartime
-                raise LineartimeError("TensorBoard scalars need tensorboardX: pip install tensorboardX, or do without them.")
+        if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves, does not count
+            if name == "tensorboard":  # a dependency of lineartime, not an extra
+                raise LineartimeError(
+                    "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out."
+                )
             raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
 
 
 class Trackers:
-    """Several trackers as one, of which those that fail are dropped.
+    """Several trackers as one; those that fail are dropped.
 
     Args:
         names: of "tensorboard", "wandb", "trackio".
         run: the run's folder, which exists.
-        first_step: steps taken before; a run that goes on does so in the trackers, too.
+        first_step: steps taken before; above 0, the trackers resume their run too.
         options: the run's options, for trackers that show them.
-        say: what prints a line for the user.
+        say: prints a line for the user.
 
     Raises:
-        LineartimeError: for what `check_trackers` does, and for a tracker that cannot begin a new run; one that cannot go on
-            with an old one is dropped.
+        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run; one that cannot resume a run is
+            dropped.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class Trackers:
         for name in dict.fromkeys(names):
             try:
                 self._trackers[name] = _start(name, run, first_step, options)
-            except Exception as error:  # whatever a foreign package raises
+            except Exception as error:  # a foreign package may raise anything
                 if first_step == 0:
                     raise LineartimeError(
-                        f"The tracker {name} cannot begin: {_reason(error)}; mend that, or leave the tracker out."
+                        f"The tracker {name} cannot start: {_reason(error)}; fix that, or leave the tracker out."
                     ) from None
                 self._say_failed(name, error)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Hand numbers to every tracker."""
+        """Send numbers to every tracker."""
         self._each(lambda tracker: tracker.write(step, numbers))
 
     def close(self) -> None:
@@ -89,16 +91,16 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
-            except Exception as error:  # whatever a foreign package raises
+            except Exception as error:  # a foreign package may raise anything
                 del self._trackers[name]
                 self._say_failed(name, error)
 
     def _say_failed(self, name: str, error: Exception) -> None:
-        self._say(f"The tracker {name} failed, and training goes on without it: {_reason(error)}.")
+        self._say(f"The tracker {name} failed, and training continues without it: {_reason(error)}.")
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says, in one line."""
+    """The first line of an exception's message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
@@ -111,7 +113,7 @@ def _start(name: str, run: Path, first_step: int, options: Mapping[str, Any]) ->
 
 
 def _identity(run: Path, first_step: int) -> str:
-    """What a run is called in the trackers: kept in its folder, and given anew to one that begins."""
+    """The run's identity in the trackers: stored in its folder, new for a new run."""
     file = run / IDENTITY_FILE
     if first_step > 0 and file.is_file():
         kept = file.read_text(encoding="utf-8", errors="replace").strip()
@@ -123,7 +125,7 @@ def _identity(run: Path, first_step: int) -> str:
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's format, written in this thread, so that a full disk is noticed where it can be reported."""
+    """Scalars in TensorBoard's format, written in this thread so that a full disk raises where it can be reported."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -134,12 +136,12 @@ class TensorBoard:
         self._scalar: Any = scalar
         folder.mkdir(parents=True, exist_ok=True)
         self._writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
-        # Tells TensorBoard to forget later steps of a process that was killed.
+        # Tells TensorBoard to drop later steps that a killed process wrote.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Append scalars and hand them to the system."""
+        """Append scalars and flush them to the system."""
         for name, value in numbers.items():
             self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)))
         self._writer.flush()
@@ -150,7 +152,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases; its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY) say where it goes."""
+    """A run of Weights & Biases, configured by its own variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
 
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import wandb
@@ -163,9 +165,9 @@ class WandB:
                 dir=str(run.absolute()),
                 config=dict(options),
                 resume="allow",
-                settings=wandb.Settings(console="off"),  # or it would catch the live display
+                settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
             )
-        # W&B's own count never goes back, as a run does that was killed and resumed from a checkpoint; this axis may.
+        # W&B's own step never decreases; this axis may, when a killed run resumes from an earlier checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -174,20 +176,20 @@ class WandB:
         self._run.log({**numbers, "step": step})
 
     def close(self) -> None:
-        """Wait until everything is handed over."""
+        """Wait until everything is sent."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
 
 class Trackio:
-    """A run of trackio: on this machine, or where its own variables say."""
+    """A run of trackio, on this machine unless its own variables say otherwise."""
 
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import trackio
 
         self._finish: Callable[[], None] = trackio.finish
         with redirect_stdout(sys.stderr):  # standard output is for results
-            # It knows runs by their names alone, of which many folders may have the same.
+            # trackio identifies runs by name alone, and folders of several runs may share one.
             self._run: Any = trackio.init(
                 project=PROJECT,
                 name=f"{run.absolute().name}-{identity}",
@@ -203,4 +205,4 @@ class Trackio:
     def close(self) -> None:
         """Wait until everything is written."""
         with redirect_stdout(sys.stderr):
-            self._finish()  # of the package: the run's own would be called once more when the process ends
+            self._finish()  # the package's, since it calls the run's own again at exit

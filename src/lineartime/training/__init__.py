@@ -1,1 +1,1 @@
-"""Training: options (config.py), loop (loop.py), checkpoints (checkpoint.py), what is shown and recorded (reporting.py)."""
+"""Training: `loop.train` runs it, `config.TrainConfig` holds its options, `parallel` divides it over processes."""

@@ -1,7 +1,7 @@
-"""The processes of a run: who takes part, what they tell each other besides gradients, and what happens if one is lost.
+"""The processes of a run, and what they exchange besides gradients.
 
-They are started by torchrun, each with its place in the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...); without it a run is
-one process, which exchanges nothing.
+torchrun starts them and gives each its place in the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...). Without torchrun a run
+is one process, which exchanges nothing.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lineartime.errors import LineartimeError, ReportedError
+from lineartime.errors import ArgumentError, LineartimeError, ReportedError
 from lineartime.training.liveness import meet, naming_the_lost
 
 Result = TypeVar("Result")
@@ -23,16 +23,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run.
+    """This process among the processes of the run.
 
     Attributes:
-        rank: its number, from 0 on.
-        size: how many there are.
-        local_rank: its number among those of the same machine.
-        context_parallel: how many processes share each sequence; neighbours in rank do.
-        context_group: those that share this process's sequences; None if it reads them alone.
-        checkpoint_group: of all processes, for writing checkpoints in the background; None if there is one.
-        store: what the processes leave notes in; None if there is one.
+        rank: its number, from 0.
+        size: the number of processes.
+        local_rank: its number on its machine, from 0.
+        context_parallel: the number of processes that share each sequence; they are neighbours in rank.
+        context_group: the processes that share this one's sequences; None if it reads them alone.
+        checkpoint_group: all processes, for writing checkpoints in the background; None if there is one process.
+        store: the key-value store of all processes; None if there is one process.
     """
 
     rank: int = 0
@@ -45,22 +45,22 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that shows, records and names checkpoints."""
+        """Whether this process shows progress, records metrics and publishes checkpoints."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this process reads, of `data_ranks`."""
+        """The share of the data that this process reads, of `data_ranks`."""
         return self.rank // self.context_parallel
 
     @property
     def data_ranks(self) -> int:
-        """How many shares of the data there are."""
+        """The number of shares of the data."""
         return self.size // self.context_parallel
 
     @property
     def context_rank(self) -> int:
-        """Which part of its sequences this process reads, of `context_parallel`."""
+        """The part of its sequences that this process reads, of `context_parallel`."""
         return self.rank % self.context_parallel
 
     def sum(self, *values: float) -> list[float]:
@@ -71,22 +71,41 @@ class World:
         dist.all_reduce(totals)
         return [float(total) for total in totals]
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Run a block in every process; if it fails in any, it fails in all, and one of them says why.
+
+        The block may read, check and compute, but not exchange anything: a process that fails skips the rest of it. Of the
+        processes that failed, the lowest in rank raises its error, and all others raise a ReportedError.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except dist.DistError:  # another process is lost and would not answer
+            raise
+        except Exception as raised:
+            error = raised
+        failures = self.gather("" if error is None or isinstance(error, ReportedError) else str(error) or repr(error))
+        speaker = next((rank for rank, failure in enumerate(failures) if failure), None)
+        if error is not None and speaker in (self.rank, None):
+            raise error
+        if speaker is not None:
+            raise ReportedError(failures[speaker])
+
+    def said_once(self, error: LineartimeError) -> LineartimeError:
+        """An error that all processes have found alike, to be raised: only the main process reports it."""
+        return error if self.is_main else ReportedError(str(error))
+
     def share(self, make: Callable[[], Result]) -> Result:
-        """What the main process makes, in all processes; what it raises instead ends all of them."""
-        if self.size == 1:
-            return make()
+        """The value that the main process makes, in all processes; if it raises, all fail together."""
         made: list[Any] = [None]
-        if self.is_main:
-            try:
-                made = [(make(), "")]
-            except LineartimeError as error:
-                made = [(None, str(error))]
-        dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-        result, message = made[0]
-        if message:
-            raise LineartimeError(message) if self.is_main else ReportedError(message)
-        kept: Result = result
-        return kept
+        with self.failing_together():
+            if self.is_main:
+                made = [make()]
+        if self.size > 1:
+            dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
+        value: Result = made[0]
+        return value
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all processes, by rank."""
@@ -97,9 +116,10 @@ class World:
         return values
 
     def first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
-        """What `make` gives, called by one process of each machine before the others: it leaves files that they find.
+        """Call `make` in one process of each machine, then in the others: they find the files that it left.
 
-        That may take hours, for which no collective has to wait; when this returns, all machines are done.
+        It may take hours, so the others wait in the store, where no timeout of a collective ends them. All machines are done
+        when this returns. To be called inside `failing_together`.
         """
         if self.store is None:
             return make()
@@ -109,7 +129,6 @@ class World:
                 result = make()
             except BaseException:
                 self.store.set(f"first/{name}/{machine}", "failed")
-                time.sleep(1)  # the store may be of this process, and the others have yet to read it
                 raise
             self.store.set(f"first/{name}/{machine}", "made")
         for other in range(machines):
@@ -120,12 +139,12 @@ class World:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several."""
+    """Whether this process is one of several that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_main_process() -> bool:
-    """Whether this process, perhaps one of several, is the one that talks to the user."""
+    """Whether this process, perhaps one of several, is the one that reports to the user."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -135,40 +154,43 @@ def local_rank() -> int:
 
 
 def started_again() -> bool:
-    """Whether torchrun has started this process in place of one that was lost."""
+    """Whether torchrun started this process to replace a lost one."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager
 def join_world(device: torch.device, *, timeout: float, context_parallel: int = 1) -> Iterator[World]:
-    """Meet the other processes that torchrun started, and part from them in the end.
+    """Connect to the other processes that torchrun started, for the time of a `with` block.
 
     Args:
-        device: what this process computes on.
-        timeout: seconds to wait for the others: at the start, and whenever they exchange something.
-        context_parallel: how many processes share each sequence.
+        device: where this process computes.
+        timeout: seconds to wait for the others, at the start and in every exchange.
+        context_parallel: the number of processes that share each sequence.
 
     Raises:
-        LineartimeError: if the processes cannot be divided so, or one of them does not come or is lost, naming it.
+        LineartimeError: if `context_parallel` does not divide the processes, or one of them, which is named, does not start or
+            is lost.
     """
     if not started_by_torchrun():
         if context_parallel > 1:
-            raise LineartimeError(
-                f"--context-parallel is {context_parallel}, but this is one process: start that many by "
-                f"torchrun --nproc-per-node {context_parallel} -m lineartime train ..."
+            raise ArgumentError(
+                "context_parallel", f"is {context_parallel}, but this is one process: start {context_parallel} with torchrun."
             )
         yield World()
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LineartimeError(
-            f"WORLD_SIZE in the environment is {os.environ['WORLD_SIZE']}, but {missing[0]} is not set: start the processes by "
-            "torchrun, which sets all of them."
+            f"WORLD_SIZE in the environment is {os.environ['WORLD_SIZE']}, but {missing[0]} is not set: start the processes "
+            "with torchrun, which sets both."
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size % context_parallel:
-        raise (LineartimeError if rank == 0 else ReportedError)(
-            f"--context-parallel is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}."
+        raise World(rank, size).said_once(
+            ArgumentError(
+                "context_parallel",
+                f"is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}.",
+            )
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -191,4 +213,6 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             checkpoint_group = dist.new_group(backend="gloo", timeout=wait)
             yield World(rank, size, local_rank(), context_parallel, context_group, checkpoint_group, store)
         finally:
+            # DDP frees its process group with the GIL held and joins the threads of gloo, which need it to free tensors.
+            time.sleep(0.01)
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Being asked to end: a flag that the training loop looks at between steps."""
+"""Requests to stop: signals set a flag that the training loop checks between steps."""
 
 import signal
 import threading
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Stop:
-    """Whether an interrupt has asked the run to end."""
+    """Whether a signal has asked the run to stop."""
 
     requested: bool = False
 
 
 @contextmanager
 def interrupts() -> Iterator[Stop]:
-    """Turn Ctrl-C, or a polite request to end, into a flag; a second Ctrl-C acts as always.
+    """Turn SIGINT (Ctrl-C) and SIGTERM into a flag; a second SIGINT acts as usual.
 
-    Of polite requests there can be many: to a group of processes, and by torchrun to each of its own.
+    SIGTERM may arrive many times: sent to a process group, and by torchrun to each of its processes.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

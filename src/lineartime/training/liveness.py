@@ -1,6 +1,6 @@
-"""Who of a run's processes is there: they meet at the start, show signs of life, and if one is lost the others say which.
+"""Which processes of a run are alive: they meet at the start and send heartbeats; if one is lost, the others name it.
 
-They do so through torch.distributed's key-value store, which torchrun serves, or else process 0.
+They use torch.distributed's key-value store, which torchrun serves, or else process 0.
 """
 
 import os
@@ -17,11 +17,11 @@ from lineartime.errors import LineartimeError
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
-"""Without a beat for so long, a process is lost."""
+"""A process without a heartbeat for this long is lost."""
 
 
 def meet(rank: int, size: int, timeout: float) -> dist.Store:
-    """The store that all processes share, once each of them is there; LineartimeError naming those that do not come."""
+    """The store that all processes share, once all have started; LineartimeError naming those that do not start."""
     store = _connect(rank, size, timeout)
     deadline = time.monotonic() + timeout
     missing = list(range(size))
@@ -35,7 +35,7 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
         missing = [0]
     if missing:
         raise LineartimeError(
-            f"{_processes(missing, size)} did not start within {timeout:g} s (--timeout): their own output says why; then "
+            f"{_processes(missing, size)} did not start within {timeout:g} s (timeout): their own output says why; then "
             "start all of them again."
         )
     return store
@@ -43,9 +43,9 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 
 @contextmanager
 def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Show signs of life, and turn the failure of an exchange into one sentence that says which process was lost."""
+    """Send heartbeats, and turn a failed exchange into a LineartimeError that names the lost process."""
     ended = threading.Event()
-    pulse = _connect(rank, size, timeout)  # of its own: while one thread waits for something in a store, others cannot use it
+    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits blocks the store for others
     threading.Thread(target=_beat, args=(pulse, rank, ended), daemon=True).start()
     try:
         yield
@@ -56,9 +56,9 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
         if lost:
             what = f"{_processes(lost, size)} was lost" if len(lost) == 1 else f"{_processes(lost, size)} were lost"
         else:
-            what = f"The processes exchanged nothing for {timeout:g} s (--timeout), though all of them are alive"
+            what = f"The processes exchanged nothing for {timeout:g} s (timeout), though all of them are alive"
         raise LineartimeError(
-            f"{what}: their own output says why; go on from the last checkpoint by the same command with --resume."
+            f"{what}: their own output says why; then resume the run from its last checkpoint (resume=True)."
         ) from None
     finally:
         ended.set()
@@ -66,7 +66,9 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
 
 def _connect(rank: int, size: int, timeout: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does, which outlives us
+    serves = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # otherwise torchrun does, which outlives all
     try:
         if not serves:
             _wait_for_server(host, port, timeout)
@@ -75,15 +77,15 @@ def _connect(rank: int, size: int, timeout: float) -> dist.Store:
         store.set_timeout(timedelta(seconds=timeout))
     except (OSError, RuntimeError, dist.DistError):
         raise LineartimeError(
-            f"Process {rank} of {size} found nobody at {host}:{port} within {timeout:g} s (--timeout): process 0, or torchrun, "
-            "is not running there; its own output says why."
+            f"Process {rank} of {size} found no server at {host}:{port} within {timeout:g} s (timeout): process 0, or "
+            "torchrun, is not running there; its own output says why."
         ) from None
-    # Processes that were started before, and lost, have left their notes under another number.
+    # Processes of an earlier start, since lost, used another prefix.
     return dist.PrefixStore(f"lineartime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout: float) -> None:
-    """Try to reach it again and again, OSError if that takes too long; the store itself would try for twice the time."""
+    """Retry until the server answers, OSError after the timeout; the store itself would try for twice as long."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -99,12 +101,12 @@ def _beat(store: dist.Store, rank: int, ended: threading.Event) -> None:
     try:
         while not ended.wait(_BEAT_SECONDS):
             store.add(f"beat/{rank}", 1)
-    except (RuntimeError, dist.DistError):  # the store is gone: whoever needs it will say so
+    except (RuntimeError, dist.DistError):  # the store is gone, and its next user reports that
         return
 
 
 def _silent(store: dist.Store, rank: int, size: int) -> list[int]:
-    """The processes that show no sign of life."""
+    """The other processes whose heartbeats have stopped."""
     others = [other for other in range(size) if other != rank]
     try:
         before = {other: store.add(f"beat/{other}", 0) for other in others}

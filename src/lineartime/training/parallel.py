@@ -1,14 +1,13 @@
 """How the processes of a run share the work of a step: who holds which weights, and when gradients are exchanged.
 
-The loss of a step is the sum of all losses over the number of all targets, of every process and every micro-batch. Each
-process differentiates its own sum times `size` / targets, of which the mean over the processes is the gradient of that loss:
-so that the result does not depend on how a step is divided up. Only "local" clipping does, by its nature: there each replica
+The loss of a step is the sum of all losses over the number of all targets, in every process and micro-batch. Each process
+differentiates its own sum times `size` / targets; the mean of these gradients over the processes is the gradient of that loss.
+So the result does not depend on how a step is divided. Only "local" clipping depends on it, by its nature: there each replica
 differentiates its own mean.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,20 +18,31 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lineartime.data import Batch
+from lineartime.errors import ArgumentError
 from lineartime.models.heads import LanguageModel
-from lineartime.ops.layout import ContextGroup
 from lineartime.ops.mixed_chunk.context_parallel import context_group
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 
 
 class Objective(nn.Module):
-    """The sum of a model's losses as a module's forward pass, which is where PyTorch's engines take hold."""
+    """The sum of a model's losses as the forward pass of a module, which DDP and FSDP wrap.
 
-    def __init__(self, model: LanguageModel, context: ContextGroup | None) -> None:
+    Args:
+        model: the model.
+        group: the processes that share each sequence, if several do.
+
+    Raises:
+        ArgumentError: for a group and a model other than FLASH.
+    """
+
+    def __init__(self, model: LanguageModel, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.model = model
-        self._context = context
+        self._context = None if group is None else context_group(group)
+        if group is not None and not model.splits_context:
+            mixer = type(model.backbone.mixer).__name__
+            raise ArgumentError("context_parallel", f"needs a model of FLASH, but {mixer} reads each sequence in one process.")
 
     def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """A scalar, in nats."""
@@ -42,37 +52,42 @@ class Objective(nn.Module):
 class Parallel:
     """One process, which shares nothing."""
 
-    local: ClassVar[bool] = False
-    """Whether each replica has the gradient of its own mean loss until it is clipped."""
-
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, world: World) -> None:
         self.objective: nn.Module = objective
         self.parameters = list(objective.parameters())
+        self._world = world
+
+    def loss_weight(self, own_targets: int, targets: float) -> float:
+        """The factor of this process's summed loss before the backward pass.
+
+        Args:
+            own_targets: targets in this process's share of the step.
+            targets: targets of the step, over all processes.
+        """
+        return self._world.size / targets
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch: in the last one of a step gradients may be exchanged."""
+        """Enclose the forward and backward pass of a micro-batch; gradients may be exchanged in the last one of a step."""
         yield
 
     def clip(self, limit: float) -> float:
-        """Bring the gradients of all processes together, shortened to norm `limit`; the norm they had before."""
+        """Scale the mean gradient of all processes down to norm `limit` if it is larger; return its norm before."""
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class LocallyClipped(Parallel):
-    """Every replica shortens its own gradient before the mean is taken: the paper's "local" clipping."""
+    """Every replica clips its own gradient before the gradients are averaged: the paper's "local" clipping."""
 
-    local = True
-
-    def __init__(self, objective: Objective, world: World) -> None:
-        super().__init__(objective)
-        self._world = world
+    def loss_weight(self, own_targets: int, targets: float) -> float:
+        """As for one process, but the gradient is that of the replica's own mean loss until it is clipped."""
+        return self._world.context_parallel / max(1, own_targets)
 
     def clip(self, limit: float) -> float:
-        """Shorten this replica's gradient, then take the mean over all; the norm is that of this replica."""
+        """Clip this replica's gradient, then average over all replicas; return this replica's norm before."""
         world = self._world
-        if world.context_group is not None:  # a replica is all the processes that share its sequences
+        if world.context_group is not None:  # the processes that share sequences are one replica
             self._average(world.context_group, world.context_parallel)
         norm = super().clip(limit)
         self._average(None, world.size)
@@ -90,17 +105,17 @@ class LocallyClipped(Parallel):
 
 
 class Replicated(Parallel):
-    """Every process holds all weights; gradients are averaged while the backward pass goes on (DistributedDataParallel)."""
+    """Every process holds all weights; gradients are averaged during the backward pass (DistributedDataParallel)."""
 
     def __init__(self, objective: Objective, world: World) -> None:
-        super().__init__(objective)
+        super().__init__(objective, world)
         device = self.parameters[0].device
         self._engine = DistributedDataParallel(objective, device_ids=[device.index] if device.type == "cuda" else None)
         self.objective = self._engine
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Gradients are exchanged in the backward pass of the last micro-batch."""
+        """Exchange gradients in the backward pass of the last micro-batch only."""
         if last:
             yield
         else:
@@ -123,22 +138,21 @@ class Sharded(Parallel):
         for block in objective.model.backbone.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(objective, mesh=mesh, mp_policy=policy)
-        super().__init__(objective)
+        super().__init__(objective, world)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Gradients are exchanged, and each process keeps its part, in the backward pass of the last micro-batch."""
+        """Exchange gradients in the backward pass of the last micro-batch only; each process keeps its part."""
         assert isinstance(self.objective, FSDPModule)
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_is_last_backward(last)
         yield
 
 
-def parallelize(model: LanguageModel, config: TrainConfig, world: World) -> Parallel:
-    """A model as the run's processes share it, each of which brings the same weights."""
-    objective = Objective(model, None if world.context_group is None else context_group(world.context_group))
+def parallelize(objective: Objective, config: TrainConfig, world: World) -> Parallel:
+    """Divide the work on an objective over the run's processes, which all bring the same weights."""
     if world.size == 1:
-        return Parallel(objective)
+        return Parallel(objective, world)
     if config.parallel == "fsdp":
         return Sharded(objective, world, bf16=config.precision == "bf16")
     return LocallyClipped(objective, world) if config.clips_locally else Replicated(objective, world)

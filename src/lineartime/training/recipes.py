@@ -1,11 +1,11 @@
-"""The paper's training recipes, as other defaults for `TrainConfig`.
+"""The paper's training recipes, as defaults for `TrainConfig`.
 
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix A.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix B.
 """
 
 from typing import Any
 
-from lineartime.models.presets import resolve
+from lineartime.models.presets import system_of
 from lineartime.training.config import RecipeName, TrainConfig
 
 _SHARED: dict[str, Any] = {
@@ -31,20 +31,21 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
 
 _CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c4": 256}
 
-NOT_CLIPPED = ("transformer-",)
-"""The vanilla Transformer, of all models, is trained without clipping."""
-
 
 def recipe_config(recipe: RecipeName, preset: str = "flash-base") -> TrainConfig:
-    """The options of a recipe for a model, which any of them may be changed of.
+    """The recipe's options for a preset; override any of them.
 
     Args:
-        recipe: lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity of `eval`) or mlm-c4.
-        preset: the model; FLASH gets the chunk size of the recipe, the vanilla Transformer is not clipped.
+        recipe: lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity) or mlm-c4.
+        preset: the model. It gets the recipe's chunk size unless its system fixes one; the vanilla Transformer is not clipped.
+
+    Raises:
+        ValueError: for an unknown preset.
     """
     values = {**_SHARED, **_RECIPES[recipe], "recipe": recipe, "preset": preset}
-    if preset.startswith("flash") and "chunk_size" in resolve(preset, values["task"]).mixer.options:
+    system = system_of(preset)
+    if system.takes_chunk_size:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
-    if preset.startswith(NOT_CLIPPED):
+    if not system.clipped:
         values["clip_norm"] = 0.0
     return TrainConfig(**values)

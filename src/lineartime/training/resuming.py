@@ -1,13 +1,13 @@
-"""Options that come from elsewhere: a run that goes on, a run to repeat, a recipe."""
+"""Options that come from elsewhere: from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_facts
-from lineartime.errors import LineartimeError
+from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models.presets import PRESETS
-from lineartime.training.config import TrainConfig, flag
+from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
 
 _MAY_CHANGE = (
@@ -26,30 +26,30 @@ _MAY_CHANGE = (
     "resume",
     "max_skipped",
 )
-"""Options that may be others when a run is resumed: it may have moved to another machine, or to more of them."""
+"""Options that may differ when a run is resumed: it may have moved to other or more machines."""
 
 Reparse = Callable[[TrainConfig], TrainConfig]
-"""Reads the command line again, with these options for defaults."""
+"""Applies the options that the user gave to other defaults."""
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
-    """The options that the run of a checkpoint was started with; LineartimeError if they cannot be read."""
+    """The options that a checkpoint's run was started with; LineartimeError if they cannot be read."""
     try:
-        return TrainConfig.from_dict(read_facts(checkpoint).config)
+        return TrainConfig.from_dict(read_training_state(checkpoint).config)
     except ValueError as error:
-        raise LineartimeError(f"The options in {checkpoint} are not of this version of lineartime: {error}") from None
+        raise LineartimeError(f"The options in {checkpoint} are of another version of lineartime: {error}") from None
 
 
 def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
-    """The options of a run that goes on: its own, and those asked for where they may be others.
+    """The options of a resumed run: its own, and the given ones where they may differ.
 
     Args:
         asked: the options now.
         started: the options of the run.
-        left_out: what an option is now if nobody asked for it.
+        left_out: the value of each option that was not given now.
 
     Raises:
-        LineartimeError: naming the option, if it is asked to differ from the run's and must not.
+        ArgumentError: if an option was given, differs from the run's and must not.
     """
     values = {}
     for field in dataclasses.fields(TrainConfig):
@@ -57,36 +57,41 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
         if field.name in ("out", "resume") or (new != getattr(left_out, field.name) and field.name in _MAY_CHANGE):
             values[field.name] = new
         elif new not in (old, getattr(left_out, field.name)):
-            raise LineartimeError(
-                f"{flag(field.name)} is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: "
-                "leave the option out to resume it, or start another run in another --out."
+            raise ArgumentError(
+                field.name,
+                f"is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: leave the option out "
+                "to resume it, or start another run in another folder.",
             )
     return dataclasses.replace(started, **values)
 
 
 def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
-    """The options of a command line, where --resume, --like or --recipe give other defaults than the usual ones.
+    """The given options, completed by the defaults that `resume`, `like` or `recipe` call for.
+
+    Args:
+        config: the given options on the usual defaults.
+        reparse: puts them on other defaults.
 
     Returns:
-        The options, and what they are where nobody asked for anything.
+        The options, and their values if none had been given.
 
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.
     """
-    chosen = [flag(name) for name in ("resume", "like", "recipe") if getattr(config, name)]
+    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if len(chosen) > 1:
-        raise LineartimeError(f"{' and '.join(chosen)} cannot go together: each gives all other options; use one of them.")
+        raise ArgumentError(chosen[0], f"cannot be combined with {chosen[1]}: each sets all other options; use one of them.")
     defaults = TrainConfig()
     if config.resume and not is_checkpoint(config.run_directory):
         last, _ = last_whole_checkpoint(config.run_directory)
         defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
-        # The folder follows from other options, which may not have been given again.
+        # The folder may follow from other options, which need not be given again.
         config = dataclasses.replace(reparse(defaults), out=config.run_directory)
     elif config.like is not None:
         like = config.like if is_checkpoint(config.like) else last_checkpoint(config.like)
         defaults = dataclasses.replace(saved_config(like), out=None, resume=False, recipe=None, like=config.like)
         config = reparse(defaults)
-    elif config.recipe is not None and config.preset in PRESETS:  # `prepare` complains of others
+    elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
         defaults = recipe_config(config.recipe, config.preset)
         asked = reparse(defaults)
         both = asked.override if asked.override == defaults.override else (*defaults.override, *asked.override)
@@ -95,5 +100,5 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
 
 
 def _shown(value: object) -> str:
-    """A value as it stands on the command line."""
+    """A value in an error message."""
     return "nothing" if value in (None, ()) else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

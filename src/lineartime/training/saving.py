@@ -1,10 +1,10 @@
-"""Writing checkpoints while training goes on, and reading back what a run needs besides its weights.
+"""Writing checkpoints in the background of training, and restoring the optimiser's moments.
 
-The weights go into one safetensors file, for anybody to read. The optimiser's moments are written by all processes at once,
-each its part, through torch.distributed.checkpoint in its safetensors format: so that they can be read back by any number
-of processes.
+The weights go into one safetensors file, readable by any program. All processes together write the optimiser's moments, each
+its part, through torch.distributed.checkpoint in its safetensors format: any number of processes can read them back.
 """
 
+import os
 import re
 import shutil
 import threading
@@ -18,20 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lineartime.checkpoint import (
-    MANIFEST,
-    OPTIMIZER_FOLDER,
-    TrainingState,
-    checkpoint_path,
-    digests,
-    hidden,
-    list_checkpoints,
-    prune,
-    write_json,
-    write_tensors,
-)
+from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
+from lineartime.checkpoint.format import MANIFEST, OPTIMIZER_FOLDER, digests, hidden, write_json, write_tensors
 from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import LineartimeError, ReportedError, cannot
+from lineartime.errors import LineartimeError, cannot
 from lineartime.files import synchronise, write_synchronised
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
@@ -40,9 +30,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time, in the background; every process of the run has one.
+    """Writes the checkpoints of a run in the background, one at a time.
 
-    `begin` and `finish` are called by all processes together.
+    Every process of the run has a writer; all call `begin` and `finish` together.
     """
 
     def __init__(
@@ -59,20 +49,22 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint that was being written could not be: `finish` will say so."""
+        """Whether writing the current checkpoint has failed; `finish` raises the error."""
         return self._error is not None
 
     def begin(self, state: TrainingState) -> None:
-        """Copy all that a checkpoint holds, and write it while the caller goes on.
+        """Copy the contents of a checkpoint, and write it while the caller continues.
 
         Raises:
-            LineartimeError: as `finish`, for the checkpoint before.
+            LineartimeError: as `finish`, for the previous checkpoint.
         """
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
-        self._world.share(lambda: self._prepare(partial, target))
-        weights = _whole(self._model.state_dict(), keep=self._world.is_main)  # FSDP takes up its parts again for that
+        with self._world.failing_together():
+            if self._world.is_main:
+                self._prepare(partial, target)
+        weights = _whole(self._model.state_dict(), keep=self._world.is_main)
         writing = self._write_moments(partial)
         self._target = target
         self._thread = threading.Thread(target=self._complete, args=(writing, weights, state, partial, target), daemon=True)
@@ -89,17 +81,17 @@ class CheckpointWriter:
         self.wait()
         self._thread = None
         error, self._error = self._error, None
-        [failures] = self._world.sum(float(error is not None))
-        if not failures:
-            return
-        if self._world.is_main:
-            shutil.rmtree(hidden(self._target), ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise error or ReportedError("Another process could not write its part of the checkpoint.")
-        raise self._cannot_write(self._target, error)
+        try:
+            with self._world.failing_together():
+                if error is not None:
+                    raise self._cannot_write(self._target, error) if isinstance(error, OSError) else error
+        except Exception:
+            if self._world.is_main:
+                shutil.rmtree(hidden(self._target), ignore_errors=True)
+            raise
 
     def wait(self) -> None:
-        """Wait until nothing is being written, without asking the other processes."""
+        """Wait until this process writes nothing; it may be called by one process alone."""
         if self._thread is not None:
             self._thread.join()
 
@@ -111,7 +103,7 @@ class CheckpointWriter:
             raise self._cannot_write(target, error) from None
 
     def _cannot_write(self, target: Path, error: OSError) -> LineartimeError:
-        then = f"go on by --resume --out {self._run}" if list_checkpoints(self._run) else "run the command again"
+        then = "resume the run (resume=True)" if list_checkpoints(self._run) else "train again"
         return cannot("write", f"the checkpoint {target}", error, then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
@@ -132,7 +124,7 @@ class CheckpointWriter:
     def _complete(
         self, writing: "Future[Any] | None", weights: dict[str, Tensor], state: TrainingState, partial: Path, target: Path
     ) -> None:
-        """Wait for all processes' parts; then the main one adds its own and makes the whole visible."""
+        """Wait for the parts of all processes; then the main one adds its files and makes the checkpoint visible."""
         try:
             if writing is not None:
                 writing.result()
@@ -148,16 +140,16 @@ class CheckpointWriter:
                     synchronise(folder)
             partial.rename(target)
             synchronise(self._run)
-        except BaseException as error:  # whatever it is, `finish` raises it where it can be dealt with
+        except BaseException as error:  # `finish` raises it in the main thread
             self._error = _cause(error)
         else:
             prune(self._run)
 
 
 def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> None:
-    """Give an optimiser the moments in a checkpoint, each process its part, whoever wrote them; `step` steps were taken."""
+    """Load the moments in a checkpoint into an optimiser that has taken `step` steps, each process its part."""
     folder = checkpoint / OPTIMIZER_FOLDER
-    if not folder.is_dir():  # of a run that had not taken a step
+    if not folder.is_dir():  # written before the first step
         return
     dcp = _engine()
     for parameter in model.parameters():
@@ -173,7 +165,7 @@ def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
 
 
 def _engine() -> Any:
-    """torch.distributed.checkpoint, which takes a while to import, and warns those that are alone that they are."""
+    """torch.distributed.checkpoint: slow to import, and it warns single processes, for which it is used on purpose."""
     from torch.distributed import checkpoint as dcp
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -191,17 +183,17 @@ def _moments(model: nn.Module, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copies of tensors in ordinary memory, put together from their parts; nothing unless they are to be kept."""
+    """Copies of tensors on the CPU, gathered from their parts; empty unless `keep`."""
     copies = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every process has to take part
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every process must call it
         if keep:
             copies[name] = whole.detach().to("cpu", copy=True)
     return copies
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What lies behind an error of torch.distributed.checkpoint, which wraps those of all processes."""
+    """The cause of an error of torch.distributed.checkpoint, which wraps the errors of all processes."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
@@ -210,5 +202,5 @@ def _cause(error: BaseException) -> BaseException:
     if not isinstance(error, OSError):
         number = re.search(r"os error (\d+)", str(error))
         if number:
-            return OSError(int(number[1]), f"the system's error {number[1]}")
+            return OSError(int(number[1]), os.strerror(int(number[1])))
     return error

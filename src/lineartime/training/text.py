@@ -1,17 +1,17 @@
-"""What a run learns from and is measured on: the loader of its training text, and a stream of held-out text."""
+"""The text of a run: the loader of its training text, and a stream of held-out text."""
 
 import hashlib
 from pathlib import Path
 
 from lineartime.data import (
+    BatchMaker,
+    CachedLoader,
     Corpus,
     Loader,
+    PrefetchedLoader,
     Rows,
+    StreamingLoader,
     Tokenizer,
-    cached_loader,
-    check_long_enough,
-    prefetched,
-    streaming_loader,
     token_stream,
 )
 from lineartime.errors import LineartimeError
@@ -23,8 +23,8 @@ class Text:
     """The text of a run, encoded (unless it is streamed) and ready to be read.
 
     Args:
-        corpus: where the text is from.
-        tokenizer: what encodes it.
+        corpus: the source of the text.
+        tokenizer: encodes it.
         config: the run's options.
         rows: this process's share of each step.
         cache: the folder for encoded text.
@@ -32,12 +32,12 @@ class Text:
     Attributes:
         loader: of training text.
         validation: held-out text.
-        is_lossy: whether its tokens do not give back the text, so that numbers per byte and per word leave something out.
-        name: what text that is, in words.
-        identity: what changes with the training text, wherever it is kept.
+        is_lossy: whether decoding the tokens does not restore the text, so that losses per byte and per word leave some out.
+        name: a description of the training text.
+        identity: a description that changes with the training text, but not with its path.
 
     Raises:
-        LineartimeError: for text that cannot be read, or too little of it.
+        LineartimeError: for text that cannot be read or is too short.
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, rows: Rows, cache: Path) -> None:
@@ -45,46 +45,29 @@ class Text:
         self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
         if len(self.validation) < 2:
             raise LineartimeError(
-                f"The validation split of {corpus.name} is empty, for it has too few documents: give more of them, or a folder "
-                "with files that are called train... and valid..."
+                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or "
+                "a folder with files named train... and valid..."
             )
         self.is_lossy = _is_lossy(tokenizer, corpus)
+        make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         if config.streaming:
-            loader = streaming_loader(
-                corpus,
-                tokenizer,
-                task=config.task,
-                context_length=config.context_length,
-                rows=rows,
-                seed=config.seed,
-                packed=config.packed,
-                lanes=config.lanes,
-            )
+            loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes)
             self.name = f"a stream of {corpus.name} in {config.lanes} lanes"
             self.identity = f"{self.name}, state {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
-            check_long_enough(stream, config.context_length)
-            loader = cached_loader(
-                stream,
-                tokenizer,
-                task=config.task,
-                context_length=config.context_length,
-                rows=rows,
-                seed=config.seed,
-                packed=config.packed,
-            )
+            loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
-        self.loader: Loader = prefetched(loader)
+        self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task == "clm"
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A validation loss in nats per token, as bits over the bytes of the text; None for masked tokens."""
+        """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
         return bits_per_byte(loss, len(self.validation), self.validation.n_bytes) if self._causal else None
 
 
 def _is_lossy(tokenizer: Tokenizer, corpus: Corpus) -> bool:
-    """Whether the beginning of the held-out text does not come back from its tokens; blanks at its ends do not count."""
+    """Whether decoding its tokens does not restore the beginning of the held-out text, up to whitespace at the ends."""
     sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
     return tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()

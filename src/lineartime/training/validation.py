@@ -1,4 +1,4 @@
-"""The loss on held-out text while a model trains, shared out over the processes of the run.
+"""The loss on held-out text during training, divided over the processes of the run.
 
 Shapes: B batch, T tokens of context.
 """
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lineartime.data import Batch, Tokenizer, TokenStream, causal_batch, masked_batch, read_window, spread_windows
 from lineartime.errors import LineartimeError
-from lineartime.evaluation.perplexity import autocast
+from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -16,18 +16,18 @@ from lineartime.training.parallel import part_of
 
 
 class Validation:
-    """Windows spread evenly over held-out text, always the same ones.
+    """Evaluates on windows spread evenly over held-out text, the same ones every time.
 
     Args:
         objective: the sum of the losses of a batch, as a module.
         stream: the held-out text.
-        tokenizer: what it was encoded with.
+        tokenizer: the one that encoded it.
         config: the run's options.
         world: the processes of the run.
-        slice_unit: what the length of a window has to be a multiple of, where processes share it.
+        slice_unit: if processes share sequences, the length of a window is a multiple of this.
 
     Raises:
-        LineartimeError: for less text than that.
+        LineartimeError: for less text than one such window.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Validation:
         self._config = config
         self._world = world
         self._length = config.context_length
-        if world.context_parallel > 1 and len(stream) <= self._length:  # shorter windows, but none that cannot be sliced
+        if world.context_parallel > 1 and len(stream) <= self._length:  # the longest window that can be sliced
             self._length = (len(stream) - 1) // slice_unit * slice_unit
             if self._length <= 0:
                 raise LineartimeError(
-                    f"The held-out text has {len(stream)} tokens, too few for slices of whole chunks ({slice_unit} and one "
-                    "more): give more text with --data, or use a smaller --context-parallel."
+                    f"The held-out text has {len(stream)} tokens, too few for slices of whole chunks ({slice_unit} + 1): "
+                    "give more text, or use a smaller context_parallel."
                 )
         self._starts = spread_windows(stream, config.eval_windows, self._length)
 
@@ -61,7 +61,7 @@ class Validation:
         device = next(self._objective.parameters()).device
         total, count = 0.0, 0
         self._objective.eval()
-        with torch.compiler.set_stance("force_eager"):  # other shapes, no gradients: not worth a compilation of their own
+        with torch.compiler.set_stance("force_eager"):  # these shapes are too rare to be worth compiling
             for batch in self._batches():
                 with autocast(device, config.precision == "bf16"):
                     total += float(self._objective(*part_of(batch, world, device)))
@@ -71,7 +71,7 @@ class Validation:
         return total / max(1.0, targets)
 
     def _batches(self) -> list[Batch]:
-        """This process's share; all have as many batches, since with FSDP every one takes part in each forward pass."""
+        """This process's batches; all have the same number, since FSDP needs every process in each forward pass."""
         config, world = self._config, self._world
         together = config.batch_size * world.data_ranks
         batches = []

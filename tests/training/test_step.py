@@ -5,7 +5,7 @@ import torch
 
 import lineartime
 from lineartime.training.config import TrainConfig
-from lineartime.training.optim import build_optimizer, learning_rate
+from lineartime.training.step import build_optimizer, learning_rate
 
 
 def test_matrices_alone_are_decayed() -> None:

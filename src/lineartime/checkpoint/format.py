@@ -1,0 +1,234 @@
+"""The format of one checkpoint: its files, their version and their checksums."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
+from lineartime.errors import LineartimeError, cannot
+from lineartime.files import sha256, synchronise, write_synchronised
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import CausalLM, MaskedLM, build_model
+
+FORMAT = 1
+"""The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
+MANIFEST = "manifest.json"
+OPTIMIZER_FOLDER = "optimizer"
+_MODEL, _WEIGHTS, _TRAINING = "model.json", "model.safetensors", "training.json"
+_MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
+
+# Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
+_RENAMED_MIXERS = {
+    "attention-relu2": "mhsa-relu2",
+    "attention-gated": "mhsa-gated",
+    "performer-matmul": "performer",
+    "mixed-chunk-heads": "mc-tfm",
+}
+_NEW_OPTIONS = {"performer-matmul": {"causal_sums": "matmul"}}
+
+_TRAINING_DEFAULTS: dict[str, Any] = {"skipped": 0, "validation_loss": None}
+"""The values of fields that training.json may lack. A new field of `TrainingState` gets its value for older files here."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What resuming a run needs besides tensors.
+
+    Attributes:
+        step: steps taken.
+        skipped: steps that changed nothing, because a gradient was not finite.
+        validation_loss: in nats per token, at this step; None if it was not measured.
+        text: an identity of the text, which tells whether it has changed.
+        data: the position in the text, from the loaders of all processes.
+        config: the run's options, as a dictionary.
+    """
+
+    step: int
+    skipped: int
+    validation_loss: float | None
+    text: str
+    data: dict[str, Any]
+    config: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+        return dataclasses.asdict(self)
+
+
+class DamagedCheckpointError(LineartimeError):
+    """A file of a checkpoint is missing, or is not what was written.
+
+    Args:
+        what: which checkpoint is damaged, and why.
+        advice: what to do.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what = what
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.advice}."
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return run / f"step-{step:08d}"
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints in a run's folder, oldest first."""
+    if not run.is_dir():
+        return []
+    found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is itself a checkpoint, perhaps a damaged one."""
+    return any((path / name).is_file() for name in (_WEIGHTS, _MODEL))
+
+
+def hidden(checkpoint: Path) -> Path:
+    """The name of a checkpoint while it is being written or deleted."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
+    """Build the model of a checkpoint with its weights, on the CPU; LineartimeError as for `load`."""
+    verify(checkpoint, _MODEL_FILES)
+    version, description = _read_json(checkpoint / _MODEL)
+    try:
+        model = build_model(ModelConfig.from_dict(upgraded_model(description) if version == 0 else description))
+    except ValueError as error:
+        raise LineartimeError(
+            f"{checkpoint / _MODEL} describes no model that this version of lineartime can build: {error}"
+        ) from None
+    try:
+        model.load_state_dict(_read_tensors(checkpoint / _WEIGHTS))
+    except RuntimeError as error:
+        raise _damaged(checkpoint, str(error).splitlines()[0]) from None
+    tokens = load_tokenizer(checkpoint).vocab_size
+    if tokens != model.config.vocab_size:
+        raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
+    return model
+
+
+def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description of a model in version 0 of the format, as version 1 writes it."""
+    mixer = description.get("mixer")
+    if not isinstance(mixer, Mapping):
+        return dict(description)
+    kind = str(mixer.get("kind")).replace("_", "-")
+    return {**description, "mixer": {**mixer, "kind": _RENAMED_MIXERS.get(kind, kind), **_NEW_OPTIONS.get(kind, {})}}
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """What resuming needs besides tensors, missing fields with their defaults; LineartimeError if it cannot be read."""
+    file = checkpoint / _TRAINING
+    _, values = _read_json(file)
+    values = {**_TRAINING_DEFAULTS, **values}
+    fields = [field.name for field in dataclasses.fields(TrainingState)]
+    unknown = [name for name in values if name not in fields]
+    missing = [name for name in fields if name not in values]
+    if unknown or missing:
+        problem = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks the field {missing[0]!r}"
+        raise LineartimeError(
+            f"{file} {problem}: it was written by another version of lineartime; use that version, or train again."
+        )
+    return TrainingState(**values)
+
+
+def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
+    """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
+    if not (checkpoint / MANIFEST).is_file():
+        raise _damaged(checkpoint, f"{MANIFEST} is missing")
+    _, manifest = _read_json(checkpoint / MANIFEST)
+    for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
+        file = checkpoint / name
+        if not file.is_file():
+            raise _damaged(checkpoint, f"{name} is missing")
+        try:
+            found = sha256(file)
+        except OSError as error:
+            raise cannot("read", file, error) from None
+        if found != manifest.get(name):
+            raise _damaged(checkpoint, f"{name} is not what was written")
+
+
+def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
+    """The version and the content of a JSON file; LineartimeError for a version that only a later lineartime reads."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot("read", file, error) from None
+    except ValueError:
+        raise _damaged(file.parent, f"{file.name} is not JSON") from None
+    if not isinstance(data, dict):
+        raise _damaged(file.parent, f"{file.name} is not a JSON object")
+    version = data.pop("format", 0)
+    if not isinstance(version, int):
+        raise _damaged(file.parent, f"the format of {file.name} is {version!r}, which is no version")
+    if version > FORMAT:
+        raise LineartimeError(
+            f"{file} has format {version}, but this version of lineartime reads formats up to {FORMAT}: upgrade lineartime."
+        )
+    return version, data
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file.parent, f"{file.name}: {error}") from None
+
+
+def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
+    siblings = list_checkpoints(checkpoint.parent)
+    others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
+    advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
+    return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason})", advice)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file with the version of the format and wait until it is on the disk; OSError if that fails."""
+    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors and wait until they are on the disk; OSError if that fails."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
+    synchronise(file)
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint, by its path in the checkpoint."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != MANIFEST)
+    return {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}

@@ -1,0 +1,30 @@
+"""`lineartime info`: what would run on this machine, and why."""
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from lineartime.info import describe_machine
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what would run on this machine, and why: device, precision, compilation, backends, optional packages."""
+
+    json: bool = False
+    """Print the same as one line of JSON."""
+
+
+def run(options: Options) -> None:
+    """Print what `describe_machine` finds."""
+    facts = list(describe_machine())
+    if options.json:
+        print(json.dumps({fact.name: {"value": fact.value, "why": fact.why} for fact in facts}))
+        return
+    table = Table("", "here", "why", show_edge=False)
+    for fact in facts:
+        table.add_row(fact.name, fact.value, fact.why)
+    # Without markup, for [plot] is the name of an extra. Cells are rendered with the console's settings.
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,87 @@
+"""`lineartime presets`: the models that can be built by name."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Column, Table
+
+from lineartime.errors import LineartimeError
+from lineartime.layers.checks import check_positive
+from lineartime.models.cost import cost, count_parameters
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, describe, presets
+
+
+@dataclass(frozen=True)
+class Options:
+    """List the models that can be built by name, with what they cost."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Parts of names: show only presets that contain one of them, such as tiny."""
+    context_length: int = 4096
+    """Tokens of context for which operations and memory are counted."""
+    verify: bool = False
+    """Instead, build every model whose size the paper states, and compare the numbers of parameters."""
+
+
+def run(options: Options) -> None:
+    """Print the presets; LineartimeError for a name that none contains, or a size that differs from the paper's."""
+    check_positive(context_length=options.context_length)
+    names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
+    if not names:
+        raise LineartimeError(
+            f"No preset has {' or '.join(options.names)} in its name: leave the names out to see all of them."
+        )
+    if options.verify:
+        _verify(names)
+    else:
+        _print_costs(names, options.context_length)
+
+
+def _print_costs(names: Sequence[str], context_length: int) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    numbers = (Column(header, justify="right") for header in ("parameters", "size", "MFLOP/token", "state"))
+    columns = [Column("preset", no_wrap=True), *numbers]
+    if console.width >= 120:  # a narrower column would hold one word per line
+        columns.append(Column("what it is"))
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    causal, bidirectional = presets("clm"), presets("mlm")
+    for name in track(names, "counting", console=Console(stderr=True), transient=True):
+        model = causal.get(name) or bidirectional[name]
+        length = min(context_length, model.longest_sequence or context_length)
+        parameters, flops, state = cost(model, length)
+        row = [
+            name,
+            f"{parameters / 1e6:.1f} M",
+            f"{model.n_blocks} x {model.d_model}",
+            f"{flops / 1e6:,.1f}" + (" " if length == context_length else "*"),
+            "none" if state is None else f"{state / 1e6:,.1f} MB",
+            describe(name),
+        ]
+        table.add_row(*row[: len(columns)])
+    console.print(table)
+    for line in (
+        f"MFLOP/token  matrix products of a forward pass over {context_length:,} tokens (*: over as many as it reads)",
+        "state        memory of a stream after them, in float32 (none: the model only looks both ways, for --task mlm)",
+    ):
+        console.print(line, soft_wrap=True)
+
+
+def _verify(names: Sequence[str]) -> None:
+    names = [name for name in names if name in PAPER_MILLIONS]
+    if not names:
+        raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
+    table = Table("preset", Column("parameters", justify="right"), Column("paper", justify="right"), "agrees")
+    different = []
+    for name in track(names, "building", console=Console(stderr=True), transient=True):
+        parameters = count_parameters(presets("clm")[name])
+        agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
+        different += [] if agrees else [name]
+        table.add_row(name, f"{parameters:,}", f"{PAPER_MILLIONS[name]} M", "yes" if agrees else "no")
+    Console(highlight=False).print(table)
+    if different:
+        raise LineartimeError(f"Not as large as in the paper: {', '.join(different)}.")

@@ -1,0 +1,43 @@
+"""`lineartime tokenize`: train a tokenizer on a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lineartime.data.corpora import load_corpus
+from lineartime.data.train_tokenizer import VOCAB_SIZE, Kind, train_tokenizer
+from lineartime.errors import ArgumentError, cannot
+from lineartime.layers.checks import check_positive
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file."""
+
+    data: str | None = None
+    """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
+    kind: Kind = "bpe"
+    """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
+    vocab_size: int = VOCAB_SIZE
+    """Tokens, including the end of a document and the mask."""
+    max_bytes: int | None = None
+    """Bytes of text to learn from; the default is 2^30 for bpe, and 2^26 for unigram, which needs much memory."""
+    out: Path = Path("tokenizer.json")
+    """File to write."""
+
+
+def run(options: Options) -> None:
+    """Train the tokenizer, write it, and print its size."""
+    if options.out.exists():
+        raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
+    if options.max_bytes is not None:
+        check_positive(max_bytes=options.max_bytes)
+    corpus = load_corpus(options.data)
+    tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(tokenizer.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise cannot("write", options.out, error) from None
+    print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
+    if tokenizer.vocab_size < options.vocab_size:
+        print(f"The text is too short for {options.vocab_size:,} tokens.")

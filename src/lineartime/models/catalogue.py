@@ -1,0 +1,27 @@
+"""The table of systems, which the documents show."""
+
+from lineartime.models.config import ModelConfig
+from lineartime.models.cost import stream_bytes
+from lineartime.models.presets import SIZES, model_of
+from lineartime.models.systems import SYSTEMS
+
+
+def systems_table() -> str:
+    """All systems as a Markdown table: what and where each is, and how its memory grows."""
+    lines = ["| system | what it is | code | feed-forward | memory of a stream |", "| --- | --- | --- | --- | --- |"]
+    for name, system in SYSTEMS.items():
+        code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
+        feed_forward = "none" if system.feed_forward is None else {"mlp": "MLP", "glu": "GEGLU"}[system.feed_forward.name]
+        cells = [f"`{name}`", system.describe(), f"`{code}`", feed_forward, _memory(model_of(system, SIZES["tiny"], "clm"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _memory(config: ModelConfig) -> str:
+    """How the state of a stream grows with what it has read."""
+    if config.mixer.layer.why_not_causal is not None:
+        return "looks both ways only"
+    short, longer, long = (stream_bytes(config, length) for length in (256, 257, 512))
+    if short == long:
+        return "constant"
+    return "grows with chunks" if short == longer else "grows with tokens"

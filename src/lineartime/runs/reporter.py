@@ -1,0 +1,181 @@
+"""What a run reports while it trains: a progress display, metrics.jsonl, and the trackers of its choice."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lineartime.errors import LineartimeError
+from lineartime.runs.metrics import AVERAGED, MetricsLog
+from lineartime.runs.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The numbers of one optimiser step.
+
+    Attributes:
+        loss: in nats per token; this and the norm may be infinite or NaN.
+        learning_rate: of this step.
+        gradient_norm: before clipping.
+        tokens: in this step, over all processes.
+        waiting: seconds of the step spent waiting for data.
+        skipped: steps of the run so far that changed nothing, because a number was not finite.
+    """
+
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    waiting: float
+    skipped: int
+
+
+class NullReporter:
+    """Reports nothing: for the processes of a run that are not the main one."""
+
+    def __enter__(self) -> "NullReporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the `with` block."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Record step number `step` (from 1), which has just ended."""
+
+    def skipped(self, step: int, reason: str) -> None:
+        """Say why a step changes nothing; `step`, called after it, counts it too."""
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
+
+
+class Reporter(NullReporter):
+    """Shows and records the numbers of a run; a context manager. Only the main process has one.
+
+    A terminal gets a progress bar and a line per evaluation; so does a notebook with ipywidgets. Anything else gets the lines.
+
+    Args:
+        run: the run's folder.
+        first_step: steps taken before; recorded metrics of later steps are dropped.
+        steps: of the whole run.
+        trackers: of "tensorboard", "wandb", "trackio".
+        record: the run's options, for trackers that show them.
+
+    Raises:
+        LineartimeError: if metrics.jsonl cannot be written, or a tracker cannot start.
+    """
+
+    def __init__(self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any]) -> None:
+        self._steps = steps
+        self._progress = _progress()
+        self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
+        self._log = MetricsLog(run, first_step)
+        try:
+            self._trackers = Trackers(trackers, run, first_step, record, self.say)
+        except LineartimeError:
+            self._log.close()
+            raise
+        self._clock = time.perf_counter()
+        self._step_tokens = 0
+        self._latest: dict[str, deque[float]] = {name: deque(maxlen=AVERAGED) for name in ("loss", "speed")}
+
+    def __enter__(self) -> "Reporter":
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+        self._trackers.close()
+        try:
+            self._log.close()
+        except LineartimeError:
+            if error is None:
+                raise
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._progress.console.print(text, soft_wrap=True)
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Record step number `step` (from 1), which has just ended."""
+        now = time.perf_counter()
+        duration = max(now - self._clock, 1e-9)
+        self._clock, self._step_tokens = now, metrics.tokens
+        self._log.tokens += metrics.tokens
+        self._log.skipped = metrics.skipped
+        self._latest["speed"].append(metrics.tokens / duration)
+        if math.isfinite(metrics.loss):
+            self._latest["loss"].append(metrics.loss)
+        self._progress.update(
+            self._task,
+            completed=step,
+            loss=f"{self._average('loss'):.3f}",
+            speed=f"{self._average('speed'):,.0f}",
+            skipped=f"  {metrics.skipped} skipped" if metrics.skipped else "",
+        )
+        self._record(
+            step,
+            loss=metrics.loss,
+            learning_rate=metrics.learning_rate,
+            gradient_norm=metrics.gradient_norm,
+            tokens_per_second=metrics.tokens / duration,
+            waiting=min(metrics.waiting / duration, 1.0),
+            **({"skipped": metrics.skipped} if metrics.skipped else {}),
+        )
+
+    def skipped(self, step: int, reason: str) -> None:
+        """Say why a step changes nothing; `step`, called after it, counts it too."""
+        self._log.skipped += 1
+        self.say(f"step {step} was skipped ({self._log.skipped} so far in this run): {reason}")
+        self._record(step, skipped=self._log.skipped)
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
+        bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
+        steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        losses = f"training loss {self._average('loss'):.3f}  validation loss {loss:.3f}{bits}"
+        speed = self._average("speed")
+        pace = ""
+        if speed > 0:  # NaN before the first step of a resumed run
+            remaining = timedelta(seconds=round((self._steps - step) * self._step_tokens / speed))
+            pace = f"  {speed:,.0f} tokens/s  ETA {remaining}"
+        self.say(f"{steps}  {losses}{pace}")
+        extra = {} if bits_per_byte is None else {"validation_bits_per_byte": bits_per_byte}
+        self._record(step, validation_loss=loss, **extra)
+        self._clock = time.perf_counter()
+
+    def _average(self, name: str) -> float:
+        """The mean over the latest steps; NaN before the first."""
+        return statistics.fmean(self._latest[name]) if self._latest[name] else math.nan
+
+    def _record(self, step: int, **numbers: float) -> None:
+        self._trackers.write(step, self._log.write(step, numbers))
+
+
+def _progress() -> Progress:
+    """The progress bar, disabled where it cannot be shown; its console prints lines everywhere."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[skipped]}  ETA"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not (console.is_terminal or in_notebook),
+        transient=True,
+    )

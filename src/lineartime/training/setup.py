@@ -1,0 +1,117 @@
+"""The set-up of a run: its text, its tokenizer and its model, which every process makes alike."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lineartime import checkpoint as checkpoints
+from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, tokenizer_for
+from lineartime.errors import ArgumentError
+from lineartime.machine import choose_compile, choose_device, choose_precision
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import LanguageModel, build_model
+from lineartime.training.config import TrainConfig, errors_in_override
+from lineartime.training.distributed import World
+from lineartime.training.parallel import Objective
+from lineartime.training.text import Text
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is made of before its first step.
+
+    Attributes:
+        config: the options, with what "auto" and defaults resolved to.
+        device: where this process computes.
+        tokenizer: of the text.
+        text: to learn from and to evaluate on.
+        objective: the model and its loss.
+        slice_unit: with context parallelism, the length of a sequence must be a multiple of this.
+        tokens_per_step: over all processes.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    tokenizer: Tokenizer
+    text: Text
+    objective: Objective
+    slice_unit: int
+    tokens_per_step: int
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model."""
+        return self.objective.model
+
+    def summary(self, world: World) -> str:
+        """The run in one line."""
+        config = self.config
+        processes = "" if world.size == 1 else f" x {world.size} processes ({config.parallel})"
+        if world.context_parallel > 1:
+            processes += f", {world.context_parallel} per sequence"
+        return (
+            f"{config.preset}: {_count(self.model):,} parameters, vocabulary of {self.tokenizer.vocab_size:,}, "
+            f"{self.device.type}{processes}, {config.precision}{', compiled' if config.compile == 'on' else ''}; "
+            f"{config.steps:,} steps of {self.tokens_per_step:,} tokens, from {self.text.name}, to {config.run_directory}"
+        )
+
+
+def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
+    """Build a run's model, with the weights of a checkpoint `start` if there is one, and open its text.
+
+    Raises:
+        LineartimeError: for options that do not fit each other, the text or this machine.
+    """
+    with world.failing_together():
+        device = choose_device(config.device, world.local_rank)
+        rows = config.rows(world.data_rank, world.data_ranks)
+        cache = config.cache or default_cache()
+        corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
+        tokenizer: Tokenizer = (
+            load_tokenizer(start)
+            if start is not None
+            else world.first_on_each_machine("the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache))
+        )
+        model_config = config.model_config(tokenizer.vocab_size)
+        slice_unit = _slice_unit(model_config, config)
+        torch.manual_seed(config.seed)
+        with errors_in_override():
+            model = build_model(model_config).to(device)
+        objective = Objective(model, world.context_group)
+        if start is not None:
+            model.load_state_dict(checkpoints.load(start).state_dict())
+        text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
+    tokens_per_step = rows.per_step * config.context_length
+    precision, compiled = world.share(
+        lambda: (
+            choose_precision(config.precision, device),
+            choose_compile(config.compile, device, _count(model), tokens_per_step * config.steps),
+        )
+    )
+    if config.recompute:
+        model.recompute_blocks()
+    if compiled:
+        model.compile_blocks()
+    # Checkpoints store the resolved options, so that a resumed run computes the same.
+    config = dataclasses.replace(
+        config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
+    )
+    return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step)
+
+
+def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
+    """The unit of sequence lengths that processes can share: a whole chunk for each."""
+    ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
+    if ranks > 1 and config.context_length % (ranks * chunk_size):
+        raise ArgumentError(
+            "context_length",
+            f"is {config.context_length}, but must be a multiple of context_parallel {ranks} x chunk_size {chunk_size} = "
+            f"{ranks * chunk_size}.",
+        )
+    return ranks * chunk_size
+
+
+def _count(model: LanguageModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,84 @@
+"""One step of the optimiser: AdamW, its learning rate, and the gradient of all micro-batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from lineartime.data import Batch
+from lineartime.machine import autocast
+from lineartime.ops.cross_entropy import IGNORED
+from lineartime.training.config import TrainConfig
+from lineartime.training.distributed import World
+from lineartime.training.parallel import Parallel, part_of
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays only matrices: the weights of linear maps and embeddings."""
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up to the peak, then a linear fall that reaches zero just after the last step (step counts from 0)."""
+    warmup = config.steps // 10 if config.warmup_steps is None else config.warmup_steps
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    return config.learning_rate * (config.steps - step) / max(1, config.steps - warmup)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What this process knows after the backward passes of a step; the gradient itself is in the parameters.
+
+    Attributes:
+        loss: the sum of this process's losses, in nats.
+        targets: the number of targets, over all processes.
+        norm: of the gradient before clipping.
+    """
+
+    loss: float
+    targets: float
+    norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are finite numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def compute_gradient(
+    parallel: Parallel, batches: Sequence[Batch], step: int, config: TrainConfig, world: World, device: torch.device
+) -> Gradient:
+    """Run the forward and backward passes of a step's micro-batches and clip the gradient; all processes call together."""
+    own_targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+    [targets] = world.sum(own_targets / world.context_parallel)  # processes that share a sequence have the same batches
+    targets = max(1.0, targets)
+    weight = parallel.loss_weight(own_targets, targets)
+    torch.manual_seed(_dropout_seed(config.seed, step, world.rank))
+    total = 0.0
+    for index, batch in enumerate(batches):
+        with parallel.accumulate(last=index == len(batches) - 1):
+            with autocast(device, config.precision == "bf16"):
+                loss = parallel.objective(*part_of(batch, world, device))
+            (loss * weight).backward()
+        total += float(loss.detach())
+    return Gradient(total, targets, parallel.clip(config.clip_norm or math.inf))
+
+
+def _dropout_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of a step's random numbers in the model; derived, so that checkpoints need not store a state."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

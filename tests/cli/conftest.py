@@ -1,0 +1,80 @@
+"""A trained run for the commands to work on, and the way their errors look."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.cli import main
+
+TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Fails = Callable[..., None]
+
+
+def small(folder: Path) -> list[str]:
+    where = ["--data", str(folder / "text.txt"), "--cache", str(folder / "cache")]
+    return [*TINY, *where, "--precision", "fp32", "--eval-windows", "2"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder of its own: the one the tests are started in may contain runs."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, a cache and a finished run."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
+    assert main(["train", *small(folder), "--out", str(folder / "run"), "--steps", "4", "--eval-every", "2"]) == 0
+    return folder
+
+
+@pytest.fixture
+def options(folder: Path) -> list[str]:
+    """Options that make `lineartime train` take a moment."""
+    return small(folder)
+
+
+@pytest.fixture
+def start() -> Start:
+    """`start("train", "--steps", "3")`: the command as a process of its own."""
+
+    def start(*arguments: str, **keywords: Any) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "lineartime", *arguments]
+        # What runs in the background of a shell ignores interrupts, and so would its children.
+        keywords.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        return subprocess.Popen(
+            command, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords
+        )
+
+    return start
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """`fails(arguments, message)`: the command ends with status 1 and one sentence on standard error, or with status 2."""
+
+    def fails(arguments: list[str], message: str, status: int = 1) -> None:
+        capsys.readouterr()
+        try:
+            found = main(arguments)
+        except SystemExit as error:
+            found = int(error.code or 0)
+        shown = capsys.readouterr().err
+        assert found == status, shown
+        assert re.search(message, re.sub(r"[\s│╭╮╰╯─]+", " ", shown)), shown
+        assert "Traceback" not in shown
+        if status == 1:
+            assert shown.startswith("error: ") or "\nerror: " in shown
+            assert len(shown[shown.index("error: ") :].strip().splitlines()) == 1
+
+    return fails

@@ -1,0 +1,157 @@
+"""The command line as its users meet it: help, exit statuses, and never a traceback."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lineartime.__main__ import main as run_command
+from lineartime.cli import main
+from lineartime.errors import ArgumentError
+
+Fails = Callable[..., None]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "runs", "tokenize", "presets", "bench", "info"])
+def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    text = re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().out)
+    helped = re.findall(r"[\w)][.] \((?:default: |required)|dropout=0.1 \(default", text)
+    assert len(helped) == len(dataclasses.fields(import_module(f"lineartime.cli.{command}").Options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "status"),
+    [
+        ([], "", 2),
+        (["fly"], "fly", 2),
+        (["train", "--steps", "many"], "--steps", 2),
+        (["train", "--stepz", "3"], "--stepz", 2),
+        (["train", "--task", "qa"], "--task", 2),
+        (["train", "--override", "a=1", "--override", "b=2"], "--override is given twice", 1),
+        (["train", "--out", ""], "--out is empty: give a path", 1),
+        (["train", "--data", ""], "--data is empty: give a path", 1),
+        (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below steps = 600", 1),
+        (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
+        (["train", "--recipe", "lm-moon"], "--recipe", 2),
+        (["train", "--recipe", "lm-pg19", "--like", "{run}"], "--like cannot be combined with recipe", 1),
+        (["train", "--like", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
+        (["train", "--track", "paper"], "--track", 2),
+        (["train", "--tokenizer", "bpe-100", "--data", "{text}"], "--tokenizer is bpe-100, but bpe needs at least 258", 1),
+        (["train", "--preset", "flash-giant"], "preset is 'flash-giant', but must be a name that .* lists, for instance", 1),
+        (["train", "--preset", "linformer-tiny"], "linformer-tiny cannot be a causal model: every landmark mixes", 1),
+        (
+            ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
+            "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* override max_positions=2000",
+            1,
+        ),
+        (
+            ["train", "--preset", "linformer-tiny", "--task", "mlm", "--context-length", "513"],
+            "--context-length is 513, but linformer-tiny reads at most 512 tokens: .* override max_length=513",
+            1,
+        ),
+        (["presets", "zebra"], "No preset has zebra in its name", 1),
+        (["presets", "--context-length", "0"], "--context-length is 0, but must be at least 1", 1),
+        (["presets", "reformer", "--verify"], "The paper states the size of none of these presets", 1),
+        (["bench", "flash-giant"], "preset is 'flash-giant', but must be a name that .* lists, for instance", 1),
+        (["bench", "--dtypes", "fp8"], "--dtypes", 2),
+        (["bench", "--peers", "nobody"], "--peers", 2),
+        (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1", 1),
+        (["bench", "--out", ""], "--out is empty: give a path", 1),
+        (["train", "--override", "chunk=3"], "--override does not fit the model: chunk is not an option", 1),
+        (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
+        (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
+        (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to context_length = 24", 1),
+        (["eval", "{run}", "--batch-size", "0"], "--batch-size is 0", 1),
+        (["eval", "{run}", "--stride", "0"], "--stride is 0", 1),
+        (
+            ["eval", "{run}", "--context", "carried", "--stride", "3"],
+            "--stride is for windows, but carried",
+            1,
+        ),
+        (["generate", "{run}", "--temperature", "-1"], "--temperature is -1.0, but must not be negative", 1),
+        (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0", 1),
+        (["generate", "{run}", "--prompt", "\udcff"], "--prompt is not UTF-8 text", 1),
+        (["generate", "{run}", "--seed", "-5"], "--seed is -5, but must be from 0", 1),
+        (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0", 1),
+        (["train", "--out", "{run}", "--data", "{text}"], "already holds a run: resume it", 1),
+        (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run .* was started with 4", 1),
+        (["train", "--out", "{run}/nothing", "--resume"], "does not exist: give the folder of a run", 1),
+        (["train", "--out", "{text}"], "--out is .*text.txt, which is a file: give a folder", 1),
+    ],
+)
+def test_wrong_input_is_answered_with_the_option_and_what_it_allows(
+    arguments: list[str], message: str, status: int, folder: Path, fails: Fails
+) -> None:
+    places = {"run": str(folder / "run"), "text": str(folder / "text.txt")}
+    fails([argument.format(**places) for argument in arguments], message, status)
+
+
+def test_an_interrupt_while_everything_is_still_being_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys, lineartime.__main__; print('torch' in sys.modules)"  # the handler is there before what takes long
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lineartime.cli.main", interrupted)
+    assert run_command() == 130
+
+
+def test_arguments_of_the_library_are_shown_as_flags_and_positional_ones_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    from lineartime.cli import bench
+
+    def wrong(argument: str) -> str:
+        def run(options: object) -> None:
+            raise ArgumentError(argument, "is wrong.")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bench, "run", run)
+            assert main(["bench"]) == 1
+        return capsys.readouterr().err
+
+    assert wrong("tokens_per_batch") == "error: --tokens-per-batch is wrong.\n"
+    assert wrong("presets") == "error: presets is wrong.\n"  # it has no flag
+    assert wrong("segment") == "error: segment is wrong.\n"  # an argument of the library, not of the command
+
+
+def test_too_little_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+    import torch
+
+    from lineartime.cli import info
+
+    errors = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("you can't allocate memory")]
+    for error in errors:
+
+        def run(options: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(info, "run", run)
+        fails(["info"], "too little memory: use a smaller --batch-size or --context-length")
+
+    def broken(options: object) -> None:
+        raise RuntimeError("a mistake in the program")
+
+    monkeypatch.setattr(info, "run", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main(["info"])
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    script = f"{sys.executable} -m lineartime info --json | true"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_command_imports_no_more_than_it_needs() -> None:
+    script = "import sys; from lineartime.cli import parse; parse(['presets']); print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"lineartime.training", "lineartime.bench", "lineartime.data", "safetensors"} & set(result.stdout.split())

@@ -1,0 +1,41 @@
+"""`lineartime presets`."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+import lineartime
+from lineartime.cli import main
+from lineartime.models.presets import PAPER_MILLIONS
+
+Fails = Callable[..., None]
+
+
+def test_presets_lists_sizes_operations_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "flash-base", "transformer-tiny", "linformer-tiny", "--context-length", "1030"]) == 0
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["flash-base"][:5] == ["112.0", "M", "24", "x", "768"]
+    flops, state, unit = lines["flash-base"][5:8]
+    assert 224 < float(flops) < 300  # two for each parameter but the embedding's and the bias tables', and attention
+    assert (state, unit) == ("62.9", "MB")
+    assert lines["transformer-tiny"][5].endswith("*")  # reads 1,024
+    assert lines["linformer-tiny"][5].endswith("*")  # reads 512
+    assert lines["linformer-tiny"][6] == "none"
+
+
+def test_presets_are_all_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "tiny", "--context-length", "64"]) == 0
+    shown = capsys.readouterr().out
+    for name in lineartime.presets("mlm"):
+        assert not name.endswith("-tiny") or re.search(rf"^ *{re.escape(name)} ", shown, re.MULTILINE), name
+    assert "Combiner, rowmajor-axial" in shown
+
+
+def test_presets_verify_compares_sizes_with_the_paper(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    assert main(["presets", "gau", "--verify"]) == 0
+    assert re.search(r"gau-ungated-ablation[ │|]+130,687,233[ │|]+131 M[ │|]+yes", capsys.readouterr().out)
+    monkeypatch.setitem(PAPER_MILLIONS, "gau-ablation", 104)
+    fails(["presets", "gau", "--verify"], "Not as large as in the paper: gau-ablation")

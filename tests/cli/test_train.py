@@ -1,0 +1,139 @@
+"""`lineartime train`: what it leaves, and that no interruption loses it."""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import lineartime
+from lineartime.checkpoint import last_checkpoint, list_checkpoints
+from lineartime.cli import main
+
+Fails = Callable[..., None]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_training_leaves_a_checkpoint_metrics_scalars_and_a_curve(folder: Path) -> None:
+    names = {path.name for path in (folder / "run").iterdir()}
+    assert {"metrics.jsonl", "tensorboard", "loss.png", "step-00000004"} <= names
+
+
+def test_override_takes_the_word_none_as_a_name(tmp_path: Path, options: list[str]) -> None:
+    arguments = options
+    arguments[arguments.index("n_blocks=1")] = "absolute_position=none"
+    assert main(["train", *arguments, "--out", str(tmp_path / "none"), "--steps", "1"]) == 0
+    assert lineartime.load(tmp_path / "none").config.absolute_position == "none"
+
+
+def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff" + b"fine\n" * 100)
+    arguments = ["train", "--data", str(tmp_path / "bad.txt"), "--cache", str(folder / "cache"), "--out", str(tmp_path / "run")]
+    fails(arguments, r"bad.txt is not UTF-8 text \(byte 0xff at offset 500\)")
+    (tmp_path / "empty.txt").touch()
+    arguments[2] = str(tmp_path / "empty.txt")
+    fails(arguments, "--data is .*empty.txt, which holds no text")
+    (tmp_path / "empty.txt").write_text("short")
+    fails(arguments, r"There are 5 tokens in .*empty.txt, fewer than a context and the token after it \(513\): give more text")
+
+
+def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_defaults(tmp_path: Path, options: list[str]) -> None:
+    run = str(tmp_path / "run")
+    given = ["--recompute", "--max-skipped", "3", "--parallel", "fsdp"]
+    assert main(["train", *options, "--out", run, "--steps", "1", *given]) == 0
+    asked = ["--no-recompute", "--max-skipped", "10", "--parallel", "ddp"]  # the defaults
+    assert main(["train", "--out", run, "--resume", *asked]) == 0
+    changed = json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"]
+    assert {name: changed.get(name) for name in ("recompute", "max_skipped", "parallel")} == {
+        "recompute": False,
+        "max_skipped": 10,
+        "parallel": "ddp",
+    }
+
+
+@pytest.mark.parametrize("content", ["?", '{"step": 1}'])
+def test_resuming_goes_back_behind_a_damaged_checkpoint_whatever_is_damaged(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options, "--out", str(run), "--steps", "2", "--eval-every", "1"]) == 0
+    (last_checkpoint(run) / "training.json").write_text(content)
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
+
+
+def test_a_run_that_is_refused_leaves_the_picture_of_the_run_in_its_folder(folder: Path, fails: Fails) -> None:
+    picture = folder / "run" / "loss.png"
+    before = picture.read_bytes()
+    fails(["train", "--out", str(folder / "run"), "--model", "transformer++-tiny"], "already holds a run")
+    assert picture.read_bytes() == before
+
+
+def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: list[str]) -> None:
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    assert main(["train", *options, "--out", str(first), "--steps", "3", "--seed", "4"]) == 0
+    assert main(["train", "--like", str(first), "--out", str(again)]) == 0
+    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5"]) == 0
+
+    def losses(run: Path) -> list[str]:
+        return re.findall(r'"loss": ([^,]*)', (run / "metrics.jsonl").read_text())
+
+    assert len(losses(first)) == 3
+    assert losses(again) == losses(first)
+    assert losses(other) != losses(first)
+    assert json.loads((other / "run.json").read_text())["options"]["seed"] == 5
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(tmp_path: Path, options: list[str], start: Start) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", *options, "--out", str(run), "--steps", "100000", "--eval-every", "1"]
+
+    def wait_for_a_checkpoint(process: "subprocess.Popen[str]", before: list[Path]) -> None:
+        while list_checkpoints(run)[-1:] == before[-1:]:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+
+    for kill in range(3):
+        before = list_checkpoints(run)
+        process = start(*arguments, *(["--resume"] if kill else []))
+        wait_for_a_checkpoint(process, before)
+        time.sleep(0.13 * kill)  # another moment each time
+        process.kill()
+        process.communicate()
+        assert lineartime.load(run).config.d_model == 16
+        assert lineartime.load(last_checkpoint(run))
+    before = list_checkpoints(run)
+    process = start("train", "--out", str(run), "--resume")
+    wait_for_a_checkpoint(process, before)
+    process.send_signal(signal.SIGTERM)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert f"lineartime train --resume --out {run}" in shown
+    steps = [int(step) for step in re.findall(r'"step": (\d+), "loss"', (run / "metrics.jsonl").read_text())]
+    assert steps == list(range(1, len(steps) + 1))  # no step is missing, none is there twice
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(
+    tmp_path: Path, options: list[str], start: Start
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *options, "--out", str(run), "--steps", "1"]) == 0
+    good = last_checkpoint(run)
+
+    def fill_the_disk() -> None:  # no file may grow beyond 20 kB, as if there were no space for more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    process = start("train", *options, "--out", str(tmp_path / "other"), "--steps", "1", preexec_fn=fill_the_disk)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 1, shown
+    assert re.search(r"error: Cannot write the checkpoint .*step-00000000", shown), shown
+    assert "Traceback" not in shown
+    assert lineartime.load(good)

@@ -1,0 +1,140 @@
+"""`train` as it is called in a notebook: no terminal, in one process, again and again."""
+
+import dataclasses
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.checkpoint import best_checkpoint
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.training.config import TrainConfig
+from lineartime.training.distributed import World
+from lineartime.training.loop import Trainer, train
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def options(config: MakeConfig) -> dict[str, Any]:
+    """The options of a run of a second, as somebody types them: paths are texts, fields of the model a dictionary."""
+    values = {name: value for name, value in vars(config()).items() if value != getattr(TrainConfig(), name)}
+    values |= {name: str(values[name]) for name in ("data", "cache", "out")}
+    return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
+
+
+def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Trainer.take_step
+
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "take_step", take_and_interrupt)
+
+
+def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    result = train(**options)
+    assert (result.run, result.step, result.finished) == (tmp_path / "run", 6, True)
+    assert list(result.training_losses) == [1, 2, 3, 4, 5, 6]
+    assert list(result.validation_losses) == [2, 4, 6]
+    assert result.checkpoint == best_checkpoint(result.run)
+    assert result.model is result.model  # loaded once
+    assert not result.model.training
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(result.model(ids), lineartime.load(result.run)(ids))
+    assert result.draw_curve() == result.run / "loss.png"
+    assert (result.run / "loss.png").is_file()
+
+
+def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    first = train(**options)
+    torch.manual_seed(123)  # whatever happens in between
+    second = train(**options | {"out": str(tmp_path / "second")})
+    assert second.training_losses == first.training_losses
+    assert signal.getsignal(signal.SIGINT) is handler
+    shown = capsys.readouterr()
+    assert shown.out == ""  # standard output is the caller's
+    assert shown.err.count("flash-tiny: ") == 2
+    assert shown.err.count("step 6/6  training loss") == 2
+    with pytest.raises(LineartimeError, match="already holds a run"):
+        train(**options)
+
+
+def test_an_interrupted_run_says_that_it_is_not_finished_and_is_resumed(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(**options | {"out": str(tmp_path / "whole")})
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        result = train(**options)
+    assert (result.step, result.finished) == (3, False)
+    shown = capsys.readouterr().err
+    assert "Stopped after step 3, which is saved." in shown
+    assert "lineartime train" not in shown  # this is no command line
+    resumed = train(out=str(tmp_path / "run"), resume=True)  # all other options are the run's own
+    assert resumed.finished
+    assert resumed.training_losses == whole.training_losses
+
+
+def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dict[str, Any], tmp_path: Path) -> None:
+    first = train(TrainConfig(**options), steps=2)
+    assert list(first.training_losses) == [1, 2]
+    again = train(like=str(first.run), out=str(tmp_path / "again"))
+    assert again.training_losses == first.training_losses
+    with pytest.raises(ArgumentError, match="like cannot be combined with recipe"):
+        train(like=str(first.run), recipe="lm-pg19")
+    with pytest.raises(TypeError, match="stepz"):
+        train(stepz=3)
+
+
+def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:
+    override = {"d_model": 16, "dropout": 0.1, "max_positions": None, "share": True, "absolute_position": "none"}
+    config = TrainConfig(override=override, out="runs/x", like="runs/y", cache="c", track=["wandb"], data=tmp_path)  # type: ignore[arg-type]
+    assert config.override == ("d_model=16", "dropout=0.1", "max_positions=none", "share=true", "absolute_position=none")
+    assert (config.out, config.like, config.track) == (Path("runs/x"), Path("runs/y"), ("wandb",))
+    assert (config.cache, config.data) == (Path("c").absolute(), str(tmp_path))
+    config.check()
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    kept = {name: value for name, value in config.to_dict().items() if name != "max_skipped"}  # of an older version
+    assert TrainConfig.from_dict(kept) == config
+
+
+def test_an_override_of_one_value_is_the_same_in_both_forms(options: dict[str, Any]) -> None:
+    for value in (3, 0.5, None, True, "learned"):
+        as_mapping = TrainConfig(override={"x": value})  # type: ignore[arg-type]
+        assert as_mapping == TrainConfig(override=(as_mapping.override[0],))
+
+
+def test_an_error_about_an_argument_names_it_apart_from_what_is_wrong() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        TrainConfig(batch_size=0).check()
+    assert (caught.value.argument, caught.value.predicate) == ("batch_size", "is 0, but must be at least 1.")
+
+
+def test_the_library_does_not_speak_command_line() -> None:
+    source = Path(lineartime.__file__).parent
+    files = [file for room in ("training", "runs") for file in (source / room).glob("*.py") if file.name != "table.py"]
+    assert len(files) > 20
+    flags = {flag for file in files for flag in re.findall(r"--[a-z][a-z-]*", file.read_text())}
+    assert flags == {"--porcelain", "--branch", "--untracked-files"}  # git's
+
+
+def test_one_process_fails_with_its_own_error() -> None:
+    error = ArgumentError("steps", "is 0.")
+    with pytest.raises(ArgumentError) as caught, World().failing_together():
+        raise error
+    assert caught.value is error
+    assert World().share(lambda: 3) == 3
+    assert dataclasses.replace(World(), rank=1, size=2).said_once(error) is not error

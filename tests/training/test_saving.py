@@ -1,0 +1,159 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lineartime
+from lineartime import checkpoint as checkpoints
+from lineartime.checkpoint import TrainingState
+from lineartime.data import ByteTokenizer, load_tokenizer
+from lineartime.errors import LineartimeError
+from lineartime.models import CausalLM
+from lineartime.training import saving
+from lineartime.training.distributed import World
+from lineartime.training.saving import CheckpointWriter, restore_moments
+
+MOMENTS = "optimizer/shard-00001-model-00001-of-00001.safetensors"
+FILES = ["model.safetensors", "model.json", "tokenizer.json", MOMENTS, "training.json", "manifest.json"]
+
+
+def tiny() -> CausalLM:
+    return lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8)
+
+
+def one_step(model: CausalLM) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None = None) -> Path:
+    model = model or tiny()
+    writer = CheckpointWriter(run, model, one_step(model), ByteTokenizer(), World())
+    writer.begin(TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"}))
+    writer.finish()
+    return checkpoints.checkpoint_path(run, step)
+
+
+def test_a_checkpoint_holds_all_that_load_needs(tmp_path: Path) -> None:
+    model = tiny()
+    path = save(tmp_path, 3, model=model)
+    moved = path.rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    again = lineartime.load(moved)
+    assert again.config == model.config
+    assert not again.training
+    ids = torch.randint(0, 256, (1, 20))
+    assert torch.equal(again(ids), model.eval()(ids))
+    assert isinstance(load_tokenizer(moved), ByteTokenizer)
+    assert sorted(file.relative_to(moved).as_posix() for file in moved.rglob("*") if file.is_file()) == sorted(FILES)
+
+
+def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = save(tmp_path, 1)
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "synchronise", full)
+    message = r"Cannot write .*step-00000002: No space left on device; free some space, then resume the run"
+    with pytest.raises(LineartimeError, match=message):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == [good.name]
+    lineartime.load(tmp_path)
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from lineartime import files
+from lineartime.checkpoint import format
+from lineartime.training import saving
+import test_saving
+run, moment = Path(sys.argv[1]), int(sys.argv[2])
+test_saving.save(run, 1)
+synchronise, calls = files.synchronise, []
+def synchronise_and_die(path):
+    synchronise(path)
+    calls.append(path)
+    if len(calls) == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+files.synchronise = format.synchronise = saving.synchronise = synchronise_and_die
+test_saving.save(run, 2, loss=0.5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment", [1, 4, 5, 7, 8]
+)  # the weights, the state of the run, the manifest, before and after the rename
+def test_being_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path, moment: int) -> None:
+    script = KILLED_WHILE_WRITING.format(tests=str(Path(__file__).parent))
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(moment)], check=False, stderr=subprocess.PIPE)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    expected = "step-00000002" if moment == 8 else "step-00000001"
+    assert checkpoints.last_checkpoint(tmp_path).name == expected
+    lineartime.load(tmp_path)
+    checkpoints.verify(checkpoints.last_checkpoint(tmp_path))
+    checkpoints.remove_partial(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(LineartimeError, match=r"step-00000001: No space left on device; free some space, then train again"):
+        save(tmp_path, 1)
+
+
+def test_moments_come_back_as_they_were(tmp_path: Path) -> None:
+    model = tiny()
+    optimizer = one_step(model)
+    writer = CheckpointWriter(tmp_path, model, optimizer, ByteTokenizer(), World())
+    kept = {p: {name: value.clone() for name, value in optimizer.state[p].items()} for p in model.parameters()}
+    writer.begin(TrainingState(1, 0, 1.0, "", {}, {}))
+    optimizer.step()  # what happens while it is written must not get into it
+    writer.finish()
+    again = torch.optim.AdamW(model.parameters())
+    restore_moments(checkpoints.checkpoint_path(tmp_path, 1), model, again, 1, World())
+    for parameter in model.parameters():
+        assert again.state[parameter].keys() == kept[parameter].keys()
+        for name, value in kept[parameter].items():
+            assert torch.equal(again.state[parameter][name], value)
+
+
+def test_weights_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
+    model = tiny()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    writer = CheckpointWriter(tmp_path, model, torch.optim.AdamW(model.parameters()), ByteTokenizer(), World())
+    writer.begin(TrainingState(0, 0, 1.0, "", {}, {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    writer.finish()
+    for name, weight in lineartime.load(tmp_path).state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
+    for step, loss in ((1, 9.0), (2, 1.0), (3, 5.0), (4, None), (5, 4.0)):
+        save(tmp_path, step, loss)
+    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "4", "5"]
+    assert checkpoints.best_checkpoint(tmp_path).name[-1] == "2"
+
+
+def test_an_old_checkpoint_that_cannot_be_read_does_not_end_a_healthy_run(tmp_path: Path) -> None:
+    first = save(tmp_path, 1, loss=0.5)
+    (first / "training.json").write_text("?")
+    for step in (2, 3, 4):
+        assert save(tmp_path, step).is_dir()
+    assert first.is_dir()
