@@ -126,3 +126,26 @@ def test_nothing_is_ever_unpickled() -> None:
         assert "pickle" not in text, file
         assert "torch.load" not in text, file
         assert "torch.save" not in text, file
+
+
+def test_no_file_grows_into_several() -> None:
+    for file in SOURCE.rglob("*.py"):
+        lines = len(file.read_text().splitlines())
+        kernel = file.parent.name == "triton"
+        assert lines <= (500 if kernel else 350), f"{file.relative_to(SOURCE)} has {lines} lines: is it one thing or several?"
+
+
+# Where values of tensors may be looked at, with the reason.
+READS_VALUES = {
+    "ops/layout.py": "the boundary of a batch, once for all layers",
+    "ops/mixed_chunk/context_parallel.py": "compares the shapes of slices, once a forward pass",
+    "baselines/reformer.py": "its definition, which only tests run",
+}
+
+
+def test_no_layer_or_op_copies_values_to_the_host() -> None:
+    for name in ("ops", "layers", "baselines"):
+        for file in (SOURCE / name).rglob("*.py"):
+            if file.relative_to(SOURCE).as_posix() not in READS_VALUES:
+                found = re.search(r"\.(tolist|item|cpu|numpy)\(", file.read_text())
+                assert found is None, f"{file.relative_to(SOURCE)} calls {found and found[0]}), which forces a device sync"
