@@ -21,7 +21,8 @@ import torch.distributed as dist
 from measure import markdown, save
 from torch import Tensor
 
-from lineartime.models import LayerConfig, ModelConfig, build_model, set_context_parallel
+from lineartime.models import LayerConfig, ModelConfig, build_model
+from lineartime.ops.mixed_chunk.context_parallel import context_group
 
 TOKENS = 2**20
 STEPS = 3
@@ -44,8 +45,8 @@ def train(rank: int, size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model(MODEL)
     model.recompute_blocks()
-    if size > 1:
-        set_context_parallel(model, dist.group.WORLD)
+    everyone = dist.group.WORLD
+    context = context_group(everyone) if everyone is not None and size > 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = document()
     ids, targets = (x.chunk(size, 1)[rank] for x in (tokens[:, :-1], tokens[:, 1:]))
@@ -53,7 +54,7 @@ def train(rank: int, size: int) -> dict[str, Any]:
     for _ in range(STEPS):
         dist.barrier()
         start = time.perf_counter()
-        loss = model.total_loss(ids, targets) / TOKENS
+        loss = model.total_loss(ids, targets, context=context) / TOKENS
         optimizer.zero_grad()
         loss.backward()
         loss = loss.detach()

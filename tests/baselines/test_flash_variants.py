@@ -15,7 +15,7 @@ from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overl
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
 from lineartime.layers import FLASH, GAU
-from lineartime.ops.chunks import cut_chunks
+from lineartime.ops.layout import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 
 CHUNK = 4
@@ -30,12 +30,19 @@ def far_from_silent(layer: FLASH) -> FLASH:
     return layer
 
 
-def quadratic_part(layer: FLASHInParts) -> Callable[..., Tensor]:
-    """The quadratic part of a layer for one document: [T, s], [T, s], [T, e] -> [T, e]."""
+def bias_of(layer: FLASHInParts[Any]) -> Tensor:
+    bias = layer.chunk_bias(layer.layout((1, CHUNK), device=layer.gamma.device))
+    assert bias is not None
+    return bias
+
+
+def quadratic_part(layer: FLASHInParts[Any], method: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """The quadratic part of a layer, or of a base of it, for one document: [T, s], [T, s], [T, e] -> [T, e]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         chunks = cut_chunks(v[None], CHUNK)
-        return chunks.join(layer.quadratic_part(*(chunks.cut(x[None]) for x in (q, k, v)), chunks))[0]
+        cut = (chunks.cut(x[None]) for x in (q, k, v))
+        return chunks.join((method or type(layer).quadratic_part)(layer, *cut, chunks, bias_of(layer)))[0]
 
     return attend
 
@@ -72,8 +79,7 @@ def test_overlapping_attention_is_the_definition(
     causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
 ) -> None:
     layer = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
-    bias = layer.chunk_bias()
-    assert bias is not None
+    bias = bias_of(layer)
     assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,8 +97,7 @@ def test_overlapping_attention_is_the_definition(
 
 
 def test_the_bias_of_overlapping_attention_depends_on_the_distance_alone() -> None:
-    bias = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK).chunk_bias()
-    assert bias is not None
+    bias = bias_of(FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK))
     for distance in range(-CHUNK, CHUNK + 1):
         assert bias[:, CHUNK:].diagonal(distance).unique().numel() <= 1
 
@@ -127,13 +132,11 @@ def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization:
 
 @lengths
 def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer, plain = FLASHCLS(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
-    plain.load_state_dict(layer.state_dict())
-    bias = layer.chunk_bias()
-    assert bias is not None
+    layer = FLASHCLS(8, d_qk=4, chunk_size=CHUNK).double()
+    bias = bias_of(layer)
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = quadratic_part(plain)(q, k, v)
+        out = quadratic_part(layer, FLASHInParts.quadratic_part)(q, k, v)
         changed = flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
@@ -142,21 +145,27 @@ def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_sam
 
 @lengths
 def test_the_first_token_of_every_chunk_attends_to_all(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer, plain = FLASHFirstToAll(8, d_qk=4, chunk_size=CHUNK).double(), FLASHInParts(8, d_qk=4, chunk_size=CHUNK).double()
-    plain.load_state_dict(layer.state_dict())
+    layer = FLASHFirstToAll(8, d_qk=4, chunk_size=CHUNK).double()
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = quadratic_part(plain)(q, k, v)
+        out = quadratic_part(layer, FLASHInParts.quadratic_part)(q, k, v)
         changed = flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
+class Parts(FLASHLocal):
+    """`FLASH` put together of its parts."""
+
+    n_maps = 4
+    attend_chunks = FLASHInParts.attend_chunks
+
+
 @directions
 def test_flash_in_parts_is_flash(causal: bool) -> None:
     whole = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal))
-    parts = FLASHInParts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
+    parts = Parts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
     parts.load_state_dict(whole.state_dict())
     x, mask = torch.randn(2, 17, 8), torch.rand(2, 17) > 0.3
     torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
@@ -170,8 +179,12 @@ def test_each_part_alone_is_the_definition_without_the_other(
     local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
     across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
 
-    def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
-        return lambda q, k, v: layer.attend(torch.stack([q, k], 1), v, None, None)
+    def alone(layer: FLASHInParts[Any]) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            chunks = cut_chunks(v, CHUNK)
+            return chunks.join(layer.attend_chunks([chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
+
+        return attend
 
     def oracle(*x: Tensor) -> Tensor:
         return mixed_chunk_attention_oracle(*x, chunk_size=CHUNK, causal=causal)
@@ -183,7 +196,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
 
 
 @pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
-def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
+def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts[Any]]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()
     broken[:, 10:] = torch.inf

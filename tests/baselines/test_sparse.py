@@ -7,11 +7,11 @@ from torch import Tensor
 from lineartime.baselines import sparse
 from lineartime.baselines.sparse import (
     Sparse,
-    SparseState,
     sparse_attention,
     sparse_attention_extend,
     sparse_attention_oracle,
 )
+from lineartime.ops import KVCache
 
 STRIDE = 4
 LENGTHS = [0, 1, 3, 4, 5, 8, 17]
@@ -57,7 +57,7 @@ def test_a_token_reads_its_window_and_every_fourth_token() -> None:
 def test_streaming_is_the_causal_form_however_few_keys_are_gathered(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
     monkeypatch.setattr(sparse, "GATHERED", gathered)
     q, k, v = (torch.randn(2, 2, 23, 6, dtype=torch.float64) for _ in range(3))
-    state, pieces = SparseState(k[:, :, :0], v[:, :, :0]), []
+    state, pieces = KVCache(k[:, :, :0], v[:, :, :0]), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
         piece, state = sparse_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state, stride=STRIDE)
         pieces.append(piece)

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lineartime.layers import set_backend
-from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model, set_context_parallel
-from lineartime.ops import context_parallel
+from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model
+from lineartime.ops.layout import ContextGroup
+from lineartime.ops.mixed_chunk import context_parallel
+from lineartime.ops.mixed_chunk.context_parallel import context_group
 
 CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
 
@@ -46,11 +48,17 @@ def make_batch() -> tuple[Tensor, Tensor]:
     return ids, targets.masked_fill(torch.rand(2, LENGTH, generator=generator) < 0.3, -100)
 
 
-def logits_loss_gradients(model: LanguageModel, ids: Tensor, targets: Tensor) -> list[Tensor]:
+def logits_loss_gradients(
+    model: LanguageModel, ids: Tensor, targets: Tensor, context: ContextGroup | None = None
+) -> list[Tensor]:
     with torch.no_grad():
-        logits = model(ids)
-    loss = model.total_loss(ids, targets)
+        logits = model(ids, context=context)
+    loss = model.total_loss(ids, targets, context=context)
     return [logits, loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def world() -> ContextGroup:
+    return context_group(dist.group.WORLD)
 
 
 def slice_of(x: Tensor) -> Tensor:
@@ -61,9 +69,8 @@ def assert_split_is_whole(model: LanguageModel, tolerance: float, prepare: Calla
     """`prepare` is called between the whole and the split computation."""
     ids, targets = make_batch()
     logits, *whole = logits_loss_gradients(model, ids, targets)
-    set_context_parallel(model, dist.group.WORLD)
     prepare()
-    own_logits, *split = logits_loss_gradients(model, slice_of(ids), slice_of(targets))
+    own_logits, *split = logits_loss_gradients(model, slice_of(ids), slice_of(targets), world())
     for gradient in split:
         dist.all_reduce(gradient)
     for one, other in zip([own_logits, *split], [slice_of(logits), *whole], strict=True):
@@ -118,9 +125,8 @@ def only_states_cross() -> None:
     ids, targets = make_batch()
     for task in ("clm", "mlm"):
         model = make_model(task)
-        set_context_parallel(model, dist.group.WORLD)
         context_parallel.dist.all_gather, context_parallel.dist.all_reduce = gather, reduce
-        loss = model.total_loss(slice_of(ids), slice_of(targets))
+        loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
         states = [2 * D_QK * D_VALUE] * 2  # batch x s x e, for each of two layers
         assert sent == [2, *states], sent  # the shape of the slices, and states
         loss.backward()
@@ -130,22 +136,18 @@ def only_states_cross() -> None:
 
 
 def what_cannot_be_split_is_refused() -> None:
-    rank, world = dist.get_rank(), dist.group.WORLD
+    rank, context = dist.get_rank(), world()
     model = make_model("clm")
-    whole = model(make_batch()[0])
-    set_context_parallel(model, world)
     ids = torch.zeros(1, 2 * CHUNK, dtype=torch.long)
     with pytest.raises(ValueError, match=rf"shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must all be alike"):
-        model(ids[:, : CHUNK if rank == 0 else 2 * CHUNK])
+        model(ids[:, : CHUNK if rank == 0 else 2 * CHUNK], context=context)
     for length in (0, CHUNK + 1):
         with pytest.raises(ValueError, match=rf"holds {length} tokens .* chunk_size = {CHUNK}"):
-            model(ids[:, :length])
+            model(ids[:, :length], context=context)
     with pytest.raises(ValueError, match="mask is given, but sequences that are split"):
-        model(ids, mask=ids == 0)
+        model(ids, mask=ids == 0, context=context)
     with pytest.raises(ValueError, match="cu_seqlens is given, but sequences that are split"):
-        model(ids, cu_seqlens=torch.tensor([0, 2 * CHUNK]))
-    set_context_parallel(model, None)
-    assert torch.equal(model(make_batch()[0]), whole)
+        model(ids, cu_seqlens=torch.tensor([0, 2 * CHUNK]), context=context)
 
     others = [
         LayerConfig("gau"),
@@ -155,13 +157,13 @@ def what_cannot_be_split_is_refused() -> None:
     ]
     for mixer in others:
         other = build_model(make_model("clm").config.override(mixer=mixer))
-        with pytest.raises(ValueError, match=f"made of {type(other.backbone.blocks[0].mixer).__name__}, which needs its whole"):
-            set_context_parallel(other, world)
-        assert other.backbone.context is None
+        assert not other.splits_context
+        with pytest.raises(ValueError, match=f"{type(other.backbone.mixer).__name__} needs its whole sequence in one process"):
+            other(ids, context=context)
     first_alone = dist.new_group([0])
     if rank > 0:
         with pytest.raises(ValueError, match="not in the group"):
-            set_context_parallel(model, first_alone)
+            context_group(first_alone)
 
 
 if __name__ == "__main__":

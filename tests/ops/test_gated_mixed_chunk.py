@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.ops import gated_mixed_chunk_attention, tiled_flash
+from lineartime.ops import gated_mixed_chunk_attention
+from lineartime.ops.layout import ContextGroup, LayoutPlan, make_layout
+from lineartime.ops.mixed_chunk import chunked, tiled, tiled_passes
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_flash, "TILE_TOKENS", 8)
+    monkeypatch.setattr(tiled_passes, "TILE_TOKENS", 8)
 
 
 @pytest.fixture
@@ -66,9 +69,15 @@ def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalization", ["count", "paper"])
-def test_tiled_form_counts_tokens_elsewhere(causal: bool, normalization: Any) -> None:
-    inputs, options = make_inputs(3, 17), {"causal": causal, "normalization": normalization, "elsewhere": 8}
-    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "oracle", **options))
+def test_divisors_of_the_tiled_form_count_tokens_that_other_processes_hold(causal: bool, normalization: Any) -> None:
+    tokens, gamma, beta, bias = make_inputs(3, 4 * CHUNK)
+    projected, options = Projected(tokens, gamma, beta), MixedChunkOptions(CHUNK, causal, normalization=normalization)
+    plan = LayoutPlan(rotary_width=D_QK, chunk_size=CHUNK, dtype=torch.float64)
+    layout = make_layout(tokens.shape, device=tokens.device, plan=plan, context=ContextGroup("", rank=1, size=3))
+    gate, heads = projected.heads(layout.rotations)
+    outputs = tiled.attend(projected, bias, layout, options), gate * chunked.attend(heads, bias, layout, options)
+    results = [[out, *torch.autograd.grad(out.square().sum(), (tokens, gamma, beta, bias))] for out in outputs]
+    assert_same(*results)
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
@@ -159,7 +168,8 @@ def test_neither_rotated_maps_nor_scores_are_kept() -> None:
         )
 
     projected_, attended, states, small = 512 * 96, 512 * 32, 8 * 32 * 32, 4 * 64 * 64
-    assert kept_bytes(lambda: run("tiled")) < 4 * (projected_ + attended + states + small)
+    rotations = 2 * 512 * 16  # the batch's, which all layers share
+    assert kept_bytes(lambda: run("tiled")) < 4 * (projected_ + attended + states + rotations + small)
     assert kept_bytes(lambda: run("torch")) > 2 * kept_bytes(lambda: run("tiled"))
 
 
@@ -167,14 +177,16 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     projected, gamma, beta, bias = make_inputs(2, 12, dtype=torch.float32)
     chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()
     scale = torch.full((1, 1, 1, 1), 0.3)
-    arguments = (chunks, gamma, beta, bias, torch.arange(12).view(1, 3, CHUNK), scale, torch.ones(1, 3), 0.5, [0, 1, 3], True)
-    torch.library.opcheck(tiled_flash._forward_operator, (*arguments, True))
+    rotations = torch.randn(2, 1, 3, CHUNK, D_QK // 2)
+    documents = (torch.tensor([0, 1, 1]), 2)
+    arguments = (chunks, gamma, beta, bias, rotations, scale, torch.ones(1, 3), *documents, 0.5, True)
+    torch.library.opcheck(tiled._forward_operator, (*arguments, True))
     without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
-    torch.library.opcheck(tiled_flash._forward_operator, without)
+    torch.library.opcheck(tiled._forward_operator, without)
     kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
     strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
     fixed = (strided, gamma.detach(), beta.detach(), bias.detach(), *arguments[4:])
-    torch.library.opcheck(tiled_flash._backward_operator, (*kept, *fixed))
+    torch.library.opcheck(tiled._backward_operator, (*kept, *fixed))
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(

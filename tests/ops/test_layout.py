@@ -1,35 +1,104 @@
-import torch
+"""Layouts, against what they mean spelt out document by document."""
 
-from lineartime.ops.layout import document_chunks, document_rows, token_positions
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.ops.chunks import Chunks, Reach, Slots, shift_chunks, sum_chunks
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 
 CPU = torch.device("cpu")
 
 
+def positions(length: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    return make_layout((1, length), mask, cu_seqlens, device=CPU).positions
+
+
+def rows_of(layout: Layout) -> Slots:
+    assert layout.rows is not None
+    return layout.rows
+
+
+def chunks_of(ends: list[int], chunk_size: int) -> Chunks:
+    plan = LayoutPlan(chunk_size=chunk_size)
+    return make_layout((1, ends[-1]), None, torch.tensor(ends), device=CPU, plan=plan).require_chunks()
+
+
 def test_positions_count_real_tokens_of_each_document() -> None:
-    assert token_positions(4, None, None, CPU).tolist() == [0, 1, 2, 3]
+    assert positions(4, None, None).tolist() == [0, 1, 2, 3]
     mask = torch.tensor([[False, True, False, True]])
-    assert token_positions(4, mask, None, CPU)[0, mask[0]].tolist() == [0, 1]
-    assert token_positions(5, None, torch.tensor([0, 2, 2, 5]), CPU).tolist() == [0, 1, 0, 1, 2]
-    both = token_positions(5, torch.tensor([[True, True, False, True, True]]), torch.tensor([0, 2, 5]), CPU)
+    assert positions(4, mask, None)[0, mask[0]].tolist() == [0, 1]
+    assert positions(5, None, torch.tensor([0, 2, 2, 5])).tolist() == [0, 1, 0, 1, 2]
+    both = positions(5, torch.tensor([[True, True, False, True, True]]), torch.tensor([0, 2, 5]))
     assert both[0, [0, 1, 3, 4]].tolist() == [0, 1, 0, 1]
 
 
 def test_arrange_puts_real_tokens_side_by_side_and_restore_takes_them_back() -> None:
     mask = torch.rand(3, 10) > 0.5
     x = torch.randn(3, 10, 2)
-    layout = document_rows(3, 10, mask, None, CPU)
-    arranged = layout.arrange(x)[:, 0]
+    rows = rows_of(make_layout((3, 10), mask, device=CPU))
+    arranged = rows.arrange(x)[:, 0]
     assert arranged.shape[1] == mask.sum(1).max()  # no longer than need be
     for row in range(3):
         count = int(mask[row].sum())
         assert torch.equal(arranged[row, :count], x[row, mask[row]])
         assert not arranged[row, count:].any()
-    assert torch.equal(layout.restore(arranged[:, None]), x * mask[..., None])
+    assert torch.equal(rows.restore(arranged[:, None]), x * mask[..., None])
 
 
 def test_every_document_of_a_pack_starts_a_chunk() -> None:
     x = torch.arange(1.0, 8.0).view(1, 7, 1)
-    layout, chunks = document_chunks(1, 7, 3, None, torch.tensor([0, 4, 4, 7]), CPU)
-    assert chunks == [2, 0, 1]
-    assert layout.arrange(x).squeeze(-1).tolist() == [[[1, 2, 3], [4, 0, 0], [5, 6, 7]]]
-    assert layout.real.tolist() == [[[True] * 3, [True, False, False], [True] * 3]]
+    chunks = chunks_of([0, 4, 4, 7], 3)
+    assert chunks.document_starts.tolist() == [0, 2, 2, 3]
+    assert chunks.document is not None
+    assert chunks.document.tolist() == [0, 0, 2]
+    assert chunks.places().tolist() == [0, 1, 0]
+    assert chunks.cut(x).squeeze(-1).tolist() == [[[1, 2, 3], [4, 0, 0], [5, 6, 7]]]
+    assert chunks.holds_token(CPU).tolist() == [[[True] * 3, [True, False, False], [True] * 3]]
+    assert torch.equal(chunks.join(chunks.cut(x)), x)
+
+
+@pytest.mark.parametrize("ends", [[0, 9], [0, 2, 2, 9], [0, 1, 2, 3, 8, 8, 9], [0, 0]])
+@pytest.mark.parametrize("reach", ["before", "others", "all"])
+def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(ends: list[int], reach: Reach) -> None:
+    chunks = chunks_of(ends, 1)  # a chunk for each token
+    x = torch.randn(2, ends[-1], 3, dtype=torch.float64)
+    x[:, 0:1] = torch.inf
+    summed = sum_chunks(x, chunks, reach).expand_as(x)
+    for start, stop in pairwise(ends):
+        for g in range(start, stop):
+            read = {
+                "before": x[:, start:g],
+                "all": x[:, start:stop],
+                "others": torch.cat([x[:, start:g], x[:, g + 1 : stop]], 1),
+            }[reach]
+            expected = read.sum(1)
+            if not (reach == "others" and start == 0):  # total - own: infinity - infinity
+                torch.testing.assert_close(summed[:, g], expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("by", [1, 2, 9, -1, -3, -9])
+def test_shifted_chunks_do_not_cross_documents(by: int) -> None:
+    ends = [0, 2, 2, 6, 7]
+    x = torch.arange(1.0, 8.0)[None]
+    shifted = shift_chunks(x, chunks_of(ends, 1), by)
+    for start, stop in pairwise(ends):
+        for g in range(start, stop):
+            assert shifted[0, g] == (x[0, g - by] if start <= g - by < stop else 0)
+
+
+@pytest.mark.parametrize(("mask", "cu_seqlens"), [(None, None), (torch.ones(1, 6, dtype=torch.bool), torch.tensor([0, 4, 6]))])
+def test_rotations_are_made_for_tokens_chunks_and_places(mask: Any, cu_seqlens: Any) -> None:
+    plan = LayoutPlan(rotary_width=4, bias_width=8, bias_places=5, chunk_size=3, dtype=torch.float64)
+    layout = make_layout((1, 6), mask, cu_seqlens, device=CPU, plan=plan)
+    assert layout.rotations is not None
+    assert layout.chunk_rotations is not None
+    assert layout.place_rotations is not None
+    assert layout.place_rotations.shape == (2, 5, 4)
+    assert layout.rotations.dtype == torch.float64
+    cos = layout.rotations[0].expand(1, 6, 2)
+    assert torch.equal(layout.require_chunks().join(layout.chunk_rotations[0]), cos)
+    torch.testing.assert_close(cos[0, :, 0], layout.positions.flatten().double().cos())

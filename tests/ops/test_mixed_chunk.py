@@ -4,6 +4,7 @@ C = 4 here, so that lengths around the chunk size and several chunks stay cheap.
 """
 
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from lineartime.ops import (
     quadratic_attention,
 )
 from lineartime.ops.activations import ACTIVATIONS
+from lineartime.ops.layout import ContextGroup, LayoutPlan, make_layout
+from lineartime.ops.mixed_chunk import chunked, reference
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
@@ -208,13 +212,15 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalization", ["count", "paper"])
-@pytest.mark.parametrize("backend", ["torch", "oracle"])
-def test_tokens_elsewhere_are_counted_by_divisors_as_if_they_were_here(causal: bool, normalization: Any, backend: Any) -> None:
-    inputs = make_inputs(2, 5 * CHUNK)
-    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "normalization": normalization, "backend": backend}
-    whole = mixed_chunk_attention(*inputs, **options)[:, 3 * CHUNK :]
-    here, there = [x[:, 3 * CHUNK :] for x in inputs], [x[:, : 3 * CHUNK] for x in inputs]
-    part = mixed_chunk_attention(*here, **options, elsewhere=3 * CHUNK)
+@pytest.mark.parametrize("form", [chunked, reference])
+def test_divisors_count_tokens_that_other_processes_hold(causal: bool, normalization: Any, form: ModuleType) -> None:
+    inputs = make_inputs(2, 4 * CHUNK)
+    options = MixedChunkOptions(CHUNK, causal, normalization=normalization)
+    plan = LayoutPlan(chunk_size=CHUNK)
+    here, there = Heads(*(x[:, 2 * CHUNK :] for x in inputs)), Heads(*(x[:, : 2 * CHUNK] for x in inputs))
+    second = make_layout(here.v.shape, device=here.v.device, plan=plan, context=ContextGroup("", rank=1, size=2))
+    whole = form.attend(Heads(*inputs), None, make_layout((2, 4 * CHUNK), device=here.v.device, plan=plan), options)
+    part = form.attend(here, None, second, options)
     before = torch.arange(2 * CHUNK) // CHUNK * CHUNK if causal else torch.tensor([2 * CHUNK])
-    read = here[2] @ (there[3].mT @ there[4]) / (3 * CHUNK + before)[:, None]
-    torch.testing.assert_close(part + read, whole, atol=1e-10, rtol=0)
+    read = here.q_lin @ (there.k_lin.mT @ there.v) / (2 * CHUNK + before)[:, None]
+    torch.testing.assert_close(part + read, whole[:, 2 * CHUNK :], atol=1e-10, rtol=0)

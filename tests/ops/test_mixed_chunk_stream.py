@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.mixed_chunk_stream import mixed_chunk_attention_step, mixed_chunk_streams
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.mixed_chunk.stream import mixed_chunk_streams, step
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 READ = [0, 1, 3, 4, 11]
@@ -79,8 +80,8 @@ def test_joined_streams_continue_as_each_would_alone(activation: Any, normalizat
             torch.cat([whole[part][:, read + new, None] for whole, read in zip(inputs, READ, strict=True)]) for part in range(5)
         ]
         bias = options["bias"]
-        rows = {} if bias is None else {"bias": bias[streams.position % CHUNK]}
-        out = mixed_chunk_attention_step(*tokens, streams, **options | rows)
+        row = None if bias is None else bias[streams.position % CHUNK]
+        out = step(Heads(*tokens), row, MixedChunkOptions(CHUNK, True, activation, normalization), streams)
         expected = torch.cat([whole[:, read + new, None] for whole, read in zip(alone, READ, strict=True)])
         torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
     assert streams.position.tolist() == [read + 10 for read in READ]
@@ -93,10 +94,11 @@ def test_a_step_can_be_recorded() -> None:
     state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=torch.empty(0, dtype=torch.float64))
     streams = mixed_chunk_streams([state])
     places = [tensor.data_ptr() for tensor in streams]
-    step = torch.compile(mixed_chunk_attention_step, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2 * CHUNK + 1):
-            step(*(torch.randn(2, 1, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE)), streams)
+            tokens = (torch.randn(2, 1, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE))
+            compiled(Heads(*tokens), None, MixedChunkOptions(CHUNK, causal=True), streams)
     assert [tensor.data_ptr() for tensor in streams] == places
     assert streams.position.tolist() == [2 * CHUNK + 1] * 2

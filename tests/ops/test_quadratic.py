@@ -1,5 +1,6 @@
 """GAU's attention: the parallel and the streaming form against the definition."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from lineartime.ops import (
     FactoredBias,
-    QuadraticState,
+    KVCache,
     quadratic_attention,
     quadratic_attention_extend,
     quadratic_attention_oracle,
-    tiled_quadratic,
 )
 from lineartime.ops.activations import ACTIVATIONS
+from lineartime.ops.quadratic import tiled
 
 LENGTHS = [0, 1, 3, 4, 5, 17]
 OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
@@ -109,6 +110,29 @@ def test_blocks_of_queries_do_not_show(padded: bool, backend: Any) -> None:
         torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("ends", [[0], [0, 0, 17], [0, 5, 9, 17], [0, 1, 1, 2, 17]])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "oracle"])
+def test_packed_documents_equal_each_document_alone(ends: list[int], causal: bool, normalization: Any, backend: Any) -> None:
+    length = ends[-1]
+    inputs, bias = make_inputs(1, length), torch.randn(length, length, dtype=torch.float64)
+    factors = FactoredBias(*torch.randn(2, length, 3, dtype=torch.float64).unbind(0))
+    mask = torch.rand(1, length) > 0.3
+    options: dict[str, Any] = {"causal": causal, "normalization": normalization, "backend": backend}
+    for padding in (None, mask):
+        for whole in (None, bias, factors):
+            packed = quadratic_attention(*inputs, bias=whole, mask=padding, cu_seqlens=torch.tensor(ends), **options)
+            assert packed.shape == (1, length, 5)
+            for start, stop in pairwise(ends):
+                size = stop - start
+                part = FactoredBias(*(x[:size] for x in whole)) if isinstance(whole, FactoredBias) else whole
+                part = part[:size, :size] if isinstance(part, torch.Tensor) else part
+                own = None if padding is None else padding[:, start:stop]
+                alone = quadratic_attention(*(x[:, start:stop] for x in inputs), bias=part, mask=own, **options)
+                torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-12, rtol=0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 7), min_size=1, max_size=6), options=OPTIONS)
 def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], options: tuple[Any, Any]) -> None:
@@ -116,7 +140,7 @@ def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], options: tu
     total = sum(cuts)
     q, k, v = make_inputs(2, total)
     bias = torch.randn(total, total, dtype=torch.float64)
-    state = QuadraticState(k[:, :0], v[:, :0])
+    state = KVCache(k[:, :0], v[:, :0])
     pieces, start = [], 0
     for size in cuts:
         stop = start + size
@@ -174,8 +198,8 @@ def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_quadratic, "QUERIES", 16)
-    monkeypatch.setattr(tiled_quadratic, "SCORES", 2048)
+    monkeypatch.setattr(tiled, "QUERIES", 16)
+    monkeypatch.setattr(tiled, "SCORES", 2048)
 
 
 def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
@@ -245,7 +269,7 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(2, 10))
     bias = torch.randn(10, 10, requires_grad=True)
     for arguments in ((q, k, v, bias), (q, k, v, None)):
-        torch.library.opcheck(tiled_quadratic._forward_operator, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
+        torch.library.opcheck(tiled._forward_operator, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
 
     def run(*x: Tensor) -> Tensor:
         return quadratic_attention(*x[:3], bias=x[3], causal=True, backend="tiled")

@@ -1,27 +1,24 @@
-"""Base of the mixers that cannot be causal, and so cannot stream."""
+"""What mixers share that can only look both ways: they have no stream, and say why."""
 
 from typing import Any, NoReturn
 
-from lineartime.layers.residual import Mixer
+from lineartime.layers.residual import Mixer, StreamState
 
 
-class BidirectionalMixer(Mixer):
-    """Base of a layer that cannot be causal, named before its other base: class L(BidirectionalMixer, MultiHeadMixer).
+class BidirectionalMixer(Mixer[StreamState]):
+    """Base of a layer that cannot be causal, before its other base: class L(BidirectionalMixer, MultiHeadMixer[StreamState]).
 
-    The layer's class states the reason, `why_not_causal`; the error for causal=True contains it.
+    The layer states its reason, `why_not_causal`; `Mixer` shows it to whoever asks for causal=True, or for a stream.
     """
 
-    def check_causal(self) -> NoReturn:
-        """Raise ValueError: this mixer cannot stream."""
-        raise ValueError(
-            f"{type(self).__name__} has causal=False and cannot stream, nor can it be built with causal=True: "
-            f"{self.why_not_causal}."
-        )
+    def init_state(self, batch_size: int) -> NoReturn:
+        """Raise ValueError: this mixer never streams."""
+        self._refuse()
 
-    def init_state(self, batch_size: int) -> Any:
-        """Raise ValueError: this mixer cannot stream."""
-        self.check_causal()
+    def attend_next(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise ValueError: this mixer never streams."""
+        self._refuse()
 
-    def attend_next(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError: this mixer cannot stream. `extend` raises it first."""
+    def _refuse(self) -> NoReturn:
         self.check_causal()
+        raise AssertionError("check_causal refuses a mixer that cannot be causal")

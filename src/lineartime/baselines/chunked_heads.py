@@ -3,12 +3,13 @@
 Shapes: B batch, T tokens, d model width, H heads, h head width, C chunk size.
 """
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.residual import State
+from lineartime.ops.precision import acc_dtype
 
 
 class ChunkedHeadOptions(HeadOptions, total=False):
@@ -17,8 +18,8 @@ class ChunkedHeadOptions(HeadOptions, total=False):
     chunk_size: int
 
 
-class ChunkedHeads(MultiHeadMixer):
-    """Multi-head attention by chunks; a subclass supplies `attend`: [B, T, d] -> [B, T, d].
+class ChunkedHeads(MultiHeadMixer[State]):
+    """Multi-head attention by chunks, around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
@@ -32,5 +33,5 @@ class ChunkedHeads(MultiHeadMixer):
 
     def empty_chunk(self, batch_size: int) -> Tensor:
         """Keys or values of an open chunk without tokens, [B, H, C, h]; ValueError unless the layer is causal."""
-        none = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
+        none = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         return none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)

@@ -18,7 +18,8 @@ from typing_extensions import Unpack
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads
-from lineartime.ops.chunks import cut_chunks, fill, open_chunk_pieces
+from lineartime.ops.chunks import fill, open_chunk_pieces
+from lineartime.ops.layout import cut_chunks
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -69,8 +70,8 @@ def combiner_attention(
     n_heads = q.shape[1]
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
     q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
-    slots = chunks.slots(v.device)
-    holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk whose first slot is empty is empty
+    slots = chunks.holds_token(v.device)
+    holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
     slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
     k_bar, v_bar = _summarise(q, k, v, slots, ws_q, ws_k)  # [R, G, H, h]
 
@@ -177,7 +178,7 @@ def combiner_attention_extend(
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Combiner(ChunkedHeads):
+class Combiner(ChunkedHeads[CombinerState]):
     """Combiner, rowmajor-axial.
 
     A head reads the tokens of its own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.ops.linear import LinearState, continued_sums, with_ones
+from lineartime.ops.precision import acc_dtype
 
 LARGEST_KEY = 20.0
 
@@ -56,11 +57,11 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> tuple[Ten
 
 
 def _exponentials(k: Tensor) -> Tensor:
-    return k.to(torch.promote_types(k.dtype, torch.float32)).clamp(-LARGEST_KEY, LARGEST_KEY).exp()
+    return k.to(acc_dtype(k)).clamp(-LARGEST_KEY, LARGEST_KEY).exp()
 
 
 def _softmax(q: Tensor) -> Tensor:
-    return q.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1)
+    return q.to(acc_dtype(q)).softmax(-1)
 
 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def efficient_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearSta
     return out, LinearState(summary, state.position + v.shape[-2])
 
 
-class Efficient(MultiHeadMixer):
+class Efficient(MultiHeadMixer[LinearState]):
     """Efficient attention: softmax over features and positions.
 
     Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; rotary positions come before both softmaxes.
@@ -93,5 +94,5 @@ class Efficient(MultiHeadMixer):
 
     def init_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        empty = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
+        empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         return LinearState(empty.new_zeros(batch_size, self.n_heads, self.head_dim, self.head_dim + 1), 0)

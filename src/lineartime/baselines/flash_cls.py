@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
+from lineartime.layers.residual import StreamState
 from lineartime.ops.chunks import Chunks
 
 
@@ -23,7 +24,7 @@ def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_siz
     return {0: weights @ v[near]}
 
 
-class FLASHCLS(BidirectionalMixer, FLASHInParts):
+class FLASHCLS(BidirectionalMixer, FLASHInParts[StreamState]):
     """FLASH for fine-tuning: [CLS] attends with softmax.
 
     [CLS] is the first token of a document. It attends to its chunk. Options are those of `FLASH`.
@@ -32,13 +33,10 @@ class FLASHCLS(BidirectionalMixer, FLASHInParts):
     name = "flash-cls"
     why_not_causal: ClassVar[str] = "its first token has to see the tokens that follow"
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """That of `FLASH`, with softmax in the first row of each document."""
-        bias = self.chunk_bias()
-
-        def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:
-            first = softmax_attention(q[:, :1, :1], k[:, :1], v[:, :1], slots[:, :1], None if bias is None else bias[:1])
-            row = torch.cat([first, plain[:, :1, 1:]], 2)
-            return torch.cat([row, plain[:, 1:]], 1)
-
-        return chunks.by_document(document, q, k, v, chunks.slots(v.device), super().quadratic_part(q, k, v, chunks))
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+        """With the first row of each document's first chunk replaced."""
+        plain = super().quadratic_part(q, k, v, chunks, bias)
+        # Every chunk computes such a row, [B, G, 1, e], and the first of a document uses it.
+        row = softmax_attention(q[:, :, :1], k, v, chunks.holds_token(v.device), None if bias is None else bias[:1])
+        first = torch.where((chunks.places() == 0)[:, None, None], row, plain[:, :, :1])
+        return torch.cat([first, plain[:, :, 1:]], 2)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.ops.chunks import Chunks
+from lineartime.layers.residual import StreamState
+from lineartime.ops.chunks import Chunks, join_documents, split_documents
 
 
 def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
@@ -22,7 +23,7 @@ def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
     return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
 
 
-class FLASHFirstToAll(BidirectionalMixer, FLASHInParts):
+class FLASHFirstToAll(BidirectionalMixer, FLASHInParts[StreamState]):
     """FLASH for fine-tuning: first tokens of chunks read all.
 
     They attend to the whole document with softmax. Options are those of `FLASH`.
@@ -31,13 +32,11 @@ class FLASHFirstToAll(BidirectionalMixer, FLASHInParts):
     name = "flash-first-to-all"
     why_not_causal: ClassVar[str] = "the first token of a chunk has to see the whole sequence"
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """That of `FLASH`, with softmax in the first row of every chunk, in time T^2 / C."""
-
-        def document(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, plain: Tensor) -> Tensor:
-            queries = q[:, None, :, 0]  # [B, 1, g, s]
-            keys, values, real = (x.flatten(1, 2)[:, None] for x in (k, v, slots))  # [B, 1, g C, ...]
-            first = softmax_attention(queries, keys, values, real, None)[:, 0]
-            return torch.cat([first[:, :, None], plain[:, :, 1:]], 2)
-
-        return chunks.by_document(document, q, k, v, chunks.slots(v.device), super().quadratic_part(q, k, v, chunks))
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+        """With the first row of every chunk replaced, in time T^2 / C."""
+        plain = super().quadratic_part(q, k, v, chunks, bias)
+        queries = split_documents(q[:, :, 0], chunks)  # [B, D, g, s]
+        documents = (split_documents(x, chunks) for x in (k, v, chunks.holds_token(v.device)))
+        keys, values, real = (x.flatten(2, 3) for x in documents)  # [B, D, g C, ...]
+        first = join_documents(softmax_attention(queries, keys, values, real, None), chunks)  # [B, G, e]
+        return torch.cat([first[:, :, None], plain[:, :, 1:]], 2)

@@ -14,6 +14,7 @@ from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.layers.residual import MixerOptions
 from lineartime.ops.activations import Normalization
 from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
+from lineartime.ops.layout import Layout
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
@@ -41,7 +42,7 @@ class FLASHGlobalOptions(MixerOptions, total=False):
     rope: bool
 
 
-class FLASHGlobal(FLASHInParts):
+class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
     """FLASH with linear attention across chunks of 64 alone.
 
     Args:
@@ -56,12 +57,12 @@ class FLASHGlobal(FLASHInParts):
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
 
-    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
+    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """The linear part alone."""
         q, k = maps
         return self.linear_part(q, k, v, chunks)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState) -> tuple[Tensor, FLASHGlobalState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState, layout: Layout) -> tuple[Tensor, FLASHGlobalState]:
         """Attend to the summary of all complete chunks, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         q, k = maps.unbind(1)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.chunks import Chunks
-from lineartime.ops.mixed_chunk_stream import MixedChunkState
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.stream import MixedChunkState
 
 
-class FLASHLocal(FLASHInParts):
+class FLASHLocal(FLASHInParts[MixedChunkState]):
     """FLASH that reads nothing beyond a token's own chunk.
 
     `FLASH` without its linear part. Options are those of `FLASH`.
@@ -20,15 +21,15 @@ class FLASHLocal(FLASHInParts):
     name = "flash-local"
     n_maps = 2
 
-    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks) -> Tensor:
+    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """The quadratic part alone."""
         q, k = maps
-        return self.quadratic_part(q, k, v, chunks)
+        return self.quadratic_part(q, k, v, chunks, bias)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend to the open chunk, and the state N tokens later."""
         q, k = maps.unbind(1)
-        return self.quadratic_next(q, k, v, state)
+        return self.quadratic_next(q, k, v, state, layout)
 
     def init_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.residual import new_positions
 from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
 from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -51,8 +51,8 @@ def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
 
 
 def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
-    """The keys that a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
-    visible = with_neighbours(chunks.slots(like.device)[..., None], chunks, causal).mT
+    """Which keys in reach a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
+    visible = with_neighbours(chunks.holds_token(like.device)[..., None], chunks, causal).mT
     if not causal:
         return visible
     earlier = torch.ones(chunks.chunk_size, 2 * chunks.chunk_size, dtype=torch.bool, device=like.device).tril(chunks.chunk_size)
@@ -79,7 +79,7 @@ class FLASHOverlappingState(NamedTuple):
     position: int
 
 
-class FLASHOverlapping(FLASHInParts):
+class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
     """FLASH whose chunks also read their neighbours.
 
     Causal, a chunk reads the one before it. Options are those of `FLASH`.
@@ -88,18 +88,22 @@ class FLASHOverlapping(FLASHInParts):
     name = "flash-overlapping"
     bias_chunks = 2
 
-    def chunk_bias(self) -> Tensor | None:
+    def plan(self) -> LayoutPlan:
+        """As for `FLASH`, with places for all chunks in reach."""
+        return super().plan()._replace(bias_places=3 * self.chunk_size)
+
+    def chunk_bias(self, layout: Layout) -> Tensor | None:
         """[C, M C]."""
         if self.bias is None:
             return None
-        reach = new_positions(0, (2 if self.causal else 3) * self.chunk_size, self.gamma.device)
-        bias: Tensor = self.bias(reach[self.chunk_size : 2 * self.chunk_size], reach)
+        reach = torch.arange((2 if self.causal else 3) * self.chunk_size, device=self.gamma.device)
+        bias: Tensor = self.bias(reach[self.chunk_size : 2 * self.chunk_size], reach, layout.place_rotations)
         return bias
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """Inside chunks and with their neighbours."""
         weights = self._weights(
-            q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), self.chunk_bias()
+            q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), bias
         )
         return weights.to(v.dtype) @ with_neighbours(v, chunks, self.causal)
 
@@ -110,14 +114,16 @@ class FLASHOverlapping(FLASHInParts):
             visible=visible,
             bias=bias,
             activation=self.activation,
-            published_length=None if self.normalization == "count" else float(self.chunk_size),
+            published_length=self.options.published_length,
         )
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHOverlappingState) -> tuple[Tensor, FLASHOverlappingState]:
+    def attend_next(
+        self, maps: Tensor, v: Tensor, state: FLASHOverlappingState, layout: Layout
+    ) -> tuple[Tensor, FLASHOverlappingState]:
         """Attend to the open chunk, the one before, and the summary, and the state N tokens later."""
         size, compute = self.chunk_size, matmul_dtype(maps, v)
         q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
-        bias = self.chunk_bias()
+        bias = self.chunk_bias(layout)
         places = torch.arange(2 * size, device=v.device)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         with without_autocast(v):

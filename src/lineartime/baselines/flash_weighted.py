@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Normalization, attention_weights
-from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
-from lineartime.ops.mixed_chunk_stream import MixedChunkState
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.stream import MixedChunkState
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -53,32 +54,31 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
 def weighted_summaries(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, normalization: Normalization = "count"
 ) -> Tensor:
-    """Read a weighted mean of the chunks' summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
-    accumulate = torch.promote_types(v.dtype, torch.float32)
+    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    accumulate = acc_dtype(v)
     tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
     sizes = tokens.clamp(min=1)
     q_bar, k_bar = (x.to(accumulate).sum(2) / sizes[..., None] for x in (q, k))
     if normalization == "paper":
         sizes = torch.full_like(sizes, chunks.chunk_size)  # a chunk counts in full
     summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
-
-    def document(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, tokens: Tensor, summaries: Tensor) -> Tensor:
-        visible = (tokens > 0)[:, None].expand(-1, tokens.shape[1], -1)
-        weights = _chunk_weights(q_bar, k_bar, sizes, visible.tril(-1) if causal else visible)
-        return (weights @ summaries.flatten(2)).view_as(summaries)
-
     if causal:
         q_bar = shift_chunks(q_bar, chunks, 1)
-    return q @ chunks.by_document(document, q_bar, k_bar, sizes, tokens, summaries).to(q.dtype)
+    q_bar, k_bar, sizes, tokens, flat = (
+        split_documents(x, chunks) for x in (q_bar, k_bar, sizes, tokens, summaries.flatten(2))
+    )
+    visible = (tokens > 0)[..., None, :].expand(-1, -1, tokens.shape[-1], -1)
+    weights = _chunk_weights(q_bar, k_bar, sizes.clamp(min=1), visible.tril(-1) if causal else visible)
+    return q @ join_documents(weights @ flat, chunks).view_as(summaries).to(q.dtype)
 
 
 def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor | None) -> Tensor:
-    """A: [B, Q, s], [B, G, s] and sizes [B or 1, G] -> [B, Q, G]."""
+    """A: [..., Q, s], [..., G, s] and sizes [..., G] -> [..., Q, G]."""
     return attention_weights(
         q_bar @ k_bar.mT,
         d_qk=q_bar.shape[-1],
         visible=visible,
-        bias=sizes.log()[:, None],
+        bias=sizes.log()[..., None, :],
         activation="softmax",
         published_length=None,
     )
@@ -108,7 +108,7 @@ class FLASHWeightedState(NamedTuple):
     position: int
 
 
-class FLASHWeighted(FLASHInParts):
+class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
     """FLASH with attention between chunk summaries.
 
     Its state grows by s x e numbers with every chunk. Options are those of `FLASH`.
@@ -120,14 +120,16 @@ class FLASHWeighted(FLASHInParts):
         """Across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHWeightedState) -> tuple[Tensor, FLASHWeightedState]:
+    def attend_next(
+        self, maps: Tensor, v: Tensor, state: FLASHWeightedState, layout: Layout
+    ) -> tuple[Tensor, FLASHWeightedState]:
         """Attend to the open chunk and the weighted summaries before it, and the state N tokens later."""
         compute = matmul_dtype(maps, v)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
             q_quad, k_quad, q_lin, k_lin = maps[:, :, new].unbind(1)
             v_open = fill(state.quadratic.v, first, v[:, new])
-            local, quadratic = self.quadratic_next(q_quad, k_quad, v[:, new], state.quadratic)
+            local, quadratic = self.quadratic_next(q_quad, k_quad, v[:, new], state.quadratic, layout)
             with without_autocast(v):
                 outputs.append(local + (q_lin.to(compute) @ state.context.to(compute)).to(local.dtype))
                 state = state._replace(

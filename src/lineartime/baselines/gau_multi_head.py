@@ -5,7 +5,6 @@ s query/key width and e value width of all heads together.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "single-head -> multi-head".
 """
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -13,9 +12,10 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
-from lineartime.layers.multi_head import fold_heads, map_state, merge_heads
-from lineartime.ops.positions import rope as rotate
-from lineartime.ops.quadratic import QuadraticState
+from lineartime.layers.multi_head import fold_heads
+from lineartime.ops.cache import KVCache
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.positions import over_heads, rotate
 
 
 class GAUMultiHead(GAU):
@@ -40,29 +40,37 @@ class GAUMultiHead(GAU):
         check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
         self.n_heads = n_heads
 
-    def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
-        """Z [B, T, s] -> [B, maps, T, s]; rotary positions rotate each head separately."""
-        maps = base[..., None, :, :] * self.gamma[:, None] + self.beta[:, None]
-        if self.rope:
-            heads = maps.unflatten(-1, (self.n_heads, -1))  # [B, maps, T, H, s / H]
-            maps = rotate(heads, positions[..., None] if positions.dim() == 1 else positions[:, None, :, None]).flatten(-2)
-        return maps
+    def plan(self) -> LayoutPlan:
+        """As for `GAU`, with rotations of a head's width."""
+        plan = super().plan()
+        return plan._replace(rotary_width=self.d_qk // self.n_heads if self.rope else None)
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention per row and head: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
+        """Z [B, T, s] -> [B, maps, T, s], each head being rotated by itself."""
+        heads = super().queries_and_keys(base, None).unflatten(-1, (self.n_heads, -1))  # [B, maps, T, H, s / H]
+        rotations = over_heads(rotations)
+        return rotate(heads, None if rotations is None else rotations[..., None, :]).flatten(-2)
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout) -> Tensor:
+        """Every head of every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
-        return self._merge(super().attend_rows(self._split(q), self._split(k), self._split(v), mask))
+        q, k, v = (fold_heads(self._split(x)) for x in (q, k, v))
+        return self._merge(super().attend_rows(q, k, v, mask, layout).unflatten(0, (-1, self.n_heads)))
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
+    def init_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        return KVCache(*(self._split(x) for x in super().init_state(batch_size)))
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
-        heads = torch.stack([self._split(x) for x in maps.unbind(1)], 1)
-        attended, state = super().attend_next(heads, self._split(v), map_state(self._split, state))
-        return self._merge(attended), map_state(self._merge, state)
+        attended, state = super().attend_next(self._split(maps), self._split(v), state, layout)
+        return self._merge(attended), state
 
     def _split(self, x: Tensor) -> Tensor:
-        """[R, L, f] -> [R * H, L, f / H]."""
-        return fold_heads(x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2))
+        """[..., L, f] -> [..., H, L, f / H]."""
+        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
+        return heads
 
     def _merge(self, x: Tensor) -> Tensor:
-        """[R * H, L, f / H] -> [R, L, f]."""
-        return merge_heads(x.unflatten(0, (-1, self.n_heads)))
+        """[..., H, L, f / H] -> [..., L, f]."""
+        return x.transpose(-3, -2).flatten(-2)

@@ -5,15 +5,15 @@ Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
+from lineartime.ops.precision import acc_dtype
 
 
-class KernelAttention(MultiHeadMixer):
-    """Linear attention with similarity features(q).features(k): [B, T, d] -> [B, T, d].
+class KernelAttention(MultiHeadMixer[LinearState]):
+    """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
     Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; the feature map comes after rotary
     positions.
@@ -46,6 +46,6 @@ class KernelAttention(MultiHeadMixer):
 
     def init_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        empty = self.empty_cache(batch_size, torch.promote_types(self.to_output.weight.dtype, torch.float32))
+        empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         n_features = self.features(empty).shape[-1]
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

@@ -18,6 +18,7 @@ from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.residual import StreamState
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
 # 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Linformer(BidirectionalMixer, MultiHeadMixer):
+class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """Linformer: 512 positions mixed into 128 landmarks.
 
     Args:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.chunked_heads import ChunkedHeads
-from lineartime.layers.multi_head import fold_heads, map_state
-from lineartime.ops.chunks import cut_chunks
-from lineartime.ops.mixed_chunk import chunk_attention, summary_attention
-from lineartime.ops.mixed_chunk_stream import MixedChunkState, mixed_chunk_attention_extend
+from lineartime.layers.multi_head import fold_heads
+from lineartime.ops.layout import cut_chunks
+from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_attention_extend
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -45,8 +46,9 @@ def mc_tfm_attention(
     """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens."""
     chunks = cut_chunks(v, chunk_size, mask)
     q, k, v = (chunks.cut(x) for x in (q, k, v))
-    local = chunk_attention(q, k, v, chunks, causal=causal, bias=None, activation="softmax", normalization="count")
-    across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, reach="before" if causal else "others")
+    options = MixedChunkOptions(chunk_size, causal, activation="softmax")
+    local = chunk_attention(q, k, v, chunks, None, options)
+    across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach="before" if causal else "others")
     return chunks.join((local + across).to(v.dtype))
 
 
@@ -71,15 +73,14 @@ class MCTFMState(NamedTuple):
 def mc_tfm_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
     """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
     heads = v.shape[:2]
-    q, k, v = (fold_heads(x) for x in (q, k, v))
-    rows = map_state(fold_heads, state)
-    mixed = MixedChunkState(rows.summary, rows.k, rows.k, rows.v, rows.position)  # both parts share their keys
+    q, k, v, summary, keys, values = (fold_heads(x) for x in (q, k, v, state.summary, state.k, state.v))
+    mixed = MixedChunkState(summary, keys, keys, values, state.position)  # both parts share their keys
     out, mixed = mixed_chunk_attention_extend(q, k, q * q.shape[-1] ** -0.5, k, v, mixed, activation="softmax")
-    after = MCTFMState(mixed.summary, mixed.k_quad, mixed.v, mixed.position)
-    return out.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), after)
+    out, summary, keys, values = (x.unflatten(0, heads) for x in (out, mixed.summary, mixed.k_quad, mixed.v))
+    return out, MCTFMState(summary, keys, values, mixed.position)
 
 
-class MCTFM(ChunkedHeads):
+class MCTFM(ChunkedHeads[MCTFMState]):
     """Multi-head mixed chunk attention: softmax inside chunks, linear across them.
 
     Causal, it streams with constant memory. Options are those of `ChunkedHeads`.

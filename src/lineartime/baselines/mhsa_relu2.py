@@ -4,14 +4,16 @@ Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "softmax -> relu^2".
 """
 
-import torch
 from torch import Tensor
 
-from lineartime.layers.multi_head import MultiHeadMixer, fold_heads, map_state
-from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
+from lineartime.layers.multi_head import MultiHeadMixer, fold_heads
+from lineartime.ops.cache import KVCache
+from lineartime.ops.precision import acc_dtype
+from lineartime.ops.quadratic import quadratic_attention
+from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 
-class MHSARelu2(MultiHeadMixer):
+class MHSARelu2(MultiHeadMixer[KVCache]):
     """Multi-head attention with relu^2 in the place of softmax.
 
     Heads attend as a GAU does, by relu(q.k / sqrt(h))^2 / n. Options are those of `MultiHeadMixer`.
@@ -24,15 +26,11 @@ class MHSARelu2(MultiHeadMixer):
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         return quadratic_attention(fold_heads(q), fold_heads(k), fold_heads(v), causal=self.causal, mask=mask).view_as(v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
-        heads = v.shape[:2]
-        q, k, v = (fold_heads(x) for x in (q, k, v))
-        attended, state = quadratic_attention_extend(q, k, v, map_state(fold_heads, state))
-        return attended.unflatten(0, heads), map_state(lambda x: x.unflatten(0, heads), state)
+        return quadratic_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> QuadraticState:
+    def init_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        weight = self.to_output.weight
-        empty = self.empty_cache(batch_size, torch.promote_types(weight.dtype, torch.float32))
-        return QuadraticState(empty, empty)
+        empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
+        return KVCache(empty, empty)

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.scores import float32_or_better, masked_products
+from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.chunks import exclusive_cumsum
+from lineartime.ops.precision import acc_dtype
 
 SELF_SCORE = -1e5
 """The published score of a token with itself: it reads itself only if there is no other token to read."""
@@ -56,8 +57,8 @@ def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_si
 
 def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
     """The bucket of every vector in every round: [R, H, L, h] and directions [H, P, h, n / 2] -> int64 [R, H, P, L]."""
-    wide = float32_or_better(x)
-    along = x.detach()[:, :, None].to(wide) @ directions.to(wide)  # [R, H, P, L, n / 2]
+    dtype = acc_dtype(x)
+    along = x.detach()[:, :, None].to(dtype) @ directions.to(dtype)  # [R, H, P, L, n / 2]
     return torch.cat([along, -along], -1).argmax(-1)
 
 
@@ -140,7 +141,7 @@ def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
 def _unit(q: Tensor) -> Tensor:
     """The keys [..., h]: queries at unit length, computed in float32 or better."""
     # Below 1e-6 a query is left shorter, for the gradient of its direction would grow without bound.
-    return F.normalize(q.to(float32_or_better(q)), dim=-1, eps=1e-6).to(q.dtype)
+    return F.normalize(q.to(acc_dtype(q)), dim=-1, eps=1e-6).to(q.dtype)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
@@ -194,15 +195,15 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
     )
     near = ranks[..., None] // chunk_size - 1 <= state.ranks[..., None, :] // chunk_size
     rounds = (together & near).sum(2)  # [B, H, N, T], in how many rounds a token is read
-    wide = float32_or_better(q)
-    scores = masked_products(q.to(wide), state.k.to(wide), rounds > 0).masked_fill(tokens == new, SELF_SCORE)
-    return (scores + rounds.clamp(min=1).to(wide).log()).softmax(-1) @ state.v.to(wide), state
+    dtype = acc_dtype(q)
+    scores = masked_products(q.to(dtype), state.k.to(dtype), rounds > 0).masked_fill(tokens == new, SELF_SCORE)
+    return (scores + rounds.clamp(min=1).to(dtype).log()).softmax(-1) @ state.v.to(dtype), state
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Reformer(MultiHeadMixer):
+class Reformer(MultiHeadMixer[ReformerState]):
     """Reformer: attention inside buckets of a hash.
 
     The hash is drawn when the layer is constructed; it is saved with the weights, but not learned. Two forms of the layer agree
@@ -237,9 +238,9 @@ class Reformer(MultiHeadMixer):
         self.directions: Tensor
         self.register_buffer("directions", torch.randn(self.n_heads, n_rounds, self.head_dim, n_buckets // 2))
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key are one vector, [B, H, T, h]: return it rotated by its position, and unrotated for the hash."""
-        rotated, _ = super().rotate(q, k, positions)
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""
+        rotated, _ = super().rotate(q, k, rotations)
         return rotated, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:

@@ -6,15 +6,12 @@ Shapes: Q queries, K keys, h head width; every tensor may have leading batch dim
 import torch
 from torch import Tensor
 
-
-def float32_or_better(x: Tensor) -> torch.dtype:
-    """The dtype of x, or float32 if that is more precise."""
-    return torch.promote_types(x.dtype, torch.float32)
+from lineartime.ops.precision import acc_dtype
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:
     """The scores q.k / sqrt(h), [..., Q, h] and [..., K, h] -> [..., Q, K], in float32 or better."""
-    scores: Tensor = (q @ k.mT).to(float32_or_better(q)) * q.shape[-1] ** -0.5
+    scores: Tensor = (q @ k.mT).to(acc_dtype(q)) * q.shape[-1] ** -0.5
     return scores
 
 

@@ -8,16 +8,16 @@ Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509),
     A(i) = tokens with |i - j| < S or (i - j) a multiple of S; causal: those of them with j <= i
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.scores import float32_or_better, masked_products
+from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.cache import KVCache
+from lineartime.ops.precision import acc_dtype
 
 GATHERED = 8192
 """Keys of a head that a stream gathers at a time; it bounds the memory for a long prompt."""
@@ -83,23 +83,11 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class SparseState(NamedTuple):
-    """Keys and values [B, H, T, h] of all T tokens so far: a cache that grows. A token reads a small part of it."""
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-        return self.k.shape[2]
-
-
-def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState, *, stride: int) -> tuple[Tensor, SparseState]:
+def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, stride: int) -> tuple[Tensor, KVCache]:
     """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
     first = state.position
-    state = SparseState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
-    # The distances at which a token reads: its window, then every S-th token before the window.
+    state = state.append(k, v)
+    # The distances at which a token reads: its window, then every S-th token before it.
     window = torch.arange(min(stride, state.position), device=q.device)
     distances = torch.cat([window, torch.arange(stride, max(stride, state.position), stride, device=q.device)])
     at_a_time = max(1, GATHERED // max(1, len(distances)))
@@ -108,7 +96,7 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState,
         queries = torch.arange(first, first + new.shape[2], device=q.device)
         first += new.shape[2]
         reads = queries[:, None] - distances  # [N, K]
-        keys, values = (x[:, :, reads.clamp(min=0)].to(float32_or_better(q)) for x in state)  # [B, H, N, K, h]
+        keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in state)  # [B, H, N, K, h]
         scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
         outputs.append((scores.softmax(-1) @ values)[..., 0, :])
     return torch.cat(outputs, 2), state
@@ -117,7 +105,7 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: SparseState,
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Sparse(MultiHeadMixer):
+class Sparse(MultiHeadMixer[KVCache]):
     """Sparse Transformer: near tokens and every so many-th.
 
     Args:
@@ -136,11 +124,11 @@ class Sparse(MultiHeadMixer):
         """Strided attention, [R, H, L, h] three times -> [R, H, L, h]."""
         return sparse_attention(q, k, v, stride=self.stride, causal=self.causal, real=real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         return sparse_attention_extend(q, k, v, state, stride=self.stride)
 
-    def init_state(self, batch_size: int) -> SparseState:
+    def init_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         empty = self.empty_cache(batch_size)
-        return SparseState(empty, empty)
+        return KVCache(empty, empty)

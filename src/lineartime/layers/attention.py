@@ -4,29 +4,16 @@ Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head wid
 R rows (one for each document), L tokens of the longest.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import autocast_dtype
 
 
-class AttentionState(NamedTuple):
-    """Keys and values [B, H, T, h] of all T tokens so far: a cache that grows."""
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-        return self.k.shape[2]
-
-
-class Attention(MultiHeadMixer):
+class Attention(MultiHeadMixer[KVCache]):
     """Softmax multi-head self-attention.
 
     Pre-norm and residual are inside: [B, T, d] -> [B, T, d]. Options are those of `MultiHeadMixer`.
@@ -44,16 +31,16 @@ class Attention(MultiHeadMixer):
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
-        state = AttentionState(torch.cat([state.k, k.to(state.k.dtype)], 2), torch.cat([state.v, v.to(state.v.dtype)], 2))
-        visible = torch.ones(q.shape[2], state.position, dtype=torch.bool, device=q.device).tril(state.position - q.shape[2])
+        state = state.append(k, v)
+        visible = state.visible(q.shape[2])
         return F.scaled_dot_product_attention(q.to(state.k.dtype), state.k, state.v, attn_mask=visible), state
 
-    def init_state(self, batch_size: int) -> AttentionState:
+    def init_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         empty = self.empty_cache(batch_size)
-        return AttentionState(empty, empty)
+        return KVCache(empty, empty)
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """That of the values, also float16: this softmax computes its scores in float32."""

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.residual import Mixer, MixerOptions, init_dense, new_positions, zero_padding
+from lineartime.layers.residual import Mixer, MixerOptions, State, init_dense
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
-from lineartime.ops.gated_mixed_chunk import queries_and_keys
-from lineartime.ops.layout import token_positions
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.inputs import queries_and_keys
 
 
 class GatedOptions(MixerOptions, total=False):
@@ -33,7 +33,7 @@ class GatedOptions(MixerOptions, total=False):
     rope: bool
 
 
-class GatedUnit(Mixer):
+class GatedUnit(Mixer[State]):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
 
     Args:
@@ -45,10 +45,6 @@ class GatedUnit(Mixer):
         **options: those of `Mixer`.
     """
 
-    backend: Backend = "auto"
-    """Which implementation of its attention a layer uses: see `set_backend`."""
-    has_backends: ClassVar[bool] = True
-    """Whether there is more than one."""
     n_maps: ClassVar[int] = 2
     """Queries and keys that are made of Z, each by its own gamma and beta."""
 
@@ -83,58 +79,32 @@ class GatedUnit(Mixer):
         """How wide U and V are, given e = expansion * d."""
         return width, width
 
-    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Queries and keys [B, maps, T, s] and values [B, T, e] -> [B, T, e], for whole sequences.
-
-        A subclass supplies this, or `attend_and_gate` as a whole.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
+        """From the projected tokens [B, T, 2 e + s] to what the output map reads, [B, T, e], for whole sequences."""
 
     @abstractmethod
-    def attend_next(self, maps: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The same for N more tokens of streams, and the state after them."""
+    def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """Queries and keys [B, maps, N, s] and values [B, N, e] of more tokens -> [B, N, e], and the state after them."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once.
+    def mix(self, x: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences, [B, T, d] -> [B, T, d]."""
+        return self.add_output(x, self.attend_and_gate(self.to_gate_value_base(self.norm(x)), layout))
 
-        Args:
-            x: [B, T, d].
-            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
-            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-
-        Returns:
-            [B, T, d].
-
-        Raises:
-            ValueError: if shapes do not fit, or a sequence is longer than a table of relative biases.
-        """
-        self.check_batch(x, mask, cu_seqlens)
-        x = zero_padding(x, mask)
-        positions = token_positions(x.shape[1], mask, cu_seqlens, x.device)
-        gated = self.attend_and_gate(self.to_gate_value_base(self.norm(x)), positions, mask, cu_seqlens)
-        return zero_padding(self.add_output(x, gated), mask)
-
-    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
-        self.check_stream(x, state)
-        projected = self.to_gate_value_base(self.norm(x))
-        gate, v, maps = self.split(projected, new_positions(state.position, x.shape[1], x.device))
-        attended, state = self.attend_next(maps, v, state)
+    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), layout)
+        attended, state = self.attend_next(maps, v, state, layout)
         return self.add_output(x, self.gate(gate, attended)), state
 
-    def attend_and_gate(self, projected: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """From the projected tokens [B, T, 2 e + s] to what the output map reads, [B, T, e]."""
-        gate, v, maps = self.split(projected, positions)
-        return self.gate(gate, self.attend(maps, v, mask, cu_seqlens))
-
-    def split(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Projected tokens -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
         gate, value, base = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], dim=-1)
-        return gate, value, self.queries_and_keys(base, positions)
+        return gate, value, self.queries_and_keys(base, layout.rotations)
 
-    def queries_and_keys(self, base: Tensor, positions: Tensor) -> Tensor:
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
         """Z [B, T, s] -> rope(Z * gamma + beta), [B, maps, T, s]."""
-        return queries_and_keys(base, self.gamma, self.beta, positions if self.rope else None)
+        return queries_and_keys(base, self.gamma, self.beta, rotations)
 
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """U * attention's output."""
@@ -146,10 +116,17 @@ class GatedUnit(Mixer):
         return out
 
 
+class HasBackends(nn.Module):
+    """A layer whose attention has several implementations."""
+
+    backend: Backend = "auto"
+    """Which of them it uses: see `set_backend`."""
+
+
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Have all GAU and FLASH layers of a model, or a layer itself, compute their attention by one backend.
 
-    Streaming, and the variants of FLASH in `lineartime.baselines`, have but one implementation, and do not change.
+    Streaming, and the variants of FLASH in `lineartime.baselines`, have one implementation each, and do not change.
 
     Args:
         module: a layer, or anything that contains layers.
@@ -161,5 +138,5 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
     """
     check_choice("backend", backend, BACKENDS)
     for layer in module.modules():
-        if isinstance(layer, GatedUnit) and layer.has_backends:
+        if isinstance(layer, HasBackends):
             layer.backend = backend

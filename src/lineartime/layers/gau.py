@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of th
 e value width, R rows (one for each document).
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,17 +12,21 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
-from lineartime.layers.residual import new_positions
-from lineartime.ops.layout import document_rows
-from lineartime.ops.quadratic import QuadraticState, quadratic_attention, quadratic_attention_extend
+from lineartime.ops.cache import KVCache
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.positions import FactoredBias
+from lineartime.ops.precision import acc_dtype
+from lineartime.ops.quadratic import attend_rows
+from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
 
 
-class GAU(GatedUnit):
+class GAU(GatedUnit[KVCache], HasBackends):
     """Gated attention unit: one layer in the place of attention and feed-forward, quadratic in T.
 
     Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
@@ -53,63 +58,59 @@ class GAU(GatedUnit):
         """The end of the table of relative biases, if there is one."""
         return self.bias.max_length if isinstance(self.bias, TableBias) else None
 
-    def attend(self, maps: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """Every document by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
-        q, k = maps.unbind(1)
-        if mask is None and cu_seqlens is None:
-            return self.attend_rows(q, k, v, None)
-        layout = document_rows(v.shape[0], v.shape[1], mask, cu_seqlens, v.device)
-        q, k, v = (layout.arrange(x).flatten(0, 1) for x in (q, k, v))  # [B * D, L, f]
-        attended = self.attend_rows(q, k, v, layout.real.flatten(0, 1))
-        return layout.restore(attended.view(*layout.real.shape, v.shape[-1]))
-
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
-        positions = new_positions(0, q.shape[1], q.device)
-        return quadratic_attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            bias=self.bias.factors(positions, positions)
-            if isinstance(self.bias, RotaryBias)
-            else self._bias(positions, positions),
-            mask=real,
-            activation=self.activation,
-            normalization=self._constant_normalization() if self.causal else self.normalization,
-            backend=self.backend,
+    def plan(self) -> LayoutPlan:
+        """Rows with rotations, also of places for a rotary bias."""
+        return LayoutPlan(
+            rotary_width=self.d_qk if self.rope else None,
+            bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
+            dtype=acc_dtype(self.gamma),
         )
+
+    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
+        """Every document attends by itself: [B, T, 2 e + s] -> [B, T, e]."""
+        gate, v, maps = self.split(projected, layout)
+        return self.gate(gate, layout.by_row(partial(self.attend_rows, layout=layout), *maps.unbind(1), v))
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout) -> Tensor:
+        """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
+        places = torch.arange(q.shape[1], device=q.device)
+        bias: Tensor | FactoredBias | None
+        if isinstance(self.bias, RotaryBias):
+            bias = self.bias.factors(places, places, layout.place_rotations)
+        else:
+            bias = self._bias(places, places, layout)
+        normalization = self._constant_normalization() if self.causal else self.normalization
+        return attend_rows(q, k, v, bias, real, QuadraticOptions(self.causal, self.activation, normalization), self.backend)
 
     def _constant_normalization(self) -> int | Literal["count"]:
         """The divisor of a causal layer, which must not change with the current length."""
         return "count" if self.normalization == "count" else self.max_length or PUBLISHED_LENGTH
 
-    def _bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor | None:
+    def _bias(self, query_positions: Tensor, key_positions: Tensor, layout: Layout) -> Tensor | None:
         if isinstance(self.bias, TableBias) and key_positions.shape[0] > self.bias.max_length:
             raise ValueError(
                 f"The sequence has {key_positions.shape[0]} tokens, but this GAU's relative bias is a table for max_length = "
                 f"{self.bias.max_length}: build it with a larger max_length, or with None for no limit."
             )
-        return None if self.bias is None else self.bias(query_positions, key_positions)
+        return None if self.bias is None else self.bias(query_positions, key_positions, layout.place_rotations)
 
-    def init_state(self, batch_size: int) -> QuadraticState:
+    def init_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         self.check_causal()
         weight = self.to_output.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        empty = torch.zeros(batch_size, 0, self.d_qk, dtype=dtype, device=weight.device)
-        return QuadraticState(empty, empty.new_zeros(batch_size, 0, self.d_value))
+        empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(weight), device=weight.device)
+        return KVCache(empty, empty.new_zeros(batch_size, 0, self.d_value))
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: QuadraticState) -> tuple[Tensor, QuadraticState]:
+    def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         q, k = maps.unbind(1)
-        total = state.position + v.shape[1]
+        keys = torch.arange(state.position + len(layout.positions), device=v.device)
         return quadratic_attention_extend(
             q,
             k,
             v,
             state,
-            bias=self._bias(new_positions(state.position, v.shape[1], v.device), new_positions(0, total, v.device)),
+            bias=self._bias(layout.positions, keys, layout),
             activation=self.activation,
             normalization=self._constant_normalization(),
         )

@@ -5,8 +5,7 @@ R rows (one for each document), L tokens of the longest.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,10 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.residual import Mixer, MixerOptions, init_dense, new_positions, zero_padding
-from lineartime.ops.layout import document_rows, token_positions
-from lineartime.ops.positions import rope
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
-
-State = TypeVar("State", bound=tuple[Any, ...])
+from lineartime.layers.residual import Mixer, MixerOptions, State, init_dense
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.positions import over_heads, rotate
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 
 class HeadOptions(MixerOptions, total=False):
@@ -29,8 +26,8 @@ class HeadOptions(MixerOptions, total=False):
     rope: bool
 
 
-class MultiHeadMixer(Mixer):
-    """Multi-head attention; a subclass supplies `attend`: [B, T, d] -> [B, T, d].
+class MultiHeadMixer(Mixer[State]):
+    """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     `attend` gets every document as a row of its own, with its real tokens first.
 
@@ -64,28 +61,27 @@ class MultiHeadMixer(Mixer):
         """
 
     @abstractmethod
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The same for N more tokens of streams, [B, H, N, h], and the state after them."""
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """The same for N more tokens of streams, [B, H, N, h], and the state after them; `state` stays as it is."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once: the same contract, shapes and errors as `GAU.forward`."""
-        self.check_batch(x, mask, cu_seqlens)
-        batch, length, _ = x.shape
-        x = zero_padding(x, mask)
-        q, k, v = self._project(x, token_positions(length, mask, cu_seqlens, x.device))
-        if mask is None and cu_seqlens is None:
-            attended = merge_heads(self._attend(q, k, v, None))
-        else:
-            layout = document_rows(batch, length, mask, cu_seqlens, x.device)
-            q, k, v = (self._split_heads(layout.arrange(merge_heads(heads)).flatten(0, 1)) for heads in (q, k, v))
-            attended = merge_heads(self._attend(q, k, v, layout.real.flatten(0, 1)))
-            attended = layout.restore(attended.view(*layout.real.shape, self.d_model))
-        return zero_padding(self.combine(x, attended), mask)
+    def plan(self) -> LayoutPlan:
+        """Rows with rotations."""
+        return LayoutPlan(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.to_output.weight))
 
-    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
-        self.check_stream(x, state)
-        q, k, v = self._project(x, new_positions(state.position, x.shape[1], x.device))
+    def mix(self, x: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences, [B, T, d] -> [B, T, d]."""
+        q, k, v = self._project(x, layout)
+        if layout.rows is None:
+            return self.combine(x, merge_heads(self._attend(q, k, v, None)))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+            return merge_heads(self._attend(self._split_heads(q), self._split_heads(k), self._split_heads(v), real))
+
+        return self.combine(x, layout.by_row(attend, *(merge_heads(heads) for heads in (q, k, v))))
+
+    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        q, k, v = self._project(x, layout)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
@@ -100,12 +96,10 @@ class MultiHeadMixer(Mixer):
         """The dtype that `attend` gets its inputs in."""
         return matmul_dtype(q, k, v)
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys [B, H, T, h] by their positions, if the layer does so."""
-        if not self.rope:
-            return q, k
-        positions = positions if positions.dim() == 1 else positions[:, None]
-        return rope(q, positions), rope(k, positions)
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys [B, H, T, h] by their positions, if the layer does so."""
+        rotations = over_heads(rotations)
+        return rotate(q, rotations), rotate(k, rotations)
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of no token, [B, H, 0, h]; ValueError unless the layer is causal."""
@@ -123,9 +117,9 @@ class MultiHeadMixer(Mixer):
         heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         return heads
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         maps = [self._split_heads(part) for part in self.to_qkv(self.norm(x)).chunk(self.n_maps, dim=-1)]
-        q, k = self.rotate(maps[0], maps[-2], positions)
+        q, k = self.rotate(maps[0], maps[-2], layout.rotations)
         return q, k, maps[-1]
 
 
@@ -137,8 +131,3 @@ def merge_heads(x: Tensor) -> Tensor:
 def fold_heads(x: Tensor) -> Tensor:
     """[B, H, T, h] -> [B * H, T, h]: heads as rows, for operations that know of no heads."""
     return x.flatten(0, 1)
-
-
-def map_state(change: Callable[[Tensor], Tensor], state: State) -> State:
-    """The state, a NamedTuple, with every tensor in it changed."""
-    return type(state)(*(change(part) if isinstance(part, Tensor) else part for part in state))

@@ -1,4 +1,4 @@
-"""What a layer can be told, read from its constructor, so that it stands nowhere a second time."""
+"""The options of a layer, read from its constructor."""
 
 import inspect
 from typing import Any, NamedTuple, get_args, get_type_hints

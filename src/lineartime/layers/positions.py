@@ -10,7 +10,7 @@ from lineartime.layers.checks import check_even
 from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
 
 LARGEST_TABLE = 512
-"""The longest length for which relative biases are a table; beyond it they are rotary (arXiv 2202.10447, section 3)."""
+"""The longest length for which relative biases are a table; beyond it they are rotary (arXiv 2202.10447)."""
 
 
 class TableBias(nn.Module):
@@ -22,8 +22,8 @@ class TableBias(nn.Module):
         self.table = nn.Parameter(torch.empty(2 * max_length - 1))
         nn.init.normal_(self.table, std=0.02)
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """[Q, K] for positions [Q] and [K] within `max_length`."""
+    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for positions [Q] and [K] within `max_length`; `table` is for the rotary form."""
         return table_bias(self.table, query_positions, key_positions)
 
 
@@ -37,13 +37,13 @@ class RotaryBias(nn.Module):
         nn.init.normal_(self.a, std=0.02)
         nn.init.normal_(self.b, std=0.02)
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """[Q, K] for positions [Q] and [K]."""
-        return self.factors(query_positions, key_positions).dense()
+    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for positions [Q] and [K]; `table` holds rotations that were computed before."""
+        return self.factors(query_positions, key_positions, table).dense()
 
-    def factors(self, query_positions: Tensor, key_positions: Tensor) -> FactoredBias:
+    def factors(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> FactoredBias:
         """The same as a product that is not carried out."""
-        return rotary_bias(self.a, self.b, query_positions, key_positions)
+        return rotary_bias(self.a, self.b, query_positions, key_positions, table)
 
 
 def build_relative_bias(max_length: int | None, d_qk: int) -> TableBias | RotaryBias:
@@ -77,7 +77,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]; ValueError for a position beyond the last."""
-        # On other devices, and in compiled code, looking at the values would make everybody wait.
+        # On other devices, and in compiled code, looking at the values forces a device sync.
         if positions.numel() and positions.device.type == "cpu" and not torch.compiler.is_compiling():
             longest = int(positions.max()) + 1
             if longest > len(self.table):

@@ -1,11 +1,11 @@
-"""The bases of all layers: a norm before the layer, a residual around it, and the contract of a mixer.
+"""What every layer has in common: a norm before it and a residual around it; and the contract of a mixer.
 
-Shapes: B batch, T tokens, d model width.
+Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.ops.context_parallel import ContextGroup
-from lineartime.ops.layout import check_tokens
+from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, make_layout, step_layout, stream_layout
 
 
 class LayerOptions(TypedDict, total=False):
@@ -61,11 +60,38 @@ class ResidualLayer(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
 
 
-class Mixer(ResidualLayer, ABC):
+class StreamState(Protocol):
+    """What a causal mixer remembers of streams: a NamedTuple whose first field is a tensor [B, ...]."""
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+
+    def __getitem__(self, index: SupportsIndex, /) -> Any:
+        """A field."""
+
+
+class JoinedStreams(Protocol):
+    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [B], the number of tokens that each stream has read."""
+
+
+State = TypeVar("State", bound=StreamState)
+Streams = TypeVar("Streams", bound=JoinedStreams)
+
+
+class Mixer(ResidualLayer, ABC, Generic[State]):
     """Base of the layers that move information between tokens: the contract they share.
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
     then y, state = mixer.extend(x, state) for any number of new tokens.
+
+    Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
+    `stream_layout` and `read_next`. A subclass supplies `mix`, `mix_next`, `init_state` and, if it uses more of a layout than
+    positions and rows, `plan`.
 
     Args:
         causal: whether a token reads only itself and earlier tokens; needed to stream.
@@ -76,8 +102,6 @@ class Mixer(ResidualLayer, ABC):
     """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
-    context: ContextGroup | None = None
-    """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
     def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -91,63 +115,131 @@ class Mixer(ResidualLayer, ABC):
         return None
 
     @abstractmethod
+    def mix(self, x: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences, [B, T, d] with zeros at padding -> [B, T, d]."""
+
+    @abstractmethod
+    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them; `state` stays as it is."""
+
+    @abstractmethod
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first token of `batch_size` streams; ValueError unless the mixer is causal."""
+
+    def plan(self) -> LayoutPlan:
+        """What the mixer needs of a layout."""
+        return LayoutPlan()
+
     def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once: [B, T, d] -> [B, T, d]."""
-
-    @abstractmethod
-    def init_state(self, batch_size: int) -> Any:
-        """The state before the first token of `batch_size` streams; ValueError unless the mixer is causal.
-
-        A NamedTuple with a `position`, whose first field is a tensor [B, ...].
-        """
-
-    @abstractmethod
-    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
-
-    def join_streams(self, states: Sequence[Any]) -> Any:
-        """Bring streams that stand at different positions together, to continue them token by token with `step`.
+        """Read whole sequences at once.
 
         Args:
-            states: of one or more streams each, as `extend` returns them; they stay as they are.
+            x: [B, T, d].
+            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
 
         Returns:
-            A NamedTuple of tensors, the last of which is `position`, int [B].
+            [B, T, d].
 
         Raises:
-            ValueError: if this mixer cannot do that.
+            ValueError: if shapes do not fit, or a sequence is longer than the mixer can read.
         """
-        raise ValueError(
-            f"{type(self).__name__} continues streams at one position only: generate from one prompt at a time, or use FLASH."
-        )
-
-    def step(self, x: Tensor, streams: Any) -> Tensor:
-        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; `streams` is brought up to date in place."""
-        raise NotImplementedError  # `join_streams` has said why
-
-    def check_batch(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        """Raise ValueError unless x is [B, T, d] and the mask and the document boundaries fit it."""
         self.check_input(x)
-        check_tokens(x.shape, mask, cu_seqlens)
+        return self.read(x, self.layout(x.shape, mask, cu_seqlens, device=x.device))
 
-    def check_stream(self, x: Tensor, state: Any) -> None:
-        """Raise ValueError unless this mixer streams and x has the batch size that the state was made for."""
+    def layout(
+        self,
+        shape: tuple[int, ...],
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        device: torch.device,
+        context: ContextGroup | None = None,
+    ) -> Layout:
+        """The layout of a batch [B, T, ...], with all that `read` needs; equal mixers can share it.
+
+        Raises:
+            ValueError: if `mask` or `cu_seqlens` do not fit, or this mixer cannot split sequences over the processes of a
+                `context`.
+        """
+        if context is not None and not self.splits_context:
+            raise ValueError(
+                f"{type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences over several."
+            )
+        return make_layout(shape, mask, cu_seqlens, device=device, plan=self.plan(), context=context)
+
+    def read(self, x: Tensor, layout: Layout) -> Tensor:
+        """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding."""
+        return zero_padding(self.mix(zero_padding(x, layout.mask), layout), layout.mask)
+
+    def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
         self.check_causal()
         self.check_input(x)
+        return self.read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
+
+    def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
+        """The layout of the next `count` tokens of streams that have read `position` tokens."""
+        return stream_layout(position, count, device=device, plan=self.plan())
+
+    def read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """`extend` with a layout; ValueError for a state of another batch size."""
         made_for = state[0].shape[0]
         if x.shape[0] != made_for:
             raise ValueError(
                 f"x has batch size {x.shape[0]}, but its state was made for {made_for}: call init_state({x.shape[0]})."
             )
+        return self.mix_next(x, state, layout)
 
     def check_causal(self) -> None:
         """Raise ValueError unless this mixer is causal, and so can stream."""
+        if self.why_not_causal is not None:
+            raise ValueError(
+                f"{type(self).__name__} has causal=False and cannot stream, nor can it be built with causal=True: "
+                f"{self.why_not_causal}."
+            )
         if not self.causal:
             raise ValueError(f"{type(self).__name__} has causal=False and cannot stream: build it with causal=True.")
 
 
+class SteppingMixer(Mixer[State], Generic[State, Streams]):
+    """A mixer that can continue streams at different positions together, token by token, with states of constant size."""
+
+    @abstractmethod
+    def join_streams(self, states: Sequence[State]) -> Streams:
+        """Join streams that stand at different positions, to continue them with `step`.
+
+        Args:
+            states: of one or more streams each, as `extend` returns them; they stay as they are.
+
+        Raises:
+            ValueError: unless the mixer is causal.
+        """
+
+    @abstractmethod
+    def mix_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
+        """One more token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+
+    def step(self, x: Tensor, streams: Streams) -> Tensor:
+        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
+
+        Raises:
+            ValueError: unless x is one token for each stream.
+        """
+        self.check_input(x)
+        if x.shape[:2] != (len(streams.position), 1):
+            raise ValueError(
+                f"x has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
+            )
+        return self.mix_step(x, streams, self.step_layout(streams.position))
+
+    def step_layout(self, positions: Tensor) -> Layout:
+        """The layout of one more token for each of B streams at their own positions, int64 [B]."""
+        return step_layout(positions, plan=self.plan())
+
+
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, T, d] with zeros wherever the mask says padding, whatever stood there."""
+    """[B, T, d] with zeros at padding, whatever stood there, NaN included."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
 
 
@@ -156,8 +248,3 @@ def init_dense(linear: nn.Linear) -> nn.Linear:
     nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-def new_positions(start: int, count: int, device: torch.device) -> Tensor:
-    """The positions start, ..., start + count - 1 of a stream's new tokens."""
-    return torch.arange(start, start + count, device=device)

@@ -1,7 +1,6 @@
 """Language models built from configurations."""
 
 from lineartime.models.config import ModelConfig
-from lineartime.models.context_parallel import set_context_parallel
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
@@ -19,5 +18,4 @@ __all__ = [
     "build_model",
     "greedy",
     "presets",
-    "set_context_parallel",
 ]

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.residual import Mixer, new_positions
+from lineartime.layers.residual import Mixer, SteppingMixer
 from lineartime.models.config import ModelConfig
-from lineartime.ops.context_parallel import ContextGroup, check_equal_slices
-from lineartime.ops.layout import check_tokens, token_positions
+from lineartime.ops.layout import ContextGroup, Layout
+from lineartime.ops.mixed_chunk.context_parallel import check_equal_slices
 
 BackboneState = tuple[Any, ...]
 """One mixer state for each block."""
@@ -25,44 +25,51 @@ class Block(nn.Module):
     """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
 
     recompute = False
-    """Whether the backward pass computes the block once more, instead of keeping what it needs: see `recompute_blocks`."""
+    """Whether the backward pass computes the block again instead of keeping what it needs: see `recompute_blocks`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mixer: Mixer = config.mixer.build(
+        self.mixer: Mixer[Any] = config.mixer.build(
             config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout
         )
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[B, T, d] -> [B, T, d]."""
         if self.recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._mix, x, mask, cu_seqlens, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._read, x, layout, use_reentrant=False)
             return recomputed
-        return self._mix(x, mask, cu_seqlens)
+        return self._read(x, layout)
 
-    def _mix(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        out: Tensor = self.feed_forward(self.mixer(x, mask, cu_seqlens))
+    def _read(self, x: Tensor, layout: Layout) -> Tensor:
+        out: Tensor = self.feed_forward(self.mixer.read(x, layout))
         return out
 
-    def extend(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def extend(self, x: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """[B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend(x, state)
+        x, state = self.mixer.read_next(x, state, layout)
         return self.feed_forward(x), state
 
-    def step(self, x: Tensor, streams: Any) -> Tensor:
-        """[B, 1, d] -> [B, 1, d]; the mixer's streams are brought up to date in place."""
-        out: Tensor = self.feed_forward(self.mixer.step(x, streams))
+    def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
+        """[B, 1, d] -> [B, 1, d]; updates the mixer's streams in place."""
+        out: Tensor = self.feed_forward(self.stepping_mixer.mix_step(x, streams, layout))
         return out
+
+    @property
+    def stepping_mixer(self) -> SteppingMixer[Any, Any]:
+        """The mixer, as one that steps; ValueError if it does not."""
+        if not isinstance(self.mixer, SteppingMixer):
+            raise ValueError(
+                f"{type(self.mixer).__name__} continues streams at one position only: generate from one prompt at a time, or "
+                "use FLASH."
+            )
+        return self.mixer
 
 
 class Backbone(nn.Module):
     """From token ids to hidden vectors."""
-
-    context: ContextGroup | None = None
-    """The processes that hold every sequence together, if they do: see `lineartime.models.set_context_parallel`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -77,19 +84,29 @@ class Backbone(nn.Module):
         self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
         self.norm = build_norm(config.norm, config.d_model)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; mask and cu_seqlens as for the layers."""
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        context: ContextGroup | None = None,
+    ) -> Tensor:
+        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
         self._check_ids(ids)
-        check_tokens(ids.shape, mask, cu_seqlens)
-        positions = token_positions(ids.shape[1], mask, cu_seqlens, ids.device)
-        if self.context is not None:
-            check_equal_slices(ids.shape, self.context, ids.device)
-            positions = positions + self.context.rank * ids.shape[1]
-        x = self._embed(ids, positions)
+        layout = self.mixer.layout(ids.shape, mask, cu_seqlens, device=ids.device, context=context)
+        if context is not None:
+            check_equal_slices(ids.shape, context, ids.device)
+        x = self._embed(ids, layout.positions)
         for block in self.blocks:
-            x = block(x, mask, cu_seqlens)
+            x = block(x, layout)
         out: Tensor = self.norm(x)
         return out
+
+    @property
+    def mixer(self) -> Mixer[Any]:
+        """The mixer of the first block; those of the others are like it, so that all share one layout."""
+        return next(iter(self.blocks)).mixer
 
     def init_state(self, batch_size: int) -> BackboneState:
         """The state before the first token of `batch_size` streams; ValueError unless the model is causal."""
@@ -98,26 +115,28 @@ class Backbone(nn.Module):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self._check_ids(ids)
-        x = self._embed(ids, new_positions(state[0].position, ids.shape[1], ids.device))
+        layout = self.mixer.stream_layout(state[0].position, ids.shape[1], ids.device)
+        x = self._embed(ids, layout.positions)
         states = []
         for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.extend(x, block_state)
+            x, block_state = block.extend(x, block_state, layout)
             states.append(block_state)
         return self.norm(x), tuple(states)
 
     def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
-        """Bring streams at different positions together, for `step`; ValueError for mixers that cannot do that."""
+        """Join streams at different positions, for `step`; ValueError for mixers that cannot step."""
         return tuple(
-            block.mixer.join_streams(block_states)
+            block.stepping_mixer.join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
-        """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; `streams` is updated in place."""
+        """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
         self._check_ids(ids)
-        x = self._embed(ids, streams[0].position[:, None])
+        layout = next(iter(self.blocks)).stepping_mixer.step_layout(streams[0].position)
+        x = self._embed(ids, layout.positions)
         for block, block_streams in zip(self.blocks, streams, strict=True):
-            x = block.step(x, block_streams)
+            x = block.step(x, block_streams, layout)
         out: Tensor = self.norm(x)
         return out
 
@@ -128,7 +147,7 @@ class Backbone(nn.Module):
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
-        # On other devices, and in compiled code, looking at the values would make everybody wait.
+        # On other devices, and in compiled code, looking at the values forces a device sync.
         if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in ids.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:

@@ -16,12 +16,12 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.residual import Mixer, new_positions
+from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.fields import from_fields
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-from lineartime.ops.layout import check_mask, token_positions
+from lineartime.ops.layout import Layout, check_mask
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 
@@ -98,20 +98,20 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
-        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
+        self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
         self.cross: CrossGAU = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, source: SourceState) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, source: SourceState) -> Tensor:
         """[B, T, d] -> [B, T, d]."""
-        out: Tensor = self.feed_forward(self.cross.attend(self.mixer(x, mask), source, mask))
+        out: Tensor = self.feed_forward(self.cross.attend(self.mixer.read(x, layout), source, layout.mask))
         return out
 
-    def extend(self, x: Tensor, state: Any, source: SourceState) -> tuple[Tensor, Any]:
+    def extend(self, x: Tensor, state: Any, layout: Layout, source: SourceState) -> tuple[Tensor, Any]:
         """[B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend(x, state)
+        x, state = self.mixer.read_next(x, state, layout)
         return self.feed_forward(self.cross.attend(x, source)), state
 
 
@@ -163,9 +163,10 @@ class EncoderDecoder(nn.Module):
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
         check_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
-        x = self.encoder.embed(target_ids, token_positions(target_ids.shape[1], target_mask, None, target_ids.device))
+        layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
+        x = self.encoder.embed(target_ids, layout.positions)
         for block, source in zip(self.blocks, sources, strict=True):
-            x = block(x, target_mask, source)
+            x = block(x, layout, source)
         return self._logits(x)
 
     def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
@@ -175,10 +176,11 @@ class EncoderDecoder(nn.Module):
 
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them; `state` stays as it is."""
-        x = self.encoder.embed(target_ids, new_positions(state.position, target_ids.shape[-1], target_ids.device))
+        layout = self._mixer.stream_layout(state.position, target_ids.shape[-1], target_ids.device)
+        x = self.encoder.embed(target_ids, layout.positions)
         mixers = []
         for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
-            x, mixer = block.extend(x, mixer, source)
+            x, mixer = block.extend(x, mixer, layout, source)
             mixers.append(mixer)
         return self._logits(x), state._replace(mixers=tuple(mixers))
 
@@ -187,6 +189,11 @@ class EncoderDecoder(nn.Module):
             check_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1])
         hidden = self.encoder(source_ids, source_mask)
         return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
+
+    @property
+    def _mixer(self) -> Mixer[Any]:
+        """The mixer of the first block of the decoder; those of the others are like it."""
+        return next(iter(self.blocks)).mixer
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.encoder.embedding.weight)

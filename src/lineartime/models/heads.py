@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
+from lineartime.ops.layout import ContextGroup
 
 
 class LanguageModel(nn.Module):
@@ -21,41 +22,72 @@ class LanguageModel(nn.Module):
         self.config = config
         self.backbone = Backbone(config)
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        context: ContextGroup | None = None,
+    ) -> Tensor:
         """Logits of every token.
 
         Args:
             ids: [B, T] token ids.
             mask: bool [B, T], True for real tokens; padding may stand anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+            context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
+                of the ranks; slices are equal and whole chunks, without masks or packed documents. Each gets its share of the
+                parameters' gradients: the sum over the processes is the gradient of the sum of their losses.
 
         Returns:
             [B, T, V].
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: if shapes do not fit, or the mixer cannot split sequences over processes.
         """
-        return self.logits(self.backbone(ids, mask, cu_seqlens))
+        return self.logits(self.backbone(ids, mask, cu_seqlens, context=context))
 
-    def loss(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        context: ContextGroup | None = None,
+    ) -> Tensor:
         """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
 
         Args:
-            ids, mask, cu_seqlens: as for the logits.
-            targets: int [B, T], what each token has to foretell; -100 where that is nothing.
+            ids, mask, cu_seqlens, context: as for the logits.
+            targets: int [B, T], the token to predict; -100 for none.
 
         Returns:
             A scalar, in nats; zero if there is no target at all.
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: as for the logits.
         """
-        return self.total_loss(ids, targets, mask, cu_seqlens) / (targets != IGNORED).sum().clamp(min=1)
+        return self.total_loss(ids, targets, mask, cu_seqlens, context=context) / (targets != IGNORED).sum().clamp(min=1)
 
-    def total_loss(self, ids: Tensor, targets: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The sum in the place of the mean of `loss`, for whoever divides by the targets of several batches or processes."""
-        hidden = self.backbone(ids, mask, cu_seqlens)
+    def total_loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        context: ContextGroup | None = None,
+    ) -> Tensor:
+        """The sum of the losses that `loss` averages, for callers that divide by the targets of several batches."""
+        hidden = self.backbone(ids, mask, cu_seqlens, context=context)
         return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+
+    @property
+    def splits_context(self) -> bool:
+        """Whether several processes can hold each sequence together."""
+        return self.backbone.mixer.splits_context
 
     def compile_blocks(self) -> None:
         """Have torch.compile make each block faster, in place: parameters keep their names.

@@ -78,7 +78,7 @@ class System:
         description: what it is, in a line, where the first line of the mixer's documentation does not say it.
     """
 
-    mixer: type[Mixer]
+    mixer: type[Mixer[Any]]
     feed_forward: type[ResidualLayer] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     scaled: Mapping[str, Callable[[Size], int]] = field(default_factory=dict)

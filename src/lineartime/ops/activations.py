@@ -9,6 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
+from lineartime.ops.precision import acc_dtype
+
 Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
 Normalization = Literal["count", "paper"]
 
@@ -20,9 +23,9 @@ _LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
 
 
 def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of the `allowed` names of `argument`."""
+    """Raise ArgumentError unless `value` is one of the `allowed` names of `argument`."""
     if value not in allowed:
-        raise ValueError(f"{argument} is {value!r}, but must be one of {', '.join(map(repr, allowed))}.")
+        raise ArgumentError(argument, f"is {value!r}, but must be one of {', '.join(map(repr, allowed))}.")
 
 
 def laplace(scores: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ def attention_weights(
     activation: Activation,
     published_length: float | Tensor | None,
 ) -> Tensor:
-    """Turn products q.k into weights that only have to be multiplied with the values.
+    """Turn products q.k into attention weights.
 
     Args:
         products: [..., Q, K] the products q.k, not yet scaled.
@@ -65,14 +68,14 @@ def attention_weights(
         bias: [Q, K], or None.
         activation: one of `ACTIVATIONS`.
         published_length: None divides relu2 and laplace weights by the number of visible keys. A number n
-            follows the published pseudo-code instead: the score is q.k / n + bias and nothing is divided after.
+            follows the published pseudo-code instead: the score is q.k / n + bias, without a division afterwards.
             Softmax has its own normaliser and ignores this.
 
     Returns:
         [..., Q, K] in float32 (float64 for float64 products); a row that sees no key is all zeros.
     """
-    # Squares of large scores and long sums lose digits, or overflow, in half precision (spec: trap 3).
-    products = products.to(torch.promote_types(products.dtype, torch.float32))
+    # Squares of large scores and long sums lose digits, or overflow, in half precision.
+    products = products.to(acc_dtype(products))
     is_softmax = activation in ("softmax", "softmax_plus")
     if published_length is None or is_softmax:
         scores = products * d_qk**-0.5
@@ -80,7 +83,7 @@ def attention_weights(
         scores = products / published_length
     if bias is not None:
         scores = scores + bias
-    # A float, so that it can divide; [..., Q or 1, 1].
+    # A float to divide by; [..., Q or 1, 1].
     count = scores.new_tensor(float(products.shape[-1])) if visible is None else visible.sum(-1, keepdim=True)
     count = count.clamp(min=1).to(scores.dtype)
 

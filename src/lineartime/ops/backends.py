@@ -48,7 +48,7 @@ def choose_backend(
 def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
     """Why the tiled form cannot run: the end of a sentence, or None."""
     if device.type != "cpu":
-        return f"it is made for processors, and the tensors are on {device.type}"
+        return f"it is made for CPUs, and the tensors are on {device.type}"
     return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
 
 

@@ -1,128 +1,155 @@
-"""Documents cut into chunks, sums over chunks, and the chunk that a stream has open: what all chunked attentions share.
+"""Documents cut into chunks, sums over their chunks, and the open chunk of a stream: what all chunked attentions share.
 
-Shapes: B batch, T tokens, N new tokens of a stream, D documents, G chunks of all documents, C chunk size, f features.
+Shapes: B batch, T tokens, D documents, R rows of L slots, G chunks of all documents, C chunk size, N new tokens, f features.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.layout import TokenLayout, document_chunks
-
 Reach = Literal["before", "others", "all"]
-"""The chunks a chunk reads of its document: those strictly before it, all but itself, or all of them."""
+"""The chunks that a chunk reads of its document: those strictly before it, all but itself, or all of them."""
+
+
+class Slots(NamedTuple):
+    """A map from the tokens of a batch to slots, in which the real tokens of each document stand side by side in order.
+
+    Attributes:
+        slot: int64 [B, T], the slot of each token; padding has R * L, one behind the last slot.
+        real: bool [B, R, L], whether a slot holds a real token.
+    """
+
+    slot: Tensor
+    real: Tensor
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, R, L, f], with zeros in the slots that hold no real token."""
+        batch, rows, size = self.real.shape
+        index = self.slot[..., None].expand(-1, -1, x.shape[-1])
+        arranged = x.new_zeros(batch, rows * size + 1, x.shape[-1]).scatter(1, index, x)
+        return arranged[:, :-1].view(batch, rows, size, x.shape[-1])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """[B, R, L, f] -> [B, T, f], with zeros at padding: the inverse of `arrange`."""
+        y = F.pad(y.flatten(1, 2), (0, 0, 0, 1))
+        return y.gather(1, self.slot[..., None].expand(-1, -1, y.shape[-1]))
 
 
 class Chunks(NamedTuple):
-    """The tokens of a batch cut into chunks, each document from its own start.
+    """The tokens of a batch cut into chunks of C, each document from its own start.
 
     Attributes:
         length: T.
         chunk_size: C.
-        per_document: the number of chunks of each document.
-        layout: where every token goes, or None where all tokens already stand side by side.
-        real: bool [B, G, C], which slots hold a token; None where all do. Empty slots stand behind the tokens of a document.
+        n_chunks: G, the chunks of all documents of a row.
+        longest: the number of chunks of the longest document, or more.
+        slots: where every token goes; None where all tokens already stand side by side.
+        real: bool [B, G, C], whether a slot holds a token; None where all do. Empty slots stand behind a document's tokens.
+        document_starts: int64 [D + 1], where documents begin and end, counted in chunks.
+        document: int64 [G], the document of each chunk; None for a single document.
     """
 
     length: int
     chunk_size: int
-    per_document: list[int]
-    layout: TokenLayout | None
+    n_chunks: int
+    longest: int
+    slots: Slots | None
     real: Tensor | None
+    document_starts: Tensor
+    document: Tensor | None
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, T, f] -> [B, G, C, f], with zeros in the slots that hold no token."""
-        if self.layout is not None:
-            return self.layout.arrange(x)
-        if self.n_slots > self.length:
-            x = F.pad(x, (0, 0, 0, self.n_slots - self.length))
-        cut: Tensor = x.unflatten(1, (-1, self.chunk_size))
+        if self.slots is not None:
+            return self.slots.arrange(x)
+        spare = self.n_chunks * self.chunk_size - self.length
+        cut: Tensor = (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(1, (-1, self.chunk_size))
         return cut
 
     def join(self, y: Tensor) -> Tensor:
-        """[B, G, C, f] -> [B, T, f], with zeros at padding: the way back from `cut`."""
-        if self.layout is not None:
-            return self.layout.restore(y)
-        y = y.flatten(1, 2)
-        return y[:, : self.length] if self.n_slots > self.length else y
+        """[B, G, C, f] -> [B, T, f], with zeros at padding: the inverse of `cut`."""
+        return self.slots.restore(y) if self.slots is not None else y.flatten(1, 2)[:, : self.length]
 
-    def by_document(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Apply a function to the chunks of each document alone: [B or 1, G, ...] each -> [B, G, ...], shaped as the last."""
-        if len(self.per_document) == 1:
-            return function(*tensors)
-        documents = zip(*(tensor.split(self.per_document, 1) for tensor in tensors), strict=True)
-        outputs = [function(*document) for document in documents]
-        return torch.cat(outputs, 1) if outputs else tensors[-1]
-
-    @property
-    def n_slots(self) -> int:
-        """G * C."""
-        return sum(self.per_document) * self.chunk_size
-
-    @property
-    def document_starts(self) -> list[int]:
-        """Where documents begin and end, counted in chunks: [0, ..., G]."""
-        return list(accumulate(self.per_document, initial=0))
-
-    def slots(self, device: torch.device) -> Tensor:
+    def holds_token(self, device: torch.device) -> Tensor:
         """`real`, or as many True: bool [B or 1, G, C]."""
         if self.real is not None:
             return self.real
-        return torch.ones(1, sum(self.per_document), self.chunk_size, dtype=torch.bool, device=device)
+        return torch.ones(1, self.n_chunks, self.chunk_size, dtype=torch.bool, device=device)
 
     def sizes(self, like: Tensor) -> Tensor:
         """The number of tokens in every chunk, as numbers of the dtype and on the device of `like`: [B or 1, G]."""
         if self.real is None:
-            return like.new_full((1, sum(self.per_document)), float(self.chunk_size))
+            return like.new_full((1, self.n_chunks), float(self.chunk_size))
         return self.real.sum(-1).to(like.dtype)
 
-
-def cut_chunks(like: Tensor, chunk_size: int, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Chunks:
-    """How to cut tokens of shape [B, T, ...] into chunks; `mask` and `cu_seqlens` as for every attention."""
-    batch, length = like.shape[:2]
-    if mask is not None or cu_seqlens is not None:
-        layout, per_document = document_chunks(batch, length, chunk_size, mask, cu_seqlens, like.device)
-        return Chunks(length, chunk_size, per_document, layout, layout.real)
-    chunks = max(1, -(-length // chunk_size))
-    real = None
-    if chunks * chunk_size != length:
-        slots = torch.arange(chunks * chunk_size, device=like.device)
-        real = (slots < length).expand(batch, -1).unflatten(1, (-1, chunk_size))
-    return Chunks(length, chunk_size, [chunks], None, real)
+    def places(self) -> Tensor:
+        """The place of every chunk in its document, int64 [G], from 0 on."""
+        place = torch.arange(self.n_chunks, device=self.document_starts.device)
+        return place if self.document is None else place - self.document_starts[self.document]
 
 
 def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
     """For each chunk, the sum over the chunks it reads: [B, G, ...] -> the same, or [B, 1, ...] where all are equal."""
+    if reach == "before":
+        return exclusive_cumsum(x) if chunks.document is None else _sum_before(x, chunks)
+    if chunks.document is None:
+        total = x.sum(1, keepdim=True)
+    else:
+        n_documents = len(chunks.document_starts) - 1
+        totals = x.new_zeros(x.shape[0], n_documents, *x.shape[2:]).index_add(1, chunks.document, x)
+        total = totals[:, chunks.document]
+    return total - x if reach == "others" else total
 
-    def within(document: Tensor) -> Tensor:
-        if reach == "before":
-            return exclusive_cumsum(document)
-        total = document.sum(1, keepdim=True)
-        return total - document if reach == "others" else total
 
-    if len(chunks.per_document) == 1:
-        return within(x)
-    return chunks.by_document(lambda document: within(document).expand_as(document), x)
+def _sum_before(x: Tensor, chunks: Chunks) -> Tensor:
+    """The sum over the chunks of the same document that stand strictly before: [B, G, ...] -> the same.
+
+    A scan in log2 steps (Hillis and Steele): a difference of prefix sums over all documents would lose digits, and would carry
+    an infinity of one document into all later ones.
+    """
+    total, reach = shift_chunks(x, chunks, 1), 1
+    while reach < chunks.longest:
+        total = total + shift_chunks(total, chunks, reach)
+        reach *= 2
+    return total
+
+
+def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
+    """Put into every chunk what stands `by` chunks before it in its document, and zeros where nothing does: [B, G, ...]."""
+    size = x.shape[1]
+    along = [0, 0] * (x.dim() - 2)
+    shifted = F.pad(x, [*along, by, 0])[:, :size] if by > 0 else F.pad(x, [*along, 0, -by])[:, -by:]
+    if chunks.document is None:
+        return shifted
+    there = torch.arange(size, device=x.device) - by
+    same = chunks.document == chunks.document[there.clamp(0, size - 1)]
+    same = (same & (there >= 0) & (there < size)).view(-1, *[1] * (x.dim() - 2))
+    return torch.where(same, shifted, torch.zeros_like(shifted))
+
+
+def split_documents(x: Tensor, chunks: Chunks) -> Tensor:
+    """Each document as a row of its chunks, zeros behind those of shorter ones: [B, G, ...] -> [B, D, longest, ...]."""
+    if chunks.document is None:
+        return x[:, None]
+    n_documents = len(chunks.document_starts) - 1
+    split = x.new_zeros(x.shape[0], n_documents * chunks.longest, *x.shape[2:])
+    split = split.index_copy(1, chunks.document * chunks.longest + chunks.places(), x)
+    return split.view(x.shape[0], n_documents, chunks.longest, *x.shape[2:])
+
+
+def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
+    """The inverse of `split_documents`: [B, D, longest, ...] -> [B, G, ...]."""
+    x = x.flatten(1, 2)
+    return x if chunks.document is None else x[:, chunks.document * chunks.longest + chunks.places()]
 
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
     """The sum of what stands strictly before, along `dim`."""
     before = x.narrow(dim, 0, max(0, x.shape[dim] - 1)).cumsum(dim)
     return torch.cat([torch.zeros_like(x.narrow(dim, 0, min(1, x.shape[dim]))), before], dim)
-
-
-def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
-    """Put into every chunk what stands `by` chunks before it in its document, and zeros where there is none: [B, G, ...]."""
-
-    def within(document: Tensor) -> Tensor:
-        none = torch.zeros_like(document[:, : abs(by)])
-        return torch.cat([none, document[:, :-by]] if by > 0 else [document[:, -by:], none], 1)
-
-    return chunks.by_document(within, x)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:

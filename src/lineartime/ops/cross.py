@@ -1,16 +1,16 @@
 """Cross-attention of gated units: queries of one sequence, keys and values of another.
 
-Shapes: B batch, T tokens that ask, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
+Shapes: B batch, T query tokens, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
 Source: the attention of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, relu(q.k / sqrt(s))^2 / n, read
-across two sequences, which the paper leaves open: n is the number of real tokens of the source.
+across two sequences. The paper leaves n open; here it is the number of real tokens of the source.
 """
 
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights, attention_weights_oracle, check_choice
+from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
 from lineartime.ops.layout import check_mask
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.blocked import attend_visible
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def cross_attention(
         q: [B, ..., T, s] queries.
         k: [B, ..., S, s] keys.
         v: [B, ..., S, e] values.
-        source_mask: bool [B, S], True for real tokens of the source; padding is read by nobody.
+        source_mask: bool [B, S], True for real tokens of the source; no query reads padding.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
 
     Returns:
@@ -63,18 +63,7 @@ def cross_attention(
         real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), -1)
         k, v = (x.masked_fill(~real[..., None], 0.0) for x in (k, v))  # 0 * inf, at padding, would be NaN
         visible = real[..., None, :]
-    dtype = matmul_dtype(q, k, v)
-    with without_autocast(q):
-        weights = attention_weights(
-            q.to(dtype) @ k.to(dtype).mT,
-            d_qk=q.shape[-1],
-            visible=visible,
-            bias=None,
-            activation=activation,
-            published_length=None,
-        )
-        out = weights.to(dtype) @ v.to(dtype)
-    return out.to(output_dtype(v, dtype))
+    return attend_visible(q, k, v, visible=visible, activation=activation, published_length=None)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> None:

@@ -1,10 +1,10 @@
-"""Logits and cross-entropy in one op, so that the logits of a large vocabulary are never in memory all at once.
+"""Logits and cross-entropy in one op, so that the logits of a large vocabulary are never all in memory.
 
 Shapes: B batch, T tokens, d model width, V vocabulary, n tokens of a piece.
 
     loss = sum over tokens of  logsumexp(W h) - (W h)[target]        W [V, d], h [d]
 
-PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older ones, and in compiled code in the lean form, too.
+PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older versions, and in the lean form in compiled code.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
-from lineartime.ops.precision import matmul_dtype, without_autocast
+from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 IGNORED = -100
-"""The target of tokens that have none."""
+"""The target of a token without one."""
 
 LOGITS = {"cpu": 2**23, "cuda": 2**28}
 """How many logits are in memory at a time, roughly; fewer would keep a GPU waiting."""
@@ -32,7 +32,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     Returns:
         A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, but
-        never in float16, which gradients of a sum overflow; sums in float32. It can be differentiated once.
+        never in float16, which the gradients of a sum overflow; sums are float32. It can be differentiated once.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -50,17 +50,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and, if they are to be kept, its gradients: to compute them later, the logits would be needed again."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_zeros((), dtype=wide)
-    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=wide)
-    d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=wide)
+    """The loss and, if kept, its gradients: computing them later would need the logits again."""
+    acc = acc_dtype(hidden)
+    loss = hidden.new_zeros((), dtype=acc)
+    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
+    d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=acc)
     size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
     with without_autocast(hidden):
         factor = weight.to(compute)
         for start in range(0, len(hidden), size):
             piece, wanted = hidden[start : start + size].to(compute), targets[start : start + size]
-            logits = (piece @ factor.T).to(wide)
+            logits = (piece @ factor.T).to(acc)
             real = (wanted != IGNORED)[:, None]
             column = wanted[:, None].masked_fill(~real, 0)
             log_sums = logits.logsumexp(-1, keepdim=True)
@@ -75,12 +75,12 @@ def _linear_cross_entropy(
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_empty((), dtype=wide)
+    acc = acc_dtype(hidden)
+    loss = hidden.new_empty((), dtype=acc)
     return (
         loss,
-        hidden.new_empty(hidden.shape if keep else 0, dtype=wide),
-        weight.new_empty(weight.shape if keep else 0, dtype=wide),
+        hidden.new_empty(hidden.shape if keep else 0, dtype=acc),
+        weight.new_empty(weight.shape if keep else 0, dtype=acc),
     )
 
 

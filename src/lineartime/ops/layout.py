@@ -1,32 +1,263 @@
-"""Where real tokens stand: padded batches and packs of documents, laid out densely.
+"""Where the real tokens of a batch stand: worked out once, where the batch enters a model, and handed down to every layer.
 
-Shapes: B batch, T tokens, D documents, S slots, f features.
-A document is a row of the batch, or, with `cu_seqlens`, one of the sequences packed into a single row.
+Shapes: B batch, T tokens, D documents, R rows, L slots of a row, C chunk size, f features.
+A document is a row of the batch or, with `cu_seqlens`, one of the sequences packed into a single row.
 """
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.ops.chunks import Chunks, Slots
+from lineartime.ops.positions import rotary_table
 
-def check_tokens(shape: torch.Size, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError unless `mask` and `cu_seqlens` fit tokens of shape [B, T, ...]."""
+
+class ContextGroup(NamedTuple):
+    """The processes that hold every sequence together, an equal slice each, in the order of their ranks.
+
+    Attributes:
+        name: of the process group; compiled code can carry nothing else.
+        rank: which slice this process holds, 0 for the first.
+        size: the number of processes.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """What every layer has to know about a batch.
+
+    Attributes:
+        mask: bool [B, T], True for real tokens; None where all are.
+        positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
+        document: int64 [T], the document of each token; None where every row is one.
+        rotations: [2, T, f] or [2, B, T, f], the cosines and sines of rotary positions; None for a mixer without them.
+        chunk_rotations: [2, B or 1, G, C, f], the same where documents are cut into chunks.
+        place_rotations: [2, n, f], the same for the n places of a row or chunk, for a rotary bias; None without one.
+        rows: each document as a row; None where rows of the batch are whole documents without padding, or for a mixer that cuts
+            chunks.
+        chunks: the documents cut into chunks; None for a mixer that reads whole rows.
+        context: the processes that hold every sequence together; None where this process holds whole sequences.
+    """
+
+    mask: Tensor | None
+    positions: Tensor
+    document: Tensor | None = None
+    rotations: Tensor | None = None
+    chunk_rotations: Tensor | None = None
+    place_rotations: Tensor | None = None
+    rows: Slots | None = None
+    chunks: Chunks | None = None
+    context: ContextGroup | None = None
+
+    def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Apply an attention to every document as a row of its own: [B, T, f] each -> [B, T, e].
+
+        `attend` maps [R, L, f] each, and `real`, bool [R, L] or None where all rows are as long, to [R, L, e].
+        """
+        if self.rows is None:
+            return attend(*tensors, None)
+        out = attend(*(self.rows.arrange(x).flatten(0, 1) for x in tensors), self.rows.real.flatten(0, 1))
+        return self.rows.restore(out.view(*self.rows.real.shape, out.shape[-1]))
+
+    def require_chunks(self) -> Chunks:
+        """The chunks of a layout that was planned with a chunk size."""
+        assert self.chunks is not None, "the layout was planned without chunk_size"
+        return self.chunks
+
+    def elsewhere(self, causal: bool) -> int:
+        """How many tokens that a token reads are held by other processes of the context."""
+        if self.context is None:
+            return 0
+        return self.positions.shape[-1] * (self.context.rank if causal else self.context.size - 1)
+
+
+class LayoutPlan(NamedTuple):
+    """What a mixer needs of a layout.
+
+    Attributes:
+        rotary_width: s, the width of the vectors that are rotated; None for no rotation.
+        bias_width: the width of the vectors of a rotary relative bias; None without one.
+        bias_places: how many places such a bias spans; None for as many as a row is long.
+        chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
+        dtype: of the rotations.
+    """
+
+    rotary_width: int | None = None
+    bias_width: int | None = None
+    bias_places: int | None = None
+    chunk_size: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+NO_PLAN = LayoutPlan()
+
+
+def make_layout(
+    shape: tuple[int, ...],
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    device: torch.device,
+    plan: LayoutPlan = NO_PLAN,
+    context: ContextGroup | None = None,
+) -> Layout:
+    """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
+
+    Args:
+        shape: [B, T, ...] of the tokens.
+        mask: bool [B, T], True for real tokens.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+        device: of the tokens.
+        plan: what the mixer needs.
+        context: the processes that hold every sequence together.
+
+    Raises:
+        ValueError: if `mask` or `cu_seqlens` do not fit the tokens, or are given with a `context`.
+    """
+    batch, length = shape[:2]
+    lengths = check_tokens(shape, mask, cu_seqlens)
+    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
+        if context is not None and value is not None:
+            raise ValueError(
+                f"{name} is given, but sequences that are split over processes can have neither padding nor document "
+                f"boundaries: give every process slices of whole sequences, without {name}."
+            )
+    document: Tensor | None = None
+    starts = torch.zeros(1, dtype=torch.long, device=device)
+    if cu_seqlens is not None:
+        starts = cu_seqlens.to(device, torch.long)
+        document = torch.arange(len(starts) - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
+    positions = _positions(length, mask, starts, document, device)
+    if context is not None:
+        positions = positions + context.rank * length
+    layout = Layout(mask, positions, document, context=context)
+    n_places = length
+    if plan.chunk_size is not None:
+        layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))
+    elif mask is not None or document is not None:
+        n_places = max(lengths, default=0)
+        if mask is not None and mask.numel():
+            n_places = int(((positions + 1) * mask).max())
+        layout = layout._replace(rows=_rows(batch, len(lengths), n_places, layout))
+    return _with_rotations(layout, plan, plan.bias_places or n_places, device)
+
+
+def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
+    """How to cut rows [B, T, ...] into chunks; `mask`, bool [B, T], is True for real tokens."""
+    return make_layout(rows.shape, mask, device=rows.device, plan=LayoutPlan(chunk_size=chunk_size)).require_chunks()
+
+
+def stream_layout(position: int, count: int, *, device: torch.device, plan: LayoutPlan = NO_PLAN) -> Layout:
+    """The layout of the next `count` tokens of streams that have read `position` tokens."""
+    layout = Layout(None, torch.arange(position, position + count, device=device))
+    return _with_rotations(layout, plan, plan.bias_places or position + count, device)
+
+
+def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
+    """The layout of one more token for each of B streams at their own positions, int64 [B]."""
+    return _with_rotations(Layout(None, positions[:, None]), plan, plan.bias_places or 0, positions.device)
+
+
+def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: torch.device) -> Layout:
+    if plan.rotary_width is not None:
+        layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype)
+    if plan.bias_width is not None:
+        places = torch.arange(n_places, device=device)
+        layout = layout._replace(place_rotations=rotary_table(places, plan.bias_width // 2, plan.dtype))
+    return layout
+
+
+def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype) -> Layout:
+    """The layout with the rotations of vectors of that width by `positions`, int [T] or [B, T]."""
+    rotations = rotary_table(positions, width // 2, dtype)
+    chunks = layout.chunks
+    if chunks is None:
+        return layout._replace(rotations=rotations)
+    by_row = rotations if rotations.dim() == 4 else rotations[:, None]
+    if chunks.slots is not None:
+        by_row = by_row.expand(-1, len(chunks.slots.slot), -1, -1)
+    cut = torch.stack([chunks.cut(x) for x in by_row])
+    return layout._replace(rotations=rotations, chunk_rotations=cut)
+
+
+def _positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
+    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
+    start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]
+    if mask is None:
+        return torch.arange(length, device=device) - start
+    real_before = F.pad(mask.cumsum(1), (1, 0))
+    return real_before[:, :-1] - real_before[:, start]
+
+
+def _rows(batch: int, n_documents: int, longest: int, layout: Layout) -> Slots:
+    """One row a document, as long as the longest without its padding: for attention that looks at whole documents."""
+    first = torch.zeros_like(layout.positions) if layout.document is None else layout.document * longest
+    return _slots(batch, first, layout, n_documents, longest)
+
+
+def _cut(batch: int, length: int, chunk_size: int, lengths: list[int], layout: Layout, starts: Tensor) -> Chunks:
+    """Each document cut into chunks from its own start."""
+    per_document = [-(-tokens // chunk_size) for tokens in lengths]
+    n_chunks, longest = sum(per_document), max(per_document, default=0)
+    device = layout.positions.device
+    if layout.document is None:
+        n_chunks = max(1, n_chunks)
+        document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
+        if layout.mask is not None:
+            slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
+            return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
+        real = None
+        if n_chunks * chunk_size != length:
+            in_use = torch.arange(n_chunks * chunk_size, device=device) < length
+            real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
+        return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
+    chunks = (starts.diff() + chunk_size - 1) // chunk_size
+    document_starts = F.pad(chunks.cumsum(0), (1, 0))
+    slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
+    of_chunk = torch.arange(len(lengths), device=device).repeat_interleave(chunks, output_size=n_chunks)
+    return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
+
+
+def _slots(batch: int, first: Tensor, layout: Layout, rows: int, size: int) -> Slots:
+    """The slots of tokens that stand `first` + position behind the first slot; padding has none."""
+    mask, n_slots = layout.mask, rows * size
+    index = (first + layout.positions).expand(batch, -1)
+    if mask is not None:
+        index = index.masked_fill(~mask, n_slots)
+    real = torch.zeros(batch, n_slots + 1, dtype=torch.bool, device=index.device).scatter(1, index, True)
+    return Slots(index, real[:, :-1].view(batch, rows, size))
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def check_tokens(shape: tuple[int, ...], mask: Tensor | None, cu_seqlens: Tensor | None) -> list[int]:
+    """The number of tokens, padding included, of each document of a row [B, T, ...].
+
+    Raises:
+        ValueError: if `mask` or `cu_seqlens` do not fit the tokens.
+    """
     batch, length = shape[:2]
     check_mask("mask", mask, batch, length)
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor.")
-        if batch != 1:
-            raise ValueError(f"cu_seqlens packs documents into one row, but the batch has {batch} rows: use [1, total].")
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 1:
-            raise ValueError("cu_seqlens must be a one-dimensional integer tensor [0, end of document 1, ..., total].")
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-            raise ValueError(f"cu_seqlens is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+    if cu_seqlens is None:
+        return [length]
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor.")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, but the batch has {batch} rows: use [1, total].")
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 1:
+        raise ValueError("cu_seqlens must be a one-dimensional integer tensor [0, end of document 1, ..., total].")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"cu_seqlens is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> None:
@@ -43,105 +274,3 @@ def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> N
 
 def _shortened(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"
-
-
-def document_lengths(length: int, cu_seqlens: Tensor | None) -> list[int]:
-    """The number of tokens, padding included, of each document of a row."""
-    return [length] if cu_seqlens is None else cu_seqlens.diff().tolist()
-
-
-def token_positions(length: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
-    if cu_seqlens is None:
-        start = torch.zeros(length, dtype=torch.long, device=device)
-    else:
-        lengths = cu_seqlens.diff().to(device)
-        start = cu_seqlens[:-1].to(device).long().repeat_interleave(lengths, output_size=length)
-    if mask is None:
-        return torch.arange(length, device=device) - start
-    real_before = F.pad(mask.cumsum(1), (1, 0))
-    return real_before[:, :-1] - real_before[:, start]
-
-
-def by_document(
-    attend: Callable[..., Tensor], *tensors: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """Apply a definition to the real tokens of each document alone, for oracles, which need not care about padding then.
-
-    `attend` maps the tensors of one document, [n, f] each with n > 0, to [n, e]; the last of `tensors` is e wide. All of them
-    are [B, T, f]; the result is [B, T, e], with zeros at padding.
-    """
-    values = tensors[-1]
-    out = torch.zeros_like(values)
-    for b in range(values.shape[0]):
-        start = 0
-        for length in document_lengths(values.shape[1], cu_seqlens):
-            real = [t for t in range(start, start + length) if mask is None or mask[b, t]]
-            start += length
-            if real:
-                rows = torch.tensor([b] * len(real)), torch.tensor(real)
-                out = out.index_put(rows, attend(*(tensor[b, real] for tensor in tensors)))
-    return out
-
-
-class TokenLayout(NamedTuple):
-    """A map from the tokens of a batch to slots, with the real tokens of each document side by side in order.
-
-    Attributes:
-        slots: int64 [B, T], the slot of each token; padding has S, one behind the last slot.
-        real: bool [B, rows, slots of a row], which slots hold a real token; a batch row has S = rows * slots of a row.
-    """
-
-    slots: Tensor
-    real: Tensor
-
-    def arrange(self, x: Tensor) -> Tensor:
-        """[B, T, f] -> [B, rows, slots of a row, f], with zeros in the slots that hold no real token."""
-        batch, rows, size = self.real.shape
-        index = self.slots[..., None].expand(-1, -1, x.shape[-1])
-        arranged = x.new_zeros(batch, rows * size + 1, x.shape[-1]).scatter(1, index, x)
-        return arranged[:, :-1].view(batch, rows, size, x.shape[-1])
-
-    def restore(self, y: Tensor) -> Tensor:
-        """[B, rows, slots of a row, f] -> [B, T, f], with zeros at padding: the way back from `arrange`."""
-        y = F.pad(y.flatten(1, 2), (0, 0, 0, 1))
-        return y.gather(1, self.slots[..., None].expand(-1, -1, y.shape[-1]))
-
-
-def document_rows(batch: int, length: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> TokenLayout:
-    """One row per document, as long as the longest without its padding: for attention that looks at whole documents."""
-    lengths = document_lengths(length, cu_seqlens)
-    longest = max(lengths, default=0)
-    if mask is not None:
-        longest = max((int(document.sum(1).max()) for document in mask.split(lengths, 1) if document.numel()), default=0)
-    starts = [document * longest for document in range(len(lengths))]
-    return _layout(batch, mask, lengths, starts, (len(lengths), longest), device)
-
-
-def document_chunks(
-    batch: int, length: int, chunk_size: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
-) -> tuple[TokenLayout, list[int]]:
-    """Each document cut into chunks from its own start, and the number of chunks of each document."""
-    lengths = document_lengths(length, cu_seqlens)
-    chunks = [-(-tokens // chunk_size) for tokens in lengths]
-    starts = [chunk_size * before for before in accumulate(chunks, initial=0)][: len(chunks)]
-    return _layout(batch, mask, lengths, starts, (sum(chunks), chunk_size), device), chunks
-
-
-def _layout(
-    batch: int, mask: Tensor | None, lengths: list[int], starts: list[int], rows: tuple[int, int], device: torch.device
-) -> TokenLayout:
-    """The layout in which document i, of so many tokens with padding, begins at slot starts[i]."""
-    length = sum(lengths)
-    per_document = torch.tensor(lengths, dtype=torch.long, device=device)
-    document = torch.arange(len(lengths), device=device).repeat_interleave(per_document, output_size=length)
-    first = (per_document.cumsum(0) - per_document)[document]
-    start = torch.tensor(starts, dtype=torch.long, device=device)[document]
-    n_slots = rows[0] * rows[1]
-    if mask is None:
-        slots = (start + torch.arange(length, device=device) - first).expand(batch, length)
-    else:
-        real_before = F.pad(mask.cumsum(1), (1, 0))
-        slots = torch.where(mask, start + real_before[:, :-1] - real_before[:, first], n_slots)
-    real = torch.zeros(batch, n_slots + 1, dtype=torch.bool, device=device).scatter(1, slots, True)
-    return TokenLayout(slots, real[:, :-1].view(batch, *rows))

@@ -1,4 +1,4 @@
-"""Linear attention: similarities that are products of features, so that keys and values can be summed before they are read.
+"""Linear attention: similarities are products of features, so that keys and values can be summed before a query reads them.
 
 Shapes: T tokens, N new tokens of a stream, f features, h value width, C chunk size, G chunks; tensors may have leading
 dimensions, for instance rows and heads.
@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.chunks import exclusive_cumsum
+from lineartime.ops.precision import acc_dtype
 
 SMALLEST_SUM = 1e-18
-"""Sums of similarities below this are taken for this, so that a query similar to no key divides by no zero; its square, in the
-gradient, is still a number in float32."""
+"""The smallest divisor, so that a query similar to no key does not divide by zero; its square, in the gradient, still is a
+float32 number."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -40,18 +41,18 @@ CausalSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By chunks: products inside a chunk, one f x h state for everything before it. Linear in T, and what to train with."""
+    """By chunks: products inside a chunk, one f x h state for everything before it. Linear in T; use it to train."""
     return continued_sums(q, k, v, None)[0]
 
 
 def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By a prefix sum over tokens, as Performer is published: it stores T states of f x h, and is slow for that."""
-    states = (k[..., None] * v[..., None, :]).to(_accumulator(v)).cumsum(-3)
+    """By a prefix sum over tokens, as Performer is published: it stores T states of f x h, which makes it slow."""
+    states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
     return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
 
 
 def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By all T x T products, of which the future ones are set to zero: quadratic in T, but only matrix products."""
+    """By all T x T products, with those of the future set to zero: quadratic in T, but matrix products only."""
     return (q @ k.mT).tril() @ v
 
 
@@ -64,7 +65,7 @@ def linear_attention(
         q, k: [..., T, f] features of queries and keys, not negative.
         v: [..., T, h] values.
         causal: whether a token reads only itself and earlier tokens.
-        real: bool, broadcastable to [..., T]; keys that are not real are read by nobody.
+        real: bool, broadcastable to [..., T]; no query reads the other keys.
         causal_sums: how causal sums are computed: `chunked_sums`, `prefix_sums` or `matmul_sums`.
 
     Returns:
@@ -95,15 +96,11 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
     length = q.shape[-2]
     spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
     q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(-2, (-1, chunk_size)) for x in (q, k, v))
-    states = (k.mT @ v).to(_accumulator(v))  # [..., G, f, h]
+    states = (k.mT @ v).to(acc_dtype(v))  # [..., G, f, h]
     start = torch.zeros_like(states[..., :1, :, :]) if before is None else before[..., None, :, :]
     earlier = start + exclusive_cumsum(states, dim=-3)
     sums = (q @ k.mT).tril() @ v + q @ earlier.to(q.dtype)
     return sums.flatten(-3, -2)[..., :length, :], earlier[..., -1, :, :] + states[..., -1, :, :]
-
-
-def _accumulator(v: Tensor) -> torch.dtype:
-    return torch.promote_types(v.dtype, torch.float32)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Functions as operators of PyTorch, which torch.compile and torch.export take as they are instead of looking inside."""
+"""Functions as operators of PyTorch: torch.compile and torch.export call them as they are and do not trace their inside."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def register_operator(
     keep_for_backward: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Make `lineartime::name` of a function called `_name`, whose types tell its schema.
+    """Register a function called `_name` as the operator `lineartime::name`; its type hints are the schema.
 
     `torch.library.custom_op` does the same, but imports the compiler at the first call, which takes seconds.
 
@@ -27,7 +27,7 @@ def register_operator(
         differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
 
     Returns:
-        The operator, to be called like the function.
+        The operator; call it like the function.
     """
     name = function.__name__.removeprefix("_")
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -40,7 +40,7 @@ def register_operator(
 
 
 def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:
-    """Raise RuntimeError in a backward pass, of this gradient, that is itself to be differentiated (create_graph=True)."""
+    """Raise RuntimeError if the backward pass of this gradient is to be differentiated itself (create_graph=True)."""
     traced = (
         type(gradient) is not Tensor
     )  # the compiler records a backward pass with gradients on, and does not differentiate it

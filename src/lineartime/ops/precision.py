@@ -17,9 +17,14 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype that holds all of them, or that of autocast where it is on; for kernels, which widen float16 themselves."""
+    """The dtype that holds all of them, or that of autocast where it is on: for kernels, which convert float16 themselves."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return dtype if dtype == torch.float64 else autocast_dtype(tensors[0]) or dtype
+
+
+def acc_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that sums of such numbers are accumulated in: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
-from lineartime.models import set_context_parallel
 from lineartime.models.heads import LanguageModel
+from lineartime.ops.mixed_chunk.context_parallel import context_group
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 
@@ -39,14 +39,14 @@ class Objective(nn.Module):
     def __init__(self, model: LanguageModel, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.model = model
-        try:
-            set_context_parallel(model, group)
-        except ValueError as error:
-            raise ArgumentError("context_parallel", f"does not fit the model: {error}") from None
+        self._context = None if group is None else context_group(group)
+        if group is not None and not model.splits_context:
+            mixer = type(model.backbone.mixer).__name__
+            raise ArgumentError("context_parallel", f"needs a model of FLASH, but {mixer} reads each sequence in one process.")
 
     def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """A scalar, in nats."""
-        return self.model.total_loss(inputs, targets, cu_seqlens=cu_seqlens)
+        return self.model.total_loss(inputs, targets, cu_seqlens=cu_seqlens, context=self._context)
 
 
 class Parallel:
@@ -129,7 +129,12 @@ class Sharded(Parallel):
     def __init__(self, objective: Objective, world: World, bf16: bool) -> None:
         device = next(objective.parameters()).device
         mesh = init_device_mesh(device.type, (world.size,))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        # Inputs stay as they are: the residual stream and the rotations of a layout are float32, as with other engines.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bf16 else None,
+            reduce_dtype=torch.float32 if bf16 else None,
+            cast_forward_inputs=False,
+        )
         for block in objective.model.backbone.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(objective, mesh=mesh, mp_policy=policy)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run as Python on the CPU: a matter of the environment variable TRITON_INTERPRET when they are imported."""
+"""Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""

@@ -123,20 +123,9 @@ def chunk_states(
 
 
 def attend(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    *,
-    bias: Tensor | None = None,
-    row_scale: Tensor,
-    state_scale: Tensor,
-    document_starts: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-) -> Tensor:
+    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *, bias: Tensor | None = None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
+) -> Tensor:  # fmt: skip
     """Quadratic attention inside every chunk, plus q_lin[t] . M_g of the chunks that chunk g can see.
 
     Args:
@@ -161,19 +150,9 @@ def attend(
 
 @torch.library.custom_op("lineartime::mixed_chunk_attention", mutates_args=())
 def _attend(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    state_scale: Tensor,
-    document_starts: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-) -> Tensor:
+    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
+    state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
+) -> Tensor:  # fmt: skip
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device)
     row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
@@ -198,21 +177,10 @@ def _attend(
 
 @torch.library.custom_op("lineartime::mixed_chunk_attention_backward", mutates_args=())
 def _attend_backward(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    state_scale: Tensor,
-    document_starts: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
+    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
+    state_scale: Tensor, document_starts: Tensor, d_out: Tensor, score_scale: float, causal: bool, activation: str,
     with_d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = v.new_empty(0)
     if v.numel() == 0:
         if bias is not None and with_d_bias:
@@ -254,43 +222,16 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    state_scale: Tensor,
-    document_starts: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-) -> Tensor:
+def _(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *_rest: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
 @_attend_backward.register_fake
-def _(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    state_scale: Tensor,
-    document_starts: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-    with_d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_q_quad, d_k_quad, d_q_lin, d_k_lin, d_v = (x.new_empty(x.shape) for x in (q_quad, k_quad, q_lin, k_lin, v))
-    d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else v.new_empty(0)
-    return d_q_quad, d_k_quad, d_q_lin, d_k_lin, d_v, d_bias
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, bias = arguments[:6]
+    with_d_bias = arguments[-1]
+    d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else inputs[0].new_empty(0)
+    return *(x.new_empty(x.shape) for x in inputs), d_bias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -165,19 +165,9 @@ def weigh_kernel(
 
 
 def weigh(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    score_scale: float,
-    *,
-    causal: bool,
-    activation: str,
-    transposed: bool = False,
-    readers: Tensor | None = None,
-    states: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, values: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool,
+    activation: str, transposed: bool = False, readers: Tensor | None = None, states: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """P values, or P^T values, plus readers @ states where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e]."""
     (batch, length, width), n_columns = q.shape, values.shape[-1]
     out = workspace(values.shape, values.dtype, values.device)
@@ -252,18 +242,9 @@ def score_input_gradient_kernel(
 
 
 def score_input_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    *,
-    causal: bool,
-    activation: str,
-    transposed: bool,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
+    causal: bool, activation: str, transposed: bool,
+) -> Tensor:  # fmt: skip
     """dq, or, transposed, dk: [B, T, s]."""
     (batch, length, width), n_columns = q.shape, v.shape[-1]
     x, y, x_values, y_values = (k, q, v, d_out) if transposed else (q, k, d_out, v)
@@ -331,19 +312,9 @@ def score_gradient_kernel(
 
 
 def score_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    *,
-    causal: bool,
-    activation: str,
-    n_summed: int,
-    dtype: torch.dtype,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
+    causal: bool, activation: str, n_summed: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """dX, summed over every n_summed sequences that follow each other: [B / n_summed, T, T] in `dtype`."""
     (batch, length, width), n_columns = q.shape, v.shape[-1]
     out = workspace((batch // n_summed, length, length), dtype, v.device)
@@ -365,16 +336,9 @@ def score_gradient(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    bias: Tensor | None = None,
-    row_scale: Tensor,
-    score_scale: float,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, row_scale: Tensor, score_scale: float, causal: bool,
     activation: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """row_scale[t] * sum over j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
 
     Args:
@@ -395,15 +359,9 @@ def attend(
 
 @torch.library.custom_op("lineartime::quadratic_attention", mutates_args=())
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    score_scale: float,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool,
     activation: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device)
     q, k, v, row_scale = (x.contiguous() for x in (q, k, v, row_scale))
@@ -412,32 +370,15 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
 @torch.library.custom_op("lineartime::quadratic_attention_backward", mutates_args=())
 def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-    with_d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, causal: bool,
+    activation: str, with_d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = q.new_empty(0)
     if v.numel() == 0:
         if bias is not None and with_d_bias:
@@ -456,18 +397,8 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor,
-    d_out: Tensor,
-    score_scale: float,
-    causal: bool,
-    activation: str,
-    with_d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_d_bias = rest[-1]
     d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias
 

@@ -1,8 +1,7 @@
 """Mixed chunk attention of streams, in constant memory: many tokens at once, or one for each of streams at different positions.
 
 Shapes: B batch or streams, N new tokens of a stream, C chunk size, s query/key width, e value width.
-
-The definition is the causal one of mixed_chunk.py.
+The definition is the causal one of reference.py.
 """
 
 from collections.abc import Sequence
@@ -12,15 +11,15 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization, attention_weights
-from lineartime.ops.chunks import cut_chunks, exclusive_cumsum, fill
-from lineartime.ops.mixed_chunk import chunk_attention
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.chunks import exclusive_cumsum, fill
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 # 1. Streams at one position -------------------------------------------------------------------------------------------
 
 
 class MixedChunkState(NamedTuple):
-    """What a causal stream has to remember, of a size that does not depend on the number of tokens read.
+    """What a causal stream remembers; its size does not depend on the number of tokens read.
 
     Attributes:
         summary: [B, s, e], the sum of k_lin v^T over all complete chunks, in float32 or better.
@@ -37,7 +36,7 @@ class MixedChunkState(NamedTuple):
 
 def mixed_chunk_state(batch_size: int, chunk_size: int, d_qk: int, d_value: int, like: Tensor) -> MixedChunkState:
     """The state before the first token, on the device of `like` and in its dtype (float32 at the least)."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = acc_dtype(like)
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(batch_size, *shape, dtype=dtype, device=like.device)
@@ -65,66 +64,57 @@ def mixed_chunk_attention_extend(
         q_quad, k_quad, q_lin, k_lin, v: [B, N, s] and [B, N, e] of the new tokens.
         state: what came before, with the chunk size in its shapes; it is not changed.
         bias: [C, C].
+        activation, normalization: as for `mixed_chunk_attention`.
 
     Returns:
         The new tokens' outputs [B, N, e], and the state after them.
     """
-    chunk_size = state.v.shape[1]
-    compute = matmul_dtype(q_quad, k_quad, q_lin, k_lin, v)
-    result_dtype = output_dtype(v, compute)
-    outputs = [v.new_zeros(v.shape[0], 0, v.shape[-1], dtype=result_dtype)]
-    with without_autocast(v):
-        q_quad, k_quad, q_lin, k_lin, v = (x.to(compute) for x in (q_quad, k_quad, q_lin, k_lin, v))
+    options = MixedChunkOptions(state.v.shape[1], True, activation, normalization)
+    return extend(Heads(q_quad, k_quad, q_lin, k_lin, v), bias, options, state)
+
+
+def extend(
+    heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
+) -> tuple[Tensor, MixedChunkState]:
+    """`mixed_chunk_attention_extend` inside a model: [B, N, e], and the state after N tokens; `state` stays as it is."""
+    chunk_size, length = options.chunk_size, heads.v.shape[1]
+    compute = matmul_dtype(*heads)
+    result_dtype = output_dtype(heads.v, compute)
+    outputs = [heads.v[:, :0].to(result_dtype)]
+    with without_autocast(heads.v):
         start = 0
-        while start < v.shape[1]:
+        while start < length:
             first = state.position % chunk_size
-            whole = (v.shape[1] - start) // chunk_size if first == 0 else 0
-            stop = min(start + (whole * chunk_size or chunk_size - first), v.shape[1])
-            read = _read_whole_chunks if whole else _read_open_chunk
-            new = (slice(None), slice(start, stop))
-            out, state = read(q_quad[new], k_quad[new], q_lin[new], k_lin[new], v[new], state, bias, activation, normalization)
+            whole = (length - start) // chunk_size if first == 0 else 0
+            stop = min(start + (whole * chunk_size or chunk_size - first), length)
+            new = Heads(*(x[:, start:stop].to(compute) for x in heads))
+            out, state = (_read_whole_chunks if whole else _read_open_chunk)(new, bias, options, state)
             outputs.append(out.to(result_dtype))
             start = stop
     return torch.cat(outputs, 1), state
 
 
 def _read_whole_chunks(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    state: MixedChunkState,
-    bias: Tensor | None,
-    activation: Activation,
-    normalization: Normalization,
+    heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
     """Chunks that begin and end with the new tokens, all at once; no chunk is open."""
-    chunks = cut_chunks(v, state.v.shape[1])
-    q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x) for x in (q_quad, k_quad, q_lin, k_lin, v))
-    out = chunk_attention(q_quad, k_quad, v, chunks, causal=True, bias=bias, activation=activation, normalization=normalization)
+    chunk_size, length = options.chunk_size, heads.v.shape[1]
+    q_quad, k_quad, q_lin, k_lin, v = (x.unflatten(1, (-1, chunk_size)) for x in heads)
+    weights = _weights(q_quad, k_quad, bias, options, first=0)
     sums = (k_lin.mT @ v).to(state.summary.dtype)
     before = state.summary[:, None] + exclusive_cumsum(sums)
-    counts = state.position + chunks.chunk_size * torch.arange(sums.shape[1], device=v.device)
-    out = out + q_lin @ (before / counts.clamp(min=1)[:, None, None]).to(v.dtype)
-    after = state._replace(summary=before[:, -1] + sums[:, -1], position=state.position + chunks.length)
-    return chunks.join(out), after
+    counts = state.position + chunk_size * torch.arange(sums.shape[1], device=v.device)
+    out = weights.to(v.dtype) @ v + q_lin @ (before / counts.clamp(min=1)[:, None, None]).to(v.dtype)
+    after = state._replace(summary=before[:, -1] + sums[:, -1], position=state.position + length)
+    return out.flatten(1, 2), after
 
 
 def _read_open_chunk(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    state: MixedChunkState,
-    bias: Tensor | None,
-    activation: Activation,
-    normalization: Normalization,
+    heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
     """Tokens that the open chunk has room for."""
-    chunk_size = state.v.shape[1]
-    first = state.position % chunk_size
+    q_quad, k_quad, q_lin, k_lin, v = heads
+    first = state.position % options.chunk_size
     last = first + v.shape[1]
     state = MixedChunkState(
         state.summary,
@@ -133,18 +123,24 @@ def _read_open_chunk(
         fill(state.v, first, v),
         state.position + v.shape[1],
     )
-    weights = attention_weights(
-        q_quad @ state.k_quad[:, :last].to(v.dtype).mT,
-        d_qk=q_quad.shape[-1],
-        visible=torch.ones(v.shape[1], last, dtype=torch.bool, device=v.device).tril(first),
-        bias=None if bias is None else bias[first:last, :last],
-        activation=activation,
-        published_length=None if normalization == "count" else float(chunk_size),
-    )
+    weights = _weights(q_quad, state.k_quad[:, :last].to(v.dtype), bias, options, first)
     # Complete chunks are full, so both normalisations divide by the number of their tokens.
     mean = (state.summary / max(1, state.position - last)).to(v.dtype)
     out = weights.to(v.dtype) @ state.v[:, :last].to(v.dtype) + q_lin @ mean
-    return out, _fold(state) if last == chunk_size else state
+    return out, _fold(state) if last == options.chunk_size else state
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, options: MixedChunkOptions, first: int) -> Tensor:
+    """The weights of queries [..., N, s], the first of which stands at slot `first`, for the keys [..., K, s] of a chunk."""
+    new, keys = q.shape[-2], k.shape[-2]
+    return attention_weights(
+        q @ k.mT,
+        d_qk=q.shape[-1],
+        visible=torch.ones(new, keys, dtype=torch.bool, device=q.device).tril(first),
+        bias=None if bias is None else bias[first : first + new, :keys],
+        activation=options.activation,
+        published_length=options.published_length,
+    )
 
 
 def _fold(state: MixedChunkState) -> MixedChunkState:
@@ -156,16 +152,16 @@ def _fold(state: MixedChunkState) -> MixedChunkState:
 
 
 # 2. Streams at different positions ------------------------------------------------------------------------------------
-# Their state has one shape for ever and is written to in place, so that a step can be compiled, or recorded as a CUDA graph.
+# Their state keeps its shapes and is updated in place, so that a step can be compiled, or recorded as a CUDA graph.
 
 
 class MixedChunkStreams(NamedTuple):
-    """What a batch of streams has to remember.
+    """What a batch of streams remembers.
 
     Attributes:
         summary: [B, s, e], the sum of k_lin v^T over all complete chunks, in float32 or better.
         pending: [B, s, e], the same sum over the open chunk.
-        k, v: [B, C, s] and [B, C, e] of the open chunk; what stands behind its last token is out of date.
+        k, v: [B, C, s] and [B, C, e] of the open chunk; rows behind its last token are out of date.
         position: int [B], the number of tokens that each stream has read.
     """
 
@@ -177,41 +173,30 @@ class MixedChunkStreams(NamedTuple):
 
 
 def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
-    """Bring streams together, each state being that of one or more streams at one position; the states stay as they are."""
+    """Join streams; each state is that of one or more streams at one position and stays as it is."""
     summary, k, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
     with without_autocast(v):
         return MixedChunkStreams(summary, k_lin.mT @ v, k, v, torch.tensor(positions, device=v.device))
 
 
-def mixed_chunk_attention_step(
-    q_quad: Tensor,
-    k_quad: Tensor,
-    q_lin: Tensor,
-    k_lin: Tensor,
-    v: Tensor,
-    streams: MixedChunkStreams,
-    *,
-    bias: Tensor | None = None,
-    activation: Activation = "relu2",
-    normalization: Normalization = "count",
-) -> Tensor:
-    """Continue every stream by one token; the outputs equal those of `mixed_chunk_attention_extend` for each stream alone.
+def step(heads: Heads, bias: Tensor | None, options: MixedChunkOptions, streams: MixedChunkStreams) -> Tensor:
+    """Continue every stream by one token; the outputs equal those of `extend` for each stream alone.
 
     Args:
-        q_quad, k_quad, q_lin, k_lin, v: [B, 1, s] and [B, 1, e] of the new tokens.
-        streams: what came before; it is brought up to date in place.
+        heads: [B, 1, s] and [B, 1, e] of the new tokens.
         bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
+        options: as for the other forms.
+        streams: what came before; updated in place.
 
     Returns:
         [B, 1, e].
     """
     summary, pending, keys, values, position = streams
-    chunk_size = values.shape[1]
-    compute = matmul_dtype(q_quad, k_quad, q_lin, k_lin, v)
-    result_dtype = output_dtype(v, compute)
-    with without_autocast(v):
-        q_quad, k_quad, q_lin, k_lin, v = (x.to(compute) for x in (q_quad, k_quad, q_lin, k_lin, v))
+    chunk_size, compute = options.chunk_size, matmul_dtype(*heads)
+    result_dtype = output_dtype(heads.v, compute)
+    with without_autocast(heads.v):
+        q_quad, k_quad, q_lin, k_lin, v = (x.to(compute) for x in heads)
         slot = position % chunk_size
         rows = torch.arange(len(v), device=v.device)
         keys[rows, slot] = k_quad[:, 0].to(keys.dtype)
@@ -221,10 +206,10 @@ def mixed_chunk_attention_step(
             d_qk=q_quad.shape[-1],
             visible=(torch.arange(chunk_size, device=v.device) <= slot[:, None])[:, None],
             bias=None if bias is None else bias[:, None],
-            activation=activation,
-            published_length=None if normalization == "count" else float(chunk_size),
+            activation=options.activation,
+            published_length=options.published_length,
         )
-        # What an earlier chunk has left behind is finite, and its weight is zero.
+        # Rows that an earlier chunk left behind are finite, and their weight is zero.
         out = weights.to(compute) @ values.to(compute)
         read = q_lin.to(summary.dtype) @ summary / (position - slot).clamp(min=1)[:, None, None]
         pending += (k_lin.mT @ v).to(pending.dtype)

@@ -1,10 +1,10 @@
-"""Quadratic attention some queries at a time: how `quadratic_attention` runs on processors.
+"""Quadratic attention some queries at a time, for processors.
 
 Shapes: B batch, T tokens, s query/key width, e value width; of a tile: b rows of the batch, Q queries, K keys.
 
     out[t] = row_scale[t] * sum over visible j of relu(score_scale * q[t].k[j] + bias[t, j])^2 v[j]
 
-Scores of a tile stay in the cache. None is kept: the backward pass computes them once more.
+The scores of a tile stay in the cache. None are kept: the backward pass computes them again.
 """
 
 from collections.abc import Iterator
@@ -31,17 +31,17 @@ def _tiles(batch: int, length: int, causal: bool) -> Iterator[tuple[slice, slice
             yield slice(row, min(row + n_rows, batch)), slice(start, stop), stop if causal else length
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, score_scale: float, causal: bool, wide: torch.dtype) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, score_scale: float, causal: bool, acc_dtype: torch.dtype) -> Tensor:
     """relu(score_scale * q.k + bias) where visible: [b, Q, s], [b, K, s], [Q, K] -> [b, Q, K]."""
-    if bias is not None and q.dtype == wide:
+    if bias is not None and q.dtype == acc_dtype:
         scores = torch.baddbmm(bias, q, k.mT, alpha=score_scale)
     else:
-        scores = torch.bmm(q, k.mT).to(wide).mul_(score_scale)
+        scores = torch.bmm(q, k.mT).to(acc_dtype).mul_(score_scale)
         scores = scores if bias is None else scores.add_(bias)
     if causal:  # of the keys, only the last Q can lie in a query's future
         n_queries = q.shape[1]
         last = scores[..., -n_queries:]
-        last.mul_(torch.ones(n_queries, n_queries, dtype=wide).tril())
+        last.mul_(torch.ones(n_queries, n_queries, dtype=acc_dtype).tril())
     return scores.relu_()
 
 
@@ -82,18 +82,18 @@ def _tiled_quadratic(
 def _tiled_quadratic_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = row_scale.dtype
+    acc_dtype = row_scale.dtype
     d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    d_k, d_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-    d_bias = d_q.new_zeros((0, 0) if bias is None else bias.shape, dtype=wide)
-    wide_bias = None if bias is None else bias.to(wide)
+    d_k, d_v = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (k, v))
+    d_bias = d_q.new_zeros((0, 0) if bias is None else bias.shape, dtype=acc_dtype)
+    acc_bias = None if bias is None else bias.to(acc_dtype)
     with without_autocast(q):
         for rows, queries, n_keys in _tiles(v.shape[0], v.shape[1], causal):
-            part = None if wide_bias is None else wide_bias[queries, :n_keys]
+            part = None if acc_bias is None else acc_bias[queries, :n_keys]
             of_queries, of_keys, values = q[rows, queries], k[rows, :n_keys], v[rows, :n_keys]
-            scores = _scores(of_queries, of_keys, part, score_scale, causal, wide)
+            scores = _scores(of_queries, of_keys, part, score_scale, causal, acc_dtype)
             d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
-            d_scores = torch.bmm(d_read, values.mT).to(wide).mul_(scores).mul_(2)
+            d_scores = torch.bmm(d_read, values.mT).to(acc_dtype).mul_(scores).mul_(2)
             d_v[rows, :n_keys] += torch.bmm(scores.mul_(scores).to(v.dtype).mT, d_read)
             if bias is not None:
                 d_bias[queries, :n_keys] += d_scores.sum(0)
@@ -122,7 +122,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivative(d_out, "backend 'tiled'", "use set_backend(model, 'torch')")
-    saved = ctx.saved_tensors  # once: where blocks are recomputed, they can be had no second time
+    saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
     bias = saved[3]
     *gradients, d_bias = _backward_operator(d_out, *saved, *ctx.rest)
     return (*gradients, None if bias is None else d_bias, None, None, None)

@@ -1,0 +1,75 @@
+"""Gated units that cut documents into chunks: what FLASH and its variants share.
+
+Shapes: B batch, C chunk size, s query/key width, e value width.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.layers.checks import check_positive
+from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.positions import RotaryBias, build_relative_bias
+from lineartime.layers.residual import State
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
+from lineartime.ops.precision import acc_dtype
+
+
+class ChunkedUnit(GatedUnit[State]):
+    """A gated unit with chunks of C tokens and a relative bias inside them.
+
+    Args:
+        chunk_size: C; the length of the input need not be a multiple of it.
+        relative_bias: whether a learned bias by distance is added to the scores of the quadratic part: a table for chunks of
+            up to 512 tokens, the rotary form beyond.
+        **options: those of `GatedUnit`; the activation is that of the quadratic part.
+    """
+
+    n_maps = 4
+    bias_chunks: ClassVar[int] = 1
+    """How many chunks in a row the relative bias spans."""
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        chunk_size: int = 256,
+        relative_bias: bool = True,
+        **options: Unpack[GatedOptions],
+    ) -> None:
+        super().__init__(d_model, **options)
+        check_positive(chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+        self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk) if relative_bias else None
+
+    @property
+    def options(self) -> MixedChunkOptions:
+        """What its attention computes."""
+        return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization)
+
+    def plan(self) -> LayoutPlan:
+        """Chunks with rotations, also of their slots for a rotary bias."""
+        return LayoutPlan(
+            rotary_width=self.d_qk if self.rope else None,
+            bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
+            bias_places=self.bias_chunks * self.chunk_size,
+            chunk_size=self.chunk_size,
+            dtype=acc_dtype(self.gamma),
+        )
+
+    def chunk_bias(self, layout: Layout) -> Tensor | None:
+        """The relative bias of the quadratic part, [C, C], if there is one."""
+        if self.bias is None:
+            return None
+        slots = torch.arange(self.chunk_size, device=self.gamma.device)
+        bias: Tensor = self.bias(slots, slots, layout.place_rotations)
+        return bias
+
+    def init_mixed_state(self, batch_size: int) -> MixedChunkState:
+        """The state of FLASH before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        self.check_causal()
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)

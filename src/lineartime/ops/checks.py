@@ -1,0 +1,22 @@
+"""Checks of the arguments of attentions, which name the argument, its value and what is allowed."""
+
+from torch import Tensor
+
+
+def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
+    """Raise ValueError unless every named query or key is [B, T, s], with one s, for values [B, T, e]."""
+    if v.dim() != 3:
+        raise ValueError(f"v has shape {list(v.shape)}, but must be [B, T, e].")
+    d_qk = next(iter(queries_and_keys.values())).shape[-1]
+    expected = [*v.shape[:2], d_qk]
+    for name, tensor in queries_and_keys.items():
+        if list(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, but must be [B, T, s] = {expected}, v being {list(v.shape)}."
+            )
+
+
+def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
+    """Raise ValueError unless `bias` is None or [size, size]."""
+    if bias is not None and bias.shape != (size, size):
+        raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")

@@ -1,0 +1,156 @@
+"""Mixed chunk attention, the attention of FLASH: quadratic inside a chunk, linear across chunks.
+
+    reference.py         the definition, one query at a time
+    chunked.py           plain PyTorch, on any device
+    tiled.py             a few chunks at a time, for processors; takes the projected tokens of a layer
+    triton.py            kernels for GPUs
+    stream.py            token by token, with a state of constant size
+    context_parallel.py  over sequences that several processes hold together
+
+All of them compute one function of (heads, bias, layout, options) or, with the gate of a FLASH layer around it, of (projected,
+bias, layout, options). This file checks the arguments and chooses the form.
+
+Shapes: B batch, T tokens, C chunk size, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from lineartime.ops.activations import Activation, Normalization
+from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.checks import check_bias
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
+from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_projected
+from lineartime.ops.precision import acc_dtype, matmul_dtype
+
+_Form = Callable[[Heads, Tensor | None, Layout, MixedChunkOptions], Tensor]
+_FORMS: dict[str, _Form] = {
+    "oracle": reference.attend,
+    "torch": chunked.attend,
+    "triton": triton.attend,
+}
+
+
+def mixed_chunk_attention(
+    q_quad: Tensor,
+    k_quad: Tensor,
+    q_lin: Tensor,
+    k_lin: Tensor,
+    v: Tensor,
+    *,
+    chunk_size: int,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization = "count",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attend quadratically inside chunks of C tokens and linearly across them, in time linear in T.
+
+    Args:
+        q_quad, k_quad, q_lin, k_lin: [B, T, s] queries and keys of the quadratic and of the linear part.
+        v: [B, T, e] values, shared by both parts.
+        chunk_size: C; T need not be a multiple of it.
+        causal: whether a token reads only itself and earlier tokens.
+        bias: [C, C], added to the quadratic scores by position inside the chunk.
+        mask: bool [B, T], True for real tokens, which alone are counted when chunks are cut; padding is read by nobody
+            and its outputs are zero.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: each is chunked from its own
+            start and reads nothing of the others.
+        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias,
+            and the linear part averaged over the visible chunks of K^T V / C.
+        backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
+
+    Returns:
+        [B, T, e], zeros for rows with nothing to read. float16 is computed in float32; the sums over chunks always are
+        (float64 for float64 inputs).
+
+    Raises:
+        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
+            or cannot run here.
+    """
+    options = MixedChunkOptions(chunk_size, causal, activation, normalization)
+    heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
+    check_heads(heads)
+    check_bias(bias, chunk_size, "C")
+    layout = make_layout(v.shape, mask, cu_seqlens, device=v.device, plan=LayoutPlan(chunk_size=chunk_size))
+    form = choose_backend(backend, ("torch", "triton", "oracle"), v, matmul_dtype(*heads), activation)
+    return _FORMS[form](heads, bias, layout, options)
+
+
+def gated_mixed_chunk_attention(
+    projected: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    *,
+    chunk_size: int,
+    positions: Tensor | None,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization = "count",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Turn the projected tokens of a FLASH layer into what its output map reads: all of FLASH between its two dense maps.
+
+        U, V, Z = split(silu(projected))                                 [B,T,e] [B,T,e] [B,T,s]
+        q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)        i = 1 ... 4
+        gated = U * mixed_chunk_attention(q_quad, k_quad, q_lin, k_lin, V)
+
+    Args:
+        projected: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
+        gamma, beta: [4, s], scale and offset of q_quad, k_quad, q_lin and k_lin.
+        positions: int [T] or [B, T], by which queries and keys are rotated; None for no rotation.
+        chunk_size, causal, bias, mask, cu_seqlens, activation, normalization: as for `mixed_chunk_attention`.
+        backend: "tiled" (for processors), those of `mixed_chunk_attention`, or "auto", the fastest that can run.
+
+    Returns:
+        [B, T, e].
+
+    Raises:
+        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
+            or cannot run here.
+    """
+    options, tokens = MixedChunkOptions(chunk_size, causal, activation, normalization), Projected(projected, gamma, beta)
+    check_projected(tokens)
+    check_bias(bias, chunk_size, "C")
+    layout = make_layout(projected.shape, mask, cu_seqlens, device=projected.device, plan=LayoutPlan(chunk_size=chunk_size))
+    if positions is not None:
+        layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma))
+    return attend_projected(tokens, bias, layout, options, backend)
+
+
+def attend_projected(
+    projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
+) -> Tensor:
+    """`gated_mixed_chunk_attention` inside a model, where the arguments fit together and the layout is made.
+
+    Raises:
+        ValueError: for a backend that is unknown or cannot run here, and for a batch that the processes of the layout's context
+            cannot split.
+    """
+    compute = matmul_dtype(projected.tokens, projected.gamma)
+    available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
+    form = choose_backend(backend, available, projected.tokens, compute, options.activation)
+    attend = tiled.attend if form == "tiled" else partial(_gated, _FORMS[form])
+    if layout.context is not None:
+        return context_parallel.attend(attend, layout.context, projected, bias, layout, options)
+    return attend(projected, bias, layout, options)
+
+
+def _gated(form: _Form, projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    gate, heads = projected.heads(layout.rotations)
+    return gate * form(heads, bias, layout, options)
+
+
+mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")
+"""The definition of `mixed_chunk_attention`, with its arguments: slow, and only there to be believed."""

@@ -1,0 +1,91 @@
+"""Mixed chunk attention by chunks, in plain PyTorch on any device: time linear in T.
+
+Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
+The definition is in reference.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import attention_weights
+from lineartime.ops.chunks import Chunks, Reach, sum_chunks
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+
+
+def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """Attend quadratically inside chunks and linearly across them, [B, T, e]."""
+    compute = matmul_dtype(*heads)
+    chunks = layout.require_chunks()
+    with without_autocast(heads.v):
+        q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x.to(compute)) for x in heads)
+        out = chunk_attention(q_quad, k_quad, v, chunks, bias, options)
+        reach: Reach = "before" if options.causal else "all"
+        out = out + summary_attention(q_lin, k_lin, v, chunks, options, reach=reach, elsewhere=layout.elsewhere(options.causal))
+        return chunks.join(out.to(output_dtype(heads.v, compute)))
+
+
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:
+    """The quadratic part: every chunk by itself, [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    causal = options.causal
+    visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril() if causal else None
+    if chunks.real is not None and visible is None:
+        visible = chunks.real[..., None, :]  # causal needs the triangle alone: empty slots stand behind real ones
+    weights = attention_weights(
+        q @ k.mT,
+        d_qk=q.shape[-1],
+        visible=visible,
+        bias=bias,
+        activation=options.activation,
+        published_length=options.published_length,
+    )
+    return weights.to(v.dtype) @ v
+
+
+def summary_attention(
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, options: MixedChunkOptions, *, reach: Reach, elsewhere: int = 0
+) -> Tensor:
+    """The linear part: every chunk reads the mean of k v^T over the chunks in its reach; shapes as for `chunk_attention`.
+
+    `elsewhere` counts tokens that other processes hold and add to the sum: the divisor includes them.
+    """
+    summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
+    size = chunks.sizes(summaries)[..., None, None]
+    if options.normalization == "paper":
+        size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
+    total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
+    return q @ (total / (count + elsewhere).clamp(min=1)).to(q.dtype)
+
+
+class ChunkScales(NamedTuple):
+    """The factors that a fused form applies; an empty slot adds nothing, for its values are zero.
+
+    Attributes:
+        score: of the products of queries and keys in the quadratic part.
+        row: float32 or better, [B or 1, G or 1, C or 1], of a query's weights in the quadratic part.
+        state: the same dtype, [B or 1, G], of the sums of k v^T that a chunk reads.
+    """
+
+    score: float
+    row: Tensor
+    state: Tensor
+
+
+def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor) -> ChunkScales:
+    """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
+    chunks, causal = layout.require_chunks(), options.causal
+    sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
+    score, row = 1.0 / chunks.chunk_size, sizes.new_ones(1, 1, 1)
+    tokens = sizes
+    if options.normalization == "paper":
+        tokens = (sizes > 0).to(sizes.dtype) * chunks.chunk_size
+    else:
+        score = d_qk**-0.5
+        # Real tokens stand before empty slots, so that a query's place tells how many keys it sees.
+        slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
+        row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
+    read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
+    return ChunkScales(score, row, 1 / (read + layout.elsewhere(causal)).clamp(min=1))

@@ -1,0 +1,113 @@
+"""What every form of mixed chunk attention is given: the values that travel together, and their checks.
+
+Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.checks import check_queries_keys_values
+from lineartime.ops.positions import over_heads, rotate
+
+
+@dataclass(frozen=True)
+class MixedChunkOptions:
+    """What is computed.
+
+    Attributes:
+        chunk_size: C; T need not be a multiple of it.
+        causal: whether a token reads only itself and earlier tokens.
+        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias, and
+            the linear part averaged over the visible chunks of K^T V / C.
+    """
+
+    chunk_size: int
+    causal: bool = False
+    activation: Activation = "relu2"
+    normalization: Normalization = "count"
+
+    def __post_init__(self) -> None:
+        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("normalization", self.normalization, NORMALIZATIONS)
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size}, but must be at least 1.")
+
+    @property
+    def published_length(self) -> float | None:
+        """The n of the published q.k / n, or None for the count of visible keys."""
+        return None if self.normalization == "count" else float(self.chunk_size)
+
+
+class Heads(NamedTuple):
+    """Queries and keys [B, T, s] of the quadratic and of the linear part, and the values [B, T, e] that both share."""
+
+    q_quad: Tensor
+    k_quad: Tensor
+    q_lin: Tensor
+    k_lin: Tensor
+    v: Tensor
+
+
+class Projected(NamedTuple):
+    """The projected tokens of a FLASH layer.
+
+        U, V, Z = split(silu(tokens))                                    [B,T,e] [B,T,e] [B,T,s]
+        q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)        i = 1 ... 4
+
+    Attributes:
+        tokens: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
+        gamma, beta: [4, s].
+    """
+
+    tokens: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+    @property
+    def d_qk(self) -> int:
+        """S."""
+        return self.gamma.shape[1]
+
+    @property
+    def d_value(self) -> int:
+        """E."""
+        return (self.tokens.shape[-1] - self.d_qk) // 2
+
+    def activate(self) -> tuple[Tensor, Tensor, Tensor]:
+        """U, V and Z."""
+        gate, v, z = F.silu(self.tokens).split([self.d_value, self.d_value, self.d_qk], -1)
+        return gate, v, z
+
+    def heads(self, rotations: Tensor | None) -> tuple[Tensor, Heads]:
+        """The gate U, and the heads, rotated by `rotations` [2, T, s / 2] or [2, B, T, s / 2]."""
+        gate, v, z = self.activate()
+        return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
+
+
+def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:
+    """rope(Z * gamma_i + beta_i) for every i: [B, T, s], [maps, s], [maps, s] -> [B, maps, T, s]."""
+    maps = z[..., None, :, :] * gamma[:, None] + beta[:, None]
+    return rotate(maps, over_heads(rotations))
+
+
+def check_heads(heads: Heads) -> None:
+    """Raise ValueError unless queries and keys are [B, T, s], with one s, for values [B, T, e]."""
+    check_queries_keys_values({name: getattr(heads, name) for name in Heads._fields[:-1]}, heads.v)
+
+
+def check_projected(projected: Projected) -> None:
+    """Raise ValueError unless the shapes fit together."""
+    tokens, gamma, beta = projected
+    for name, tensor in (("gamma", gamma), ("beta", beta)):
+        if tensor.dim() != 2 or tensor.shape[0] != 4:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be [4, s].")
+    d_qk = gamma.shape[1]
+    if beta.shape[1] != d_qk:
+        raise ValueError(f"beta has shape {list(beta.shape)}, but must be that of gamma, {list(gamma.shape)}.")
+    if tokens.dim() != 3 or (tokens.shape[-1] - d_qk) % 2 or tokens.shape[-1] <= d_qk:
+        raise ValueError(f"projected has shape {list(tokens.shape)}, but must be [B, T, 2 e + s] with s = {d_qk}.")

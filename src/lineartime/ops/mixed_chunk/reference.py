@@ -1,0 +1,47 @@
+"""Mixed chunk attention by its definition, one query at a time: slow, and only there to be believed.
+
+    quad:  o_quad[t] = sum over j in L(t) of relu(q_quad[t].k_quad[j] / sqrt(s) + bias[t - j])^2 v[j]  /  max(1, |L(t)|)
+    lin:   o_lin[t]  = q_lin[t] . (sum over j in R(t) of k_lin[j] v[j]^T)                              /  max(1, |R(t)|)
+
+    L(t) = tokens of t's own chunk; causal: those with j <= t
+    R(t) = every token of the document; causal: every token of the chunks before t's
+
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3, with divisors that count visible keys.
+"""
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.activations import attention_weights_oracle
+from lineartime.ops.documents import by_document
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+
+
+def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """o_quad + o_lin, [B, T, e]."""
+    chunk_size, causal = options.chunk_size, options.causal
+
+    def document(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for t in range(len(v)):
+            chunk = t // chunk_size
+            near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
+            far = [j for j in range(len(v)) if j // chunk_size < chunk or not causal]
+
+            weights = attention_weights_oracle(
+                k_quad[near] @ q_quad[t],
+                None if bias is None else bias[t % chunk_size, [j % chunk_size for j in near]],
+                d_qk=len(q_quad[t]),
+                activation=options.activation,
+                published_length=options.published_length,
+            )
+            o_quad = weights @ v[near]
+
+            chunks = -(-len(far) // chunk_size)
+            count = len(far) if options.normalization == "count" else chunks * chunk_size
+            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / max(1, count + layout.elsewhere(causal))
+            rows.append(o_quad + o_lin)
+        return torch.stack(rows)
+
+    return by_document(document, *heads, layout=layout)

@@ -1,0 +1,120 @@
+"""Mixed chunk attention of a FLASH layer, a few chunks at a time, for processors: all between the layer's two dense maps.
+
+Shapes: B batch, D documents, G chunks of all documents, C chunk size, e value width, s query/key width.
+
+    U, V, Z = split(silu(projected))                                                       [e] [e] [s]
+    q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                               i = 1 ... 4
+    gated = U * (weight_scale * relu(score_scale * q_quad.k_quad + bias)^2 V  +  state_scale * q_lin (sum of k_lin^T V))
+
+Written over whole sequences, each step between two matrix products goes through main memory, which takes as long as the
+products do. A tile stays in the cache. The backward pass keeps only `projected`, the attention's output and the sums that the
+chunks read; it computes queries, keys and scores again. The arithmetic of both passes is in tiled_passes.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.chunked import chunk_scales
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.tiled_passes import Core, Documents, backward, forward
+from lineartime.ops.operator import refuse_second_derivative, register_operator
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+
+
+def attend(projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """Gated attention [B, T, e] of the projected tokens of a layer, with activation "relu2"."""
+    tokens, gamma, beta = projected
+    chunks, compute = layout.require_chunks(), matmul_dtype(tokens, gamma)
+    with without_autocast(tokens):
+        scales = chunk_scales(layout, options, projected.d_qk, tokens)
+        weight_scale = scales.row[..., None]
+        if options.causal:
+            weight_scale = weight_scale * weight_scale.new_ones(chunks.chunk_size, chunks.chunk_size).tril()
+        cut = chunks.cut(tokens.to(compute))
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (cut, gamma, beta, bias))
+        gated: Tensor = _forward_operator(
+            cut, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document,
+            len(chunks.document_starts) - 1, scales.score, options.causal, keep,
+        )[0]  # fmt: skip
+        return chunks.join(gated.to(output_dtype(tokens, compute)))
+
+
+# As an operator of PyTorch --------------------------------------------------------------------------------------------
+# projected: [B, G, C, 2 e + s], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
+# rotations: [2, B or 1, G, C, s / 2], or None. state_scale: [B or 1, G], of the sums that a chunk reads.
+# weight_scale: [B or 1, G or 1, C or 1, C or 1], of the squared scores; zero where a key is not visible.
+# document: int64 [G], the document of each chunk, or None for a single one. keep: whether a backward pass will follow.
+
+
+def _tiled_mixed_chunk(
+    projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
+    state_scale: Tensor, document: Tensor | None, n_documents: int, score_scale: float, causal: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The result [B, G, C, e] and, to be kept, attention's output and the sums that chunks read."""
+    with without_autocast(projected):
+        core = Core(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        return forward(core, Documents(document, n_documents), causal, keep)
+
+
+def _tiled_mixed_chunk_backward(
+    d_gated: Tensor, attended: Tensor, read: Tensor,
+    projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
+    state_scale: Tensor, document: Tensor | None, n_documents: int, score_scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with without_autocast(projected):
+        core = Core(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        documents = Documents(document, n_documents)
+        d_projected, *rest = backward(core, d_gated.contiguous(), attended, read, documents, causal)
+        like = (gamma, beta, gamma if bias is None else bias)
+        d_gamma, d_beta, d_bias = (gradient.to(x.dtype) for gradient, x in zip(rest, like, strict=True))
+        return d_projected, d_gamma, d_beta, d_bias
+
+
+def _fake(projected: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, n_documents, _, causal, keep = rest
+    batch, n_chunks, chunk_size, width = projected.shape
+    d_qk = gamma.shape[1]
+    d_value = (width - d_qk) // 2
+    gated = projected.new_empty(batch, n_chunks, chunk_size, d_value)
+    if not keep:
+        return gated, projected.new_empty(0), projected.new_empty(0)
+    return gated, torch.empty_like(gated), projected.new_empty(batch, n_chunks if causal else n_documents, d_qk, d_value)
+
+
+def _fake_backward(
+    d_gated: Tensor,
+    attended: Tensor,
+    read: Tensor,
+    projected: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    bias: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_bias = gamma.new_empty(0, projected.shape[2]) if bias is None else bias.new_empty(bias.shape)
+    return projected.new_empty(projected.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, n_documents, score_scale, causal, _ = inputs
+    _, attended, read = output
+    ctx.save_for_backward(attended, read, *tensors)
+    ctx.mark_non_differentiable(attended, read)
+    ctx.rest = (n_documents, score_scale, causal)
+
+
+def _differentiate(ctx: Any, d_gated: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_gated, "backend 'tiled'", "use set_backend(model, 'torch')")
+    saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
+    bias = saved[5]
+    *gradients, d_bias = _backward_operator(d_gated, *saved, *ctx.rest)
+    return (*gradients, None if bias is None else d_bias, *(None,) * 8)
+
+
+_forward_operator = register_operator(
+    _tiled_mixed_chunk, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+)
+_backward_operator = register_operator(_tiled_mixed_chunk_backward, _fake_backward)

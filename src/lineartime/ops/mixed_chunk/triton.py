@@ -1,0 +1,28 @@
+"""Mixed chunk attention by Triton kernels, for GPUs: see `lineartime.ops.triton.mixed_chunk`."""
+
+from torch import Tensor
+
+from lineartime.ops.layout import Layout
+from lineartime.ops.mixed_chunk.chunked import chunk_scales
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
+
+
+def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """The same function as the chunked form, [B, T, e], with neither scores nor summaries of all chunks kept for backward."""
+    from lineartime.ops.triton import mixed_chunk as kernels  # Triton may be absent
+
+    chunks, dtype = layout.require_chunks(), common_dtype(*heads)
+    with without_autocast(heads.v):
+        scales = chunk_scales(layout, options, heads.q_quad.shape[-1], heads.v)
+        out = kernels.attend(
+            *(chunks.cut(x.to(dtype)) for x in heads),
+            bias=bias,
+            row_scale=scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
+            state_scale=scales.state,
+            document_starts=chunks.document_starts.int(),
+            score_scale=scales.score,
+            causal=options.causal,
+            activation="laplace" if options.activation == "laplace" else "relu2",
+        )
+        return chunks.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))

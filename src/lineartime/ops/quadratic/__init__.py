@@ -1,0 +1,120 @@
+"""Quadratic gated attention, the attention of GAU and FLASH-Quad: every token reads every visible token of its document.
+
+    reference.py   the definition, one query at a time
+    blocked.py     plain PyTorch, on any device
+    tiled.py       some queries at a time, for processors
+    fused.py       how tiles and the Triton kernels are called
+    stream.py      token by token, with a cache of keys and values
+
+All of them compute one function of (q, k, v, bias, real, options), in which every document is a row. This file checks the
+arguments and chooses the form.
+
+Shapes: B batch, T tokens, R rows, L slots of a row, s query/key width, e value width.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2: relu(q.k / sqrt(s) + bias)^2 / n,
+with n the number of visible keys.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from lineartime.ops.activations import Activation, Normalization
+from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.checks import check_queries_keys_values
+from lineartime.ops.layout import check_mask, make_layout
+from lineartime.ops.positions import FactoredBias
+from lineartime.ops.precision import matmul_dtype
+from lineartime.ops.quadratic import blocked, fused, reference
+from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
+
+_FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
+    "oracle": reference.attend,
+    "torch": blocked.attend,
+    "tiled": fused.attend_tiled,
+    "triton": fused.attend_triton,
+}
+
+
+def quadratic_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    bias: Tensor | FactoredBias | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization | int = "count",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attend from every token to every visible token with one head and, by default, no softmax.
+
+    Args:
+        q, k: [B, T, s] queries and keys.
+        v: [B, T, e] values.
+        causal: whether a token reads only itself and earlier tokens.
+        bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which takes no memory of T x T.
+        mask: bool [B, T], True for real tokens; padding is read by nobody and its outputs are zero.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: none reads another.
+        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
+            n the number of real tokens of the document; an integer is that n, fixed, as a causal model needs it: n taken from
+            the current length would let the future change the past.
+        backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto",
+            the fastest that can run.
+
+    Returns:
+        [B, T, e], zeros for rows with nothing to read. float16 is computed in float32.
+
+    Raises:
+        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
+            or cannot run here.
+    """
+    options = QuadraticOptions(causal, activation, normalization)
+    check_queries_keys_values({"q": q, "k": k}, v)
+    check_quadratic_bias(bias, v.shape[1])
+    check_mask("mask", mask, *v.shape[:2])
+    rows = make_layout(v.shape, None, cu_seqlens, device=v.device).rows
+    if rows is None:
+        return attend_rows(q, k, v, bias, mask, options, backend)
+    # Documents become rows together with their padding, because the bias goes by place.
+    real = rows.real.flatten(0, 1)
+    if mask is not None:
+        real = rows.arrange(mask[..., None].to(v.dtype)).flatten(0, 1)[..., 0] > 0
+    longest = real.shape[1]
+    if isinstance(bias, FactoredBias):
+        bias = FactoredBias(bias.of_queries[:longest], bias.of_keys[:longest])
+    elif bias is not None:
+        bias = bias[:longest, :longest]
+    q, k, v = (rows.arrange(x).flatten(0, 1) for x in (q, k, v))
+    out = attend_rows(q, k, v, bias, real, options, backend)
+    return rows.restore(out.view(*rows.real.shape, out.shape[-1]))
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | FactoredBias | None,
+    real: Tensor | None,
+    options: QuadraticOptions,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`quadratic_attention` inside a model, where the arguments fit together and every document is a row.
+
+    [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens, or is None where all slots hold one.
+
+    Raises:
+        ValueError: for a backend that is unknown or cannot run here.
+    """
+    form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), v, matmul_dtype(q, k, v), options.activation)
+    if real is None or form == "oracle":
+        return _FORMS[form](q, k, v, bias, real, options)
+    q, k, v = (x.masked_fill(~real[..., None], 0.0) for x in (q, k, v))  # 0 * inf, at padding, would be NaN
+    return _FORMS[form](q, k, v, bias, real, options).masked_fill(~real[..., None], 0.0)
+
+
+quadratic_attention_oracle = partial(quadratic_attention, backend="oracle")
+"""The definition of `quadratic_attention`, with its arguments: slow, and only there to be believed."""

@@ -1,0 +1,52 @@
+"""What every form of quadratic attention is given: options, and the checks of the arguments.
+
+Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.checks import check_bias
+from lineartime.ops.positions import FactoredBias
+
+
+@dataclass(frozen=True)
+class QuadraticOptions:
+    """What is computed.
+
+    Attributes:
+        causal: whether a token reads only itself and earlier tokens.
+        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with n the
+            number of real tokens of the row; an integer is that n, fixed, as a causal model needs it: n taken from the current
+            length would let the future change the past.
+    """
+
+    causal: bool = False
+    activation: Activation = "relu2"
+    normalization: Normalization | int = "count"
+
+    def __post_init__(self) -> None:
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if isinstance(self.normalization, str) or self.normalization < 1:
+            check_choice("normalization", self.normalization, NORMALIZATIONS)
+
+    def published_length(self, length: int, real: Tensor | None) -> float | Tensor | None:
+        """The n of the published q.k / n for rows of `length` slots, a number or [R, 1, 1]; None for "count"."""
+        if self.normalization == "count":
+            return None
+        if self.normalization != "paper":
+            return float(self.normalization)
+        return float(max(length, 1)) if real is None else real.sum(1).clamp(min=1)[:, None, None]
+
+
+def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> None:
+    """Raise ValueError unless the bias is None, [T, T], or has two factors [T, f]."""
+    if not isinstance(bias, FactoredBias):
+        check_bias(bias, length, "T")
+        return
+    for part in bias:
+        if part.dim() != 2 or len(part) != length:
+            raise ValueError(f"bias has factors of shape {list(part.shape)}, but they must be [T, f] with T = {length}.")

@@ -1,0 +1,47 @@
+"""Quadratic attention of streams, with the keys and values of all earlier tokens in a cache.
+
+Shapes: B streams, N new tokens, T earlier tokens, s query/key width, e value width.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from lineartime.ops.activations import Activation
+from lineartime.ops.cache import KVCache
+from lineartime.ops.precision import output_dtype
+from lineartime.ops.quadratic.blocked import attend_visible
+
+
+def quadratic_attention_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KVCache,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Literal["count"] | int = "count",
+) -> tuple[Tensor, KVCache]:
+    """Continue a causal sequence by N tokens; the outputs equal those of one causal `quadratic_attention` over everything.
+
+    Args:
+        q, k, v: [B, N, s], [B, N, s], [B, N, e] of the new tokens; further leading dimensions may be heads.
+        state: what came before; it is not changed.
+        bias: [N, T + N], the rows of the new tokens.
+        activation, normalization: as for `quadratic_attention`.
+
+    Returns:
+        The new tokens' outputs [B, N, e], and the state after them.
+    """
+    state = state.append(k, v)
+    out = attend_visible(
+        q,
+        state.k,
+        state.v,
+        visible=state.visible(q.shape[-2]),
+        bias=bias,
+        activation=activation,
+        published_length=None if normalization == "count" else float(normalization),
+    )
+    return out.to(output_dtype(v, out.dtype)), state
