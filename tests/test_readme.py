@@ -24,7 +24,8 @@ def commands(text: str) -> list[str]:
 
 
 @every_document
-def test_code_runs(document: Path) -> None:
+def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where runs may be left
     for block in code_blocks(document.read_text()):
         exec(compile(block, document.name, "exec"), {"__name__": "__main__"})
 
