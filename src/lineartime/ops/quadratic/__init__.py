@@ -3,7 +3,7 @@
     reference.py   the definition, one query at a time
     blocked.py     plain PyTorch, on any device
     tiled.py       some queries at a time, for processors
-    fused.py       how tiles and the Triton kernels are called
+    triton.py      kernels for GPUs
     stream.py      token by token, with a cache of keys and values
 
 All of them compute one function of (q, k, v, bias, real, options), in which every document is a row. This file checks the
@@ -25,14 +25,14 @@ from lineartime.ops.checks import check_queries_keys_values
 from lineartime.ops.layout import check_mask, make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
-from lineartime.ops.quadratic import blocked, fused, reference
+from lineartime.ops.quadratic import blocked, reference, tiled, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
     "oracle": reference.attend,
     "torch": blocked.attend,
-    "tiled": fused.attend_tiled,
-    "triton": fused.attend_triton,
+    "tiled": tiled.attend,
+    "triton": triton.attend,
 }
 
 

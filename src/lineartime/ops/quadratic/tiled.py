@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
-from lineartime.ops.precision import without_autocast
+from lineartime.ops.positions import FactoredBias
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.quadratic.scales import scaled_inputs
 
 QUERIES = 256
 """Queries of a tile."""
@@ -46,23 +49,16 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, score_scale: float, causa
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
-    """Attend with squared scores, differentiable in queries, keys, values and bias.
-
-    Args:
-        q, k: [B, T, s].
-        v: [B, T, e], zero where a key is padding.
-        bias: [T, T], or None.
-        row_scale: [B, T], float32 or better.
-        score_scale: of the products of queries and keys.
-        causal: whether a token reads only itself and earlier tokens.
-
-    Returns:
-        [B, T, e].
-    """
-    out: Tensor = _forward_operator(q, k, v, bias, row_scale, score_scale, causal)
-    return out
+    """Every row by itself, as the other forms, with activation "relu2"; padding holds zeros. Keeps no scores."""
+    compute = matmul_dtype(q, k, v)
+    dtype = output_dtype(v, compute)
+    q, k, v = (x.to(compute) for x in (q, k, v))
+    q, k, bias, row_scale, score_scale = scaled_inputs(q, k, bias, real, options)
+    with without_autocast(q):
+        out: Tensor = _forward_operator(q, k, v, bias, row_scale, score_scale, options.causal)
+    return out.to(dtype)
 
 
 def _tiled_quadratic(
