@@ -6,11 +6,14 @@ from torch._dynamo.utils import counters
 
 import lineartime
 
+# PyTorch's own, within torch.compile, where a user does not see them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
 
 @pytest.mark.slow
-# PyTorch's own, within torch.compile, where a user does not see them.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
 def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(preset: str) -> None:
     torch._dynamo.reset()
@@ -30,3 +33,17 @@ def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(pres
     assert counters["stats"]["unique_graphs"] == 1
     assert list(model.state_dict()) == names
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(preset: str) -> None:
+    torch._dynamo.reset()
+    model = lineartime.build(preset, d_model=16, n_blocks=1)
+    packs = [[0, 5, 40], [0, 17, 20, 45], [0, 30, 31, 50, 52]]
+    batches = [(torch.randint(0, 258, (1, ends[-1])), torch.tensor(ends)) for ends in packs]
+    expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
+    for block in model.backbone.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
+            torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
