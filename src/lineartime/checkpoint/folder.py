@@ -11,7 +11,7 @@ from lineartime.checkpoint.format import (
     read_training_state,
     verify,
 )
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, reporting
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -59,11 +59,9 @@ def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:
 def set_aside(checkpoint: Path) -> None:
     """Rename a damaged checkpoint, so that nothing reads it again."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    try:
+    with reporting("rename", checkpoint):
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
-    except OSError as error:
-        raise cannot("rename", checkpoint, error) from None
 
 
 def prune(run: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, reporting
 from lineartime.files import sha256, synchronise, write_synchronised
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
@@ -162,10 +162,8 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         file = checkpoint / name
         if not file.is_file():
             raise _damaged(checkpoint, f"{name} is missing")
-        try:
+        with reporting("read", file):
             found = sha256(file)
-        except OSError as error:
-            raise cannot("read", file, error) from None
         if found != manifest.get(name):
             raise _damaged(checkpoint, f"{name} is not what was written")
 
@@ -173,9 +171,8 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
 def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
     """The version and the content of a JSON file; LineartimeError for a version that only a later lineartime reads."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot("read", file, error) from None
+        with reporting("read", file):
+            data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         raise _damaged(file.parent, f"{file.name} is not JSON") from None
     if not isinstance(data, dict):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import IO
 
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, reporting
 
 LOCK_FILE = ".lock"
 
@@ -25,11 +25,9 @@ def claim(run: Path) -> IO[str]:
     Raises:
         LineartimeError: if another run is using the folder, or it cannot be written.
     """
-    try:
+    with reporting("write", run):
         run.mkdir(parents=True, exist_ok=True)
         file = (run / LOCK_FILE).open("w", encoding="utf-8")
-    except OSError as error:
-        raise cannot("write", run, error) from None
     try:
         import fcntl
     except ImportError:  # not a POSIX system: no lock

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.data import load_corpus
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.errors import LineartimeError, missing_extra, reporting
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
 
@@ -27,10 +27,8 @@ def draw_curve(run: Path, title: str | None = None) -> Path:
         LineartimeError: without matplotlib, or if a file cannot be read or written.
     """
     figure_class = _figure_class("The loss curve")
-    try:
+    with reporting("read", run / METRICS_FILE):
         lines = read_metrics(run)
-    except OSError as error:
-        raise cannot("read", run / METRICS_FILE, error) from None
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
 
     figure = figure_class(figsize=(7, 4.2), layout="constrained")
@@ -139,9 +137,8 @@ def counted(number: float) -> str:
 
 def _save(figure: Any, file: Path) -> Path:
     try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise cannot("write", file, error) from None
+        with reporting("write", file):
+            figure.savefig(file, dpi=150)
     except ValueError:  # matplotlib does not know the suffix
         raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.") from None
     return file

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lineartime.errors import cannot
+from lineartime.errors import reporting
 from lineartime.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,12 +34,10 @@ class MetricsLog:
 
     def __init__(self, run: Path, first_step: int) -> None:
         self._file = run / METRICS_FILE
-        try:
+        with reporting("write", self._file):
             run.mkdir(parents=True, exist_ok=True)
             before = _drop_after(run, first_step)
             self._opened = self._file.open("a", encoding="utf-8")
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
         self.tokens = int(_last(before, "tokens"))
         self.skipped = int(_last(before, "skipped"))
         self._begin = time.perf_counter() - _last(before, "seconds")  # the time between processes does not count
@@ -48,19 +46,15 @@ class MetricsLog:
         """Append one line and return its numbers, without those that JSON cannot express: infinities and NaN."""
         totals = {"tokens": self.tokens, "seconds": round(time.perf_counter() - self._begin, 3)}
         finite = {name: value for name, value in {**numbers, **totals}.items() if math.isfinite(value)}
-        try:
+        with reporting("write", self._file):
             self._opened.write(json.dumps({"step": step, **finite}) + "\n")
             self._opened.flush()
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
         return finite
 
     def close(self) -> None:
         """Close the file."""
-        try:
+        with reporting("write", self._file):
             self._opened.close()
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

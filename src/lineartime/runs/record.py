@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lineartime.checkpoint import list_checkpoints
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, reporting
 from lineartime.files import write_atomically
 from lineartime.machine import installed_version, processor_name
 
@@ -52,11 +52,9 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
             "git": _git(),
         }
     )
-    try:
+    with reporting("write", run / RECORD_FILE):
         run.mkdir(parents=True, exist_ok=True)
         write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise cannot("write", run / RECORD_FILE, error) from None
 
 
 def read_record(run: Path) -> dict[str, Any]:
@@ -67,9 +65,8 @@ def read_record(run: Path) -> dict[str, Any]:
     """
     file = run / RECORD_FILE
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot("read", file, error) from None
+        with reporting("read", file):
+            record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     fields = (("options", dict), ("processes", list))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.runs.claim import LOCK_FILE, claim
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -76,9 +76,7 @@ def check_shared(run: Path, world: World) -> None:
 
 
 def _leave(sign: Path) -> str:
-    try:
+    with reporting("write", sign.parent):
         sign.parent.mkdir(parents=True, exist_ok=True)
         sign.touch()
-    except OSError as error:
-        raise cannot("write", sign.parent, error) from None
     return sign.name
