@@ -46,9 +46,9 @@ def cannot(action: str, path: object, error: OSError, then: str = "run the comma
 
 
 @contextmanager
-def reporting(action: str, path: object) -> Iterator[None]:
+def reporting(action: str, path: object, then: str = "run the command again") -> Iterator[None]:
     """Turn an OSError of a block into the LineartimeError of `cannot`."""
     try:
         yield
     except OSError as error:
-        raise cannot(action, path, error) from None
+        raise cannot(action, path, error, then) from None

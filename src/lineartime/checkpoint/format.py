@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import LineartimeError, reporting
 from lineartime.files import sha256, synchronise, write_synchronised
 from lineartime.models.config import ModelConfig
@@ -19,9 +18,8 @@ from lineartime.models.heads import CausalLM, MaskedLM, build_model
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
-MANIFEST = "manifest.json"
 OPTIMIZER_FOLDER = "optimizer"
-_MODEL, _WEIGHTS, _TRAINING = "model.json", "model.safetensors", "training.json"
+_MODEL, _WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
 _MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
 
 # Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
@@ -56,10 +54,6 @@ class TrainingState:
     text: str
     data: dict[str, Any]
     config: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
-        return dataclasses.asdict(self)
 
 
 class DamagedCheckpointError(LineartimeError):
@@ -155,9 +149,9 @@ def read_training_state(checkpoint: Path) -> TrainingState:
 
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
-    if not (checkpoint / MANIFEST).is_file():
-        raise _damaged(checkpoint, f"{MANIFEST} is missing")
-    _, manifest = _read_json(checkpoint / MANIFEST)
+    if not (checkpoint / _MANIFEST).is_file():
+        raise _damaged(checkpoint, f"{_MANIFEST} is missing")
+    _, manifest = _read_json(checkpoint / _MANIFEST)
     for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
         file = checkpoint / name
         if not file.is_file():
@@ -207,25 +201,27 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file with the version of the format and wait until it is on the disk; OSError if that fails."""
-    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")
+def write_files(
+    checkpoint: Path, weights: Mapping[str, Tensor], config: ModelConfig, tokenizer: Tokenizer, state: TrainingState
+) -> None:
+    """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
 
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors and wait until they are on the disk; OSError if that fails."""
-    from safetensors import SafetensorError
+    Raises:
+        OSError, SafetensorError: if that fails.
+    """
     from safetensors.torch import save_file
 
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
-    synchronise(file)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / _WEIGHTS)
+    synchronise(checkpoint / _WEIGHTS)
+    _write_json(checkpoint / _MODEL, config.to_dict())
+    write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
+    _write_json(checkpoint / _TRAINING, vars(state))
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
+    _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
+    for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):
+        if folder.is_dir():
+            synchronise(folder)
 
 
-def digests(checkpoint: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint, by its path in the checkpoint."""
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != MANIFEST)
-    return {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
-from lineartime.checkpoint.format import MANIFEST, OPTIMIZER_FOLDER, digests, hidden, write_json, write_tensors
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import LineartimeError, cannot
-from lineartime.files import synchronise, write_synchronised
+from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
+from lineartime.data import Tokenizer
+from lineartime.errors import reporting
+from lineartime.files import synchronise
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
 
@@ -61,9 +62,10 @@ class CheckpointWriter:
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
-        with self._world.failing_together():
+        with self._world.failing_together(), self._reporting(target):
             if self._world.is_main:
-                self._prepare(partial, target)
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
         weights = _whole(self._model.state_dict(), keep=self._world.is_main)
         writing = self._write_moments(partial)
         self._target = target
@@ -82,9 +84,9 @@ class CheckpointWriter:
         self._thread = None
         error, self._error = self._error, None
         try:
-            with self._world.failing_together():
+            with self._world.failing_together(), self._reporting(self._target):
                 if error is not None:
-                    raise self._cannot_write(self._target, error) if isinstance(error, OSError) else error
+                    raise error
         except Exception:
             if self._world.is_main:
                 shutil.rmtree(hidden(self._target), ignore_errors=True)
@@ -95,16 +97,9 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _prepare(self, partial: Path, target: Path) -> None:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise self._cannot_write(target, error) from None
-
-    def _cannot_write(self, target: Path, error: OSError) -> LineartimeError:
+    def _reporting(self, target: Path) -> AbstractContextManager[None]:
         then = "resume the run (resume=True)" if list_checkpoints(self._run) else "train again"
-        return cannot("write", f"the checkpoint {target}", error, then)
+        return reporting("write", f"the checkpoint {target}", then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
         moments = _moments(self._model, self._optimizer.state)
@@ -130,14 +125,7 @@ class CheckpointWriter:
                 writing.result()
             if not self._world.is_main:
                 return
-            write_tensors(partial / "model.safetensors", weights)
-            write_json(partial / "model.json", self._model.config.to_dict())
-            write_synchronised(partial / TOKENIZER_FILE, self._tokenizer.to_json())
-            write_json(partial / "training.json", state.to_dict())
-            write_json(partial / MANIFEST, digests(partial))
-            for folder in (partial / OPTIMIZER_FOLDER, partial):
-                if folder.is_dir():
-                    synchronise(folder)
+            write_files(partial, weights, self._model.config, self._tokenizer, state)
             partial.rename(target)
             synchronise(self._run)
         except BaseException as error:  # `finish` raises it in the main thread
@@ -193,7 +181,8 @@ def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The cause of an error of torch.distributed.checkpoint, which wraps the errors of all processes."""
+    """The system's error behind one of torch.distributed.checkpoint or safetensors, which wrap it."""
+    from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
@@ -203,4 +192,4 @@ def _cause(error: BaseException) -> BaseException:
         number = re.search(r"os error (\d+)", str(error))
         if number:
             return OSError(int(number[1]), os.strerror(int(number[1])))
-    return error
+    return OSError(str(error)) if isinstance(error, SafetensorError) else error
