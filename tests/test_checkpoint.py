@@ -177,7 +177,7 @@ def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.folder.shutil, "rmtree", die)
+        patch.setattr(checkpoints.shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.prune(tmp_path)
     assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "3"]

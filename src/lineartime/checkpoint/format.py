@@ -57,20 +57,11 @@ class TrainingState:
 
 
 class DamagedCheckpointError(LineartimeError):
-    """A file of a checkpoint is missing, or is not what was written.
-
-    Args:
-        what: which checkpoint is damaged, and why.
-        advice: what to do.
-    """
+    """A file of a checkpoint is missing, or is not what was written: `what` says so without advice on what to do."""
 
     def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what, advice)
+        super().__init__(f"{what}: {advice}.")
         self.what = what
-        self.advice = advice
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.advice}."
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -137,12 +128,11 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     _, values = _read_json(file)
     values = {**_TRAINING_DEFAULTS, **values}
     fields = [field.name for field in dataclasses.fields(TrainingState)]
-    unknown = [name for name in values if name not in fields]
-    missing = [name for name in fields if name not in values]
-    if unknown or missing:
-        problem = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks the field {missing[0]!r}"
+    problems = [f"has the unknown field {name!r}" for name in values if name not in fields]
+    problems += [f"lacks the field {name!r}" for name in fields if name not in values]
+    if problems:
         raise LineartimeError(
-            f"{file} {problem}: it was written by another version of lineartime; use that version, or train again."
+            f"{file} {problems[0]}: it was written by another version of lineartime; use that version, or train again."
         )
     return TrainingState(**values)
 
