@@ -27,12 +27,7 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
     """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
 
     A run with checkpoints is being resumed: its record keeps the options it was started with, and gets an entry for this
-    process with the options that differ.
-
-    Args:
-        run: the run's folder.
-        config: all options, as values for JSON.
-        command: the arguments of the process, the program first.
+    process with the options that differ. `config` has all options as values for JSON, `command` the program and its arguments.
 
     Raises:
         LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
@@ -58,11 +53,7 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
 
 
 def read_record(run: Path) -> dict[str, Any]:
-    """The record that `write_record` wrote: "options", "seed" and "processes", the first of which started the run.
-
-    Raises:
-        LineartimeError: if the file is missing or damaged.
-    """
+    """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
     file = run / RECORD_FILE
     try:
         with reporting("read", file):
