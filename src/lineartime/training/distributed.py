@@ -69,7 +69,7 @@ class World:
             return [float(value) for value in values]
         totals = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(totals)
-        return [float(total) for total in totals]
+        return list(map(float, totals))
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -98,13 +98,11 @@ class World:
 
     def share(self, make: Callable[[], Result]) -> Result:
         """The value that the main process makes, in all processes; if it raises, all fail together."""
-        made: list[Any] = [None]
+        made: Any = None
         with self.failing_together():
             if self.is_main:
-                made = [make()]
-        if self.size > 1:
-            dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-        value: Result = made[0]
+                made = make()
+        value: Result = self.gather(made)[0]
         return value
 
     def gather(self, value: Result) -> list[Result]:

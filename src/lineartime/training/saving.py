@@ -54,11 +54,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def begin(self, state: TrainingState) -> None:
-        """Copy the contents of a checkpoint, and write it while the caller continues.
-
-        Raises:
-            LineartimeError: as `finish`, for the previous checkpoint.
-        """
+        """Copy the contents of a checkpoint, and write it while the caller continues; raises as `finish` for the one before."""
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
@@ -73,11 +69,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk.
-
-        Raises:
-            LineartimeError: if it could not be written; the run's other checkpoints stay as they are.
-        """
+        """Wait until the checkpoint is on disk; LineartimeError if it could not be written. Other checkpoints stay."""
         if self._thread is None or self._target is None:
             return
         self.wait()
@@ -107,12 +99,8 @@ class CheckpointWriter:
             return None
         dcp = _engine()
         writer = dcp.HuggingFaceStorageWriter(str(partial / OPTIMIZER_FOLDER), save_distributed=True)
-        future = dcp.async_save(
-            moments,
-            storage_writer=writer,
-            process_group=self._world.checkpoint_group,
-            no_dist=self._world.size == 1,
-        )
+        group, alone = self._world.checkpoint_group, self._world.size == 1
+        future = dcp.async_save(moments, storage_writer=writer, process_group=group, no_dist=alone)
         assert isinstance(future, Future)
         return future
 
@@ -145,15 +133,12 @@ def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             "step": torch.tensor(float(step), device=parameter.device),
             **{name: torch.zeros_like(parameter) for name in _MOMENTS},
         }
-    dcp.load(
-        _moments(model, optimizer.state),
-        storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-        no_dist=world.size == 1,
-    )
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load(_moments(model, optimizer.state), storage_reader=reader, no_dist=world.size == 1)
 
 
 def _engine() -> Any:
-    """torch.distributed.checkpoint: slow to import, and it warns single processes, for which it is used on purpose."""
+    """torch.distributed.checkpoint, imported late because it is slow, without its warning that there is one process."""
     from torch.distributed import checkpoint as dcp
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -162,12 +147,12 @@ def _engine() -> Any:
 
 def _moments(model: nn.Module, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """The optimiser's moments by the name of their parameter."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for moment in _MOMENTS:
-            if moment in state.get(parameter, {}):
-                tensors[f"{moment}.{name}"] = state[parameter][moment]
-    return tensors
+    return {
+        f"{moment}.{name}": state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        for moment in _MOMENTS
+        if moment in state.get(parameter, {})
+    }
 
 
 def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
