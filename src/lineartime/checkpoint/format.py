@@ -64,9 +64,6 @@ class DamagedCheckpointError(LineartimeError):
         self.what = what
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
-
-
 def checkpoint_path(run: Path, step: int) -> Path:
     """The folder of a step's checkpoint."""
     return run / f"step-{step:08d}"
@@ -88,9 +85,6 @@ def is_checkpoint(path: Path) -> bool:
 def hidden(checkpoint: Path) -> Path:
     """The name of a checkpoint while it is being written or deleted."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
@@ -186,9 +180,6 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
     others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
     advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
     return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason})", advice)
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
 
 
 def write_files(

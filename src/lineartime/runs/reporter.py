@@ -72,7 +72,7 @@ class Reporter(NullReporter):
         run: the run's folder.
         first_step: steps taken before; recorded metrics of later steps are dropped.
         steps: steps of the whole run.
-        trackers: names of trackers.
+        trackers: of "tensorboard", "wandb", "trackio".
         record: the run's options, for trackers that show them.
 
     Raises:

@@ -49,18 +49,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Several trackers as one; those that fail are dropped.
+    """Several trackers as one; those that fail are dropped, and `say` tells the user.
 
-    Args:
-        names: of "tensorboard", "wandb", "trackio".
-        run: the run's folder, which exists.
-        first_step: steps taken before; above 0, the trackers resume their run too.
-        options: the run's options, for trackers that show them.
-        say: prints a line for the user.
+    After a `first_step` above 0, the trackers resume their run too. The run's folder must exist.
 
     Raises:
-        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run; one that cannot resume a run is
-            dropped.
+        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run.
     """
 
     def __init__(

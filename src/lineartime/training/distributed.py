@@ -65,10 +65,9 @@ class World:
 
     def sum(self, *values: float) -> list[float]:
         """Each of these numbers, summed over all processes."""
-        if self.size == 1:
-            return [float(value) for value in values]
         totals = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(totals)
+        if self.size > 1:
+            dist.all_reduce(totals)
         return list(map(float, totals))
 
     @contextmanager
@@ -93,7 +92,7 @@ class World:
             raise ReportedError(failures[speaker])
 
     def said_once(self, error: LineartimeError) -> LineartimeError:
-        """An error that all processes have found alike, to be raised: only the main process reports it."""
+        """The error to raise where all processes find the same one: only the main process reports it."""
         return error if self.is_main else ReportedError(str(error))
 
     def share(self, make: Callable[[], Result]) -> Result:
