@@ -20,7 +20,10 @@ def is_claimed(run: Path) -> bool:
 
 
 def claim(run: Path) -> IO[str]:
-    """Lock a run's folder, created if missing, until the returned file is closed; LineartimeError if another run uses it."""
+    """Lock a run's folder, created if missing, until the returned file is closed.
+
+    LineartimeError if another run is using the folder, or it cannot be written.
+    """
     with reporting("write", run):
         run.mkdir(parents=True, exist_ok=True)
         file = (run / LOCK_FILE).open("w", encoding="utf-8")
