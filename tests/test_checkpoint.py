@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import TrainingState
-from lineartime.checkpoint.format import FORMAT, digests, upgraded_model, write_json, write_tensors
+from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
 from lineartime.data import ByteTokenizer, load_tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.files import sha256
@@ -31,13 +32,9 @@ def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None 
     model = model or tiny()
     path = checkpoints.checkpoint_path(run, step)
     (path / "optimizer").mkdir(parents=True)
-    write_tensors(path / "model.safetensors", model.state_dict())
-    write_tensors(path / MOMENTS, {"exp_avg": torch.arange(3.0)})
-    write_json(path / "model.json", model.config.to_dict())
-    (path / "tokenizer.json").write_text(ByteTokenizer().to_json())
+    save_file({"exp_avg": torch.arange(3.0)}, path / MOMENTS)
     state = TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"})
-    write_json(path / "training.json", state.to_dict())
-    write_json(path / "manifest.json", digests(path))
+    write_files(path, model.state_dict(), model.config, ByteTokenizer(), state)
     return path
 
 
@@ -180,7 +177,7 @@ def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.folder.shutil, "rmtree", die)
+        patch.setattr(checkpoints.shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.prune(tmp_path)
     assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "3"]

@@ -1,6 +1,8 @@
 """Errors that a user can fix. The command line shows them without a traceback."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class LineartimeError(Exception):
@@ -41,3 +43,12 @@ def cannot(action: str, path: object, error: OSError, then: str = "run the comma
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
     return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then {then}.")
+
+
+@contextmanager
+def reporting(action: str, path: object, then: str = "run the command again") -> Iterator[None]:
+    """Turn an OSError of a block into the LineartimeError of `cannot`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot(action, path, error, then) from None

@@ -182,6 +182,11 @@ def test_options_that_only_some_versions_know_differ(tmp_path: Path) -> None:
     assert differing_options([summary(workers=2), summary(workers=2)]) == []
 
 
+def test_trackers_do_not_make_runs_differ(tmp_path: Path) -> None:
+    runs = [summarize(make_run(tmp_path, track=[tracker]), "run")[0] for tracker in ("wandb", "trackio")]
+    assert differing_options(runs) == []
+
+
 def test_json_holds_everything_in_one_line_and_draws_only_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

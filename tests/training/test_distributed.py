@@ -288,7 +288,10 @@ def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> 
     ("options", "message"),
     [
         ({"context_parallel": 2}, "context_length is 24, but must be a multiple of context_parallel 2 x chunk_size 8 = 16"),
-        ({"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)}, "needs a model of FLASH"),
+        (
+            {"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)},
+            "context_parallel needs a model of FLASH, but GAU reads",
+        ),
         ({"context_parallel": 2, "packed": True}, "packed cannot be combined with context_parallel"),
         ({"context_parallel": 3}, "context_parallel is 3, which does not divide the 2 processes"),
         ({"parallel": "fsdp", "clip": "local"}, "use clip = global, or parallel = ddp"),

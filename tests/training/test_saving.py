@@ -8,11 +8,10 @@ import torch
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState
+from lineartime.checkpoint import TrainingState, format
 from lineartime.data import ByteTokenizer, load_tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
-from lineartime.training import saving
 from lineartime.training.distributed import World
 from lineartime.training.saving import CheckpointWriter, restore_moments
 
@@ -59,7 +58,7 @@ def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypa
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "synchronise", full)
+    monkeypatch.setattr(format, "synchronise", full)
     message = r"Cannot write .*step-00000002: No space left on device; free some space, then resume the run"
     with pytest.raises(LineartimeError, match=message):
         save(tmp_path, 2)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lineartime.data.tokenizers import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import LineartimeError, cannot
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.errors import LineartimeError, reporting
 from lineartime.files import sha256, synchronise, write_synchronised
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
-MANIFEST = "manifest.json"
 OPTIMIZER_FOLDER = "optimizer"
-_MODEL, _WEIGHTS, _TRAINING = "model.json", "model.safetensors", "training.json"
+_MODEL, _WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
 _MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
 
 # Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
@@ -57,29 +55,13 @@ class TrainingState:
     data: dict[str, Any]
     config: dict[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
-        return dataclasses.asdict(self)
-
 
 class DamagedCheckpointError(LineartimeError):
-    """A file of a checkpoint is missing, or is not what was written.
-
-    Args:
-        what: which checkpoint is damaged, and why.
-        advice: what to do.
-    """
+    """A file of a checkpoint is missing, or is not what was written: `what` says so without advice on what to do."""
 
     def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what, advice)
+        super().__init__(f"{what}: {advice}.")
         self.what = what
-        self.advice = advice
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.advice}."
-
-
-# Names ----------------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -103,9 +85,6 @@ def is_checkpoint(path: Path) -> bool:
 def hidden(checkpoint: Path) -> Path:
     """The name of a checkpoint while it is being written or deleted."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
@@ -143,29 +122,26 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     _, values = _read_json(file)
     values = {**_TRAINING_DEFAULTS, **values}
     fields = [field.name for field in dataclasses.fields(TrainingState)]
-    unknown = [name for name in values if name not in fields]
-    missing = [name for name in fields if name not in values]
-    if unknown or missing:
-        problem = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks the field {missing[0]!r}"
+    problems = [f"has the unknown field {name!r}" for name in values if name not in fields]
+    problems += [f"lacks the field {name!r}" for name in fields if name not in values]
+    if problems:
         raise LineartimeError(
-            f"{file} {problem}: it was written by another version of lineartime; use that version, or train again."
+            f"{file} {problems[0]}: it was written by another version of lineartime; use that version, or train again."
         )
     return TrainingState(**values)
 
 
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
-    if not (checkpoint / MANIFEST).is_file():
-        raise _damaged(checkpoint, f"{MANIFEST} is missing")
-    _, manifest = _read_json(checkpoint / MANIFEST)
+    if not (checkpoint / _MANIFEST).is_file():
+        raise _damaged(checkpoint, f"{_MANIFEST} is missing")
+    _, manifest = _read_json(checkpoint / _MANIFEST)
     for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
         file = checkpoint / name
         if not file.is_file():
             raise _damaged(checkpoint, f"{name} is missing")
-        try:
+        with reporting("read", file):
             found = sha256(file)
-        except OSError as error:
-            raise cannot("read", file, error) from None
         if found != manifest.get(name):
             raise _damaged(checkpoint, f"{name} is not what was written")
 
@@ -173,9 +149,8 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
 def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
     """The version and the content of a JSON file; LineartimeError for a version that only a later lineartime reads."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot("read", file, error) from None
+        with reporting("read", file):
+            data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         raise _damaged(file.parent, f"{file.name} is not JSON") from None
     if not isinstance(data, dict):
@@ -207,28 +182,27 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason})", advice)
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+def write_files(
+    checkpoint: Path, weights: Mapping[str, Tensor], config: ModelConfig, tokenizer: Tokenizer, state: TrainingState
+) -> None:
+    """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
 
-
-def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file with the version of the format and wait until it is on the disk; OSError if that fails."""
-    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors and wait until they are on the disk; OSError if that fails."""
-    from safetensors import SafetensorError
+    Raises:
+        OSError, SafetensorError: if that fails.
+    """
     from safetensors.torch import save_file
 
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from None
-    synchronise(file)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / _WEIGHTS)
+    synchronise(checkpoint / _WEIGHTS)
+    _write_json(checkpoint / _MODEL, config.to_dict())
+    write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
+    _write_json(checkpoint / _TRAINING, vars(state))
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
+    _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
+    for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):
+        if folder.is_dir():
+            synchronise(folder)
 
 
-def digests(checkpoint: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint, by its path in the checkpoint."""
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != MANIFEST)
-    return {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")

@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = None
     try:
         if arguments == ["--version"]:
-            _print_version()
+            import torch
+
+            import lineartime
+
+            print(f"lineartime {lineartime.__version__}, torch {torch.__version__}")
             return 0
         _check(arguments)
         options = parse(arguments)
@@ -91,14 +95,6 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     import torch
 
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-
-
-def _print_version() -> None:
-    import torch
-
-    import lineartime
-
-    print(f"lineartime {lineartime.__version__}, torch {torch.__version__}")
 
 
 def _fail(message: str) -> int:

@@ -53,15 +53,15 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    sizes = {name: getattr(options, name) for name in ("context_length", "max_tokens", "batch_size")}
-    check_positive(**{name: size for name, size in sizes.items() if size is not None})
+    names = ("context_length", "max_tokens", "batch_size")
+    check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
     checkpoint = find_checkpoint(options.checkpoint)
     model = load(checkpoint, device)
     trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     corpus = load_corpus(options.data or trained.data)
-    # Of a corpus too large to be encoded, `max_tokens` encodes only what is measured on.
+    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
     bf16 = choose_precision(options.precision, device) == "bf16"
     length = options.context_length or trained.context_length

@@ -10,7 +10,7 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Table
 
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_comparison
@@ -63,7 +63,7 @@ def run(options: Options) -> None:
 
 
 def _draw(options: Options, runs: Sequence[RunSummary], problems: list[str]) -> Path | None:
-    """Draw the plot; one that nobody asked for may fail."""
+    """Draw the plot; without --plot, a failure is one of the problems to print, and no error."""
     if options.json and options.plot is None:
         return None
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
@@ -79,16 +79,10 @@ def _draw(options: Options, runs: Sequence[RunSummary], problems: list[str]) -> 
 def _print(runs: Sequence[RunSummary]) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     comparison = compare(runs, console.width)
-    columns = (
-        Column(
-            name,
-            justify="left" if name in ("run", "model", "data", "state") else "right",
-            no_wrap=name != "run",
-            overflow="fold",
-        )
-        for name in comparison.columns
-    )
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in comparison.columns:
+        words = name in ("run", "model", "data", "state")
+        table.add_column(name, justify="left" if words else "right", no_wrap=name != "run", overflow="fold")
     for row in zip(*comparison.columns.values(), strict=True):
         table.add_row(*row)
     console.print(table)

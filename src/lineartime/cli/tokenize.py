@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lineartime.data.corpora import load_corpus
 from lineartime.data.train_tokenizer import VOCAB_SIZE, Kind, train_tokenizer
-from lineartime.errors import ArgumentError, cannot
+from lineartime.errors import ArgumentError, reporting
 from lineartime.layers.checks import check_positive
 
 
@@ -33,11 +33,9 @@ def run(options: Options) -> None:
         check_positive(max_bytes=options.max_bytes)
     corpus = load_corpus(options.data)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
-    try:
+    with reporting("write", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(tokenizer.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise cannot("write", options.out, error) from None
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
         print(f"The text is too short for {options.vocab_size:,} tokens.")

@@ -28,12 +28,7 @@ class Options(TrainConfig):
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Train, then print the best checkpoint and draw the losses.
-
-    Args:
-        options: as read from the arguments.
-        arguments: the options as written, which are read again with the defaults of a recipe or of another run.
-    """
+    """Train, then print the best checkpoint and draw the losses; the arguments are read again with a recipe's defaults."""
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         options = tyro.cli(Options, prog="lineartime train", args=arguments, default=Options(**vars(defaults)))

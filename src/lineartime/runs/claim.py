@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import IO
 
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, reporting
 
 LOCK_FILE = ".lock"
 
@@ -22,14 +22,11 @@ def is_claimed(run: Path) -> bool:
 def claim(run: Path) -> IO[str]:
     """Lock a run's folder, created if missing, until the returned file is closed.
 
-    Raises:
-        LineartimeError: if another run is using the folder, or it cannot be written.
+    LineartimeError if another run is using the folder, or it cannot be written.
     """
-    try:
+    with reporting("write", run):
         run.mkdir(parents=True, exist_ok=True)
         file = (run / LOCK_FILE).open("w", encoding="utf-8")
-    except OSError as error:
-        raise cannot("write", run, error) from None
     try:
         import fcntl
     except ImportError:  # not a POSIX system: no lock

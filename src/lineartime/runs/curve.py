@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.data import load_corpus
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.errors import LineartimeError, missing_extra, reporting
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
 
@@ -19,21 +19,13 @@ _MOST_POINTS = 2000
 def draw_curve(run: Path, title: str | None = None) -> Path:
     """Draw the training and validation losses of a run into its folder and return the picture's path.
 
-    Args:
-        run: the run's folder.
-        title: above the picture; the default names the model and the text, as the run's record tells.
-
-    Raises:
-        LineartimeError: without matplotlib, or if a file cannot be read or written.
+    The default title names the model and the text. LineartimeError without matplotlib, or if a file cannot be read or written.
     """
-    figure_class = _figure_class("The loss curve")
-    try:
+    figure = _figure("The loss curve", 7, 4.2)
+    with reporting("read", run / METRICS_FILE):
         lines = read_metrics(run)
-    except OSError as error:
-        raise cannot("read", run / METRICS_FILE, error) from None
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
 
-    figure = figure_class(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     if training:
         steps, values = list(training), list(training.values())
@@ -43,8 +35,8 @@ def draw_curve(run: Path, title: str | None = None) -> Path:
         label = f"validation, {list(validation.values())[-1]:.3f} at the end"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
     axes.set(title=_title(run) if title is None else title, xlabel="step", ylabel="loss (nats per token)")
-    _round_numbers(axes)
     axes.grid(alpha=0.3)
+    _round_numbers(axes)
     if training or validation:
         axes.legend()
     return _save(figure, run / CURVE_FILE)
@@ -61,16 +53,10 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
 def draw_comparison(runs: Mapping[str, Sequence[Line]], file: Path) -> Path:
     """Draw the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
-    Args:
-        runs: the lines from `thinned`, by the run's name.
-        file: the picture to write.
-
-    Raises:
-        LineartimeError: without matplotlib, or if the file cannot be written.
+    `runs` has the lines from `thinned` by the run's name. LineartimeError without matplotlib, or if the file cannot be written.
     """
-    figure_class = _figure_class("A plot of runs")
     columns = 3
-    figure = figure_class(figsize=(13, 4.2 + 0.25 * -(-len(runs) // columns)), layout="constrained")
+    figure = _figure("A plot of runs", 13, 4.2 + 0.25 * -(-len(runs) // columns))
     longest = max((line.get("seconds", 0.0) for lines in runs.values() for line in lines), default=0.0)
     unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
     panels = (("step", "step", 1), ("tokens", "tokens", 1), ("seconds", f"{unit} of training", seconds))
@@ -97,8 +83,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Line]], file: Path) -> Path:
         low = min([*evaluations, *(line["loss"] for lines in runs.values() for line in lines if "loss" in line)])
         high = max(evaluations)
         first.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    title = f"validation loss; faint: training loss, mean of the last {AVERAGED} steps"
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(f"validation loss; faint: training loss, mean of the last {AVERAGED} steps", fontsize="medium")
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     return _save(figure, file)
 
@@ -113,12 +98,12 @@ def _title(run: Path) -> str:
     return f"{options.get('preset')} on {text}"
 
 
-def _figure_class(purpose: str) -> Any:
+def _figure(purpose: str, width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise missing_extra("matplotlib", "plot", purpose) from None
-    return Figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _round_numbers(axes: Any) -> None:
@@ -139,9 +124,8 @@ def counted(number: float) -> str:
 
 def _save(figure: Any, file: Path) -> Path:
     try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise cannot("write", file, error) from None
+        with reporting("write", file):
+            figure.savefig(file, dpi=150)
     except ValueError:  # matplotlib does not know the suffix
         raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.") from None
     return file

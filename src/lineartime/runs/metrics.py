@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lineartime.errors import cannot
+from lineartime.errors import reporting
 from lineartime.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,33 +34,29 @@ class MetricsLog:
 
     def __init__(self, run: Path, first_step: int) -> None:
         self._file = run / METRICS_FILE
-        try:
+        with reporting("write", self._file):
             run.mkdir(parents=True, exist_ok=True)
-            before = _drop_after(run, first_step)
+            kept = [line for line in read_metrics(run) if line["step"] <= first_step] if self._file.exists() else []
+            write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
             self._opened = self._file.open("a", encoding="utf-8")
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
-        self.tokens = int(_last(before, "tokens"))
-        self.skipped = int(_last(before, "skipped"))
-        self._begin = time.perf_counter() - _last(before, "seconds")  # the time between processes does not count
+        totals = {name: value for line in kept for name, value in line.items()}  # the last value of each name
+        self.tokens = int(totals.get("tokens", 0))
+        self.skipped = int(totals.get("skipped", 0))
+        self._begin = time.perf_counter() - totals.get("seconds", 0)  # the time between processes does not count
 
     def write(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
         """Append one line and return its numbers, without those that JSON cannot express: infinities and NaN."""
         totals = {"tokens": self.tokens, "seconds": round(time.perf_counter() - self._begin, 3)}
         finite = {name: value for name, value in {**numbers, **totals}.items() if math.isfinite(value)}
-        try:
+        with reporting("write", self._file):
             self._opened.write(json.dumps({"step": step, **finite}) + "\n")
             self._opened.flush()
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
         return finite
 
     def close(self) -> None:
         """Close the file."""
-        try:
+        with reporting("write", self._file):
             self._opened.close()
-        except OSError as error:
-            raise cannot("write", self._file, error) from None
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
@@ -96,18 +92,3 @@ def _parse(text: str) -> dict[str, float] | None:
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
         return None
     return {name: value for name, value in line.items() if isinstance(value, (int, float)) and math.isfinite(value)}
-
-
-def _drop_after(run: Path, step: int) -> list[dict[str, float]]:
-    """Keep only the lines of a run's metrics up to `step`, and return them."""
-    file = run / METRICS_FILE
-    if not file.exists():
-        return []
-    kept = [line for line in read_metrics(run) if line["step"] <= step]
-    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
-
-
-def _last(lines: list[dict[str, float]], name: str) -> float:
-    """The last value of a running total, or zero."""
-    return next((line[name] for line in reversed(lines) if name in line), 0)

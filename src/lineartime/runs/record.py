@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lineartime.checkpoint import list_checkpoints
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, reporting
 from lineartime.files import write_atomically
 from lineartime.machine import installed_version, processor_name
 
@@ -27,12 +27,7 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
     """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
 
     A run with checkpoints is being resumed: its record keeps the options it was started with, and gets an entry for this
-    process with the options that differ.
-
-    Args:
-        run: the run's folder.
-        config: all options, as values for JSON.
-        command: the arguments of the process, the program first.
+    process with the options that differ. `config` has all options as values for JSON, `command` the program and its arguments.
 
     Raises:
         LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
@@ -52,24 +47,17 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
             "git": _git(),
         }
     )
-    try:
+    with reporting("write", run / RECORD_FILE):
         run.mkdir(parents=True, exist_ok=True)
         write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise cannot("write", run / RECORD_FILE, error) from None
 
 
 def read_record(run: Path) -> dict[str, Any]:
-    """The record that `write_record` wrote: "options", "seed" and "processes", the first of which started the run.
-
-    Raises:
-        LineartimeError: if the file is missing or damaged.
-    """
+    """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
     file = run / RECORD_FILE
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot("read", file, error) from None
+        with reporting("read", file):
+            record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     fields = (("options", dict), ("processes", list))

@@ -71,7 +71,7 @@ class Reporter(NullReporter):
     Args:
         run: the run's folder.
         first_step: steps taken before; recorded metrics of later steps are dropped.
-        steps: of the whole run.
+        steps: steps of the whole run.
         trackers: of "tensorboard", "wandb", "trackio".
         record: the run's options, for trackers that show them.
 

@@ -134,7 +134,7 @@ def _largest(lines: list[dict[str, float]], name: str) -> float | None:
 
 
 def _waiting(lines: list[dict[str, float]]) -> float | None:
-    """The share of time over all steps; a step's time is inverse to its speed, as all have the same number of tokens."""
+    """The share of time over all steps; steps have equal numbers of tokens, so the time of each is the inverse of its speed."""
     steps = [line for line in lines if "waiting" in line and line.get("tokens_per_second", 0) > 0]
     if not steps:
         return None

@@ -14,7 +14,7 @@ from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
 """The most columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "tensorboard", "trackers")
+_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _PADDING = 2
 """The width of a column beside its text."""
@@ -103,10 +103,6 @@ def _steps(run: RunSummary) -> str:
     return f"{run.step:,}" + (f"/{steps:,}" if isinstance(steps, int) else "")
 
 
-def _state(run: RunSummary) -> str:
-    return f"silent {_duration(run.silent_seconds)}" if run.state == "silent" else run.state
-
-
 def _duration(seconds: float) -> str:
     """A time in its two largest units."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -136,7 +132,7 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "time": lambda run: "-" if run.seconds is None else _duration(run.seconds),
     "waiting": lambda run: _number(".1%", run.waiting),
     "skipped": lambda run: f"{run.skipped:,}" if run.skipped else "-",
-    "state": _state,
+    "state": lambda run: f"silent {_duration(run.silent_seconds)}" if run.state == "silent" else run.state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
 # The order in which columns give way on a narrow screen; options that differ go in between.

@@ -49,18 +49,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Several trackers as one; those that fail are dropped.
+    """Several trackers as one; those that fail are dropped, and `say` tells the user.
 
-    Args:
-        names: of "tensorboard", "wandb", "trackio".
-        run: the run's folder, which exists.
-        first_step: steps taken before; above 0, the trackers resume their run too.
-        options: the run's options, for trackers that show them.
-        say: prints a line for the user.
+    After a `first_step` above 0, the trackers resume their run too. The run's folder must exist.
 
     Raises:
-        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run; one that cannot resume a run is
-            dropped.
+        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run.
     """
 
     def __init__(
@@ -71,7 +65,8 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             try:
-                self._trackers[name] = _start(name, run, first_step, options)
+                with redirect_stdout(sys.stderr):  # standard output is for results
+                    self._trackers[name] = _start(name, run, first_step, options)
             except Exception as error:  # a foreign package may raise anything
                 if first_step == 0:
                     raise LineartimeError(
@@ -85,7 +80,8 @@ class Trackers:
 
     def close(self) -> None:
         """Finish every tracker."""
-        self._each(lambda tracker: tracker.close())
+        with redirect_stdout(sys.stderr):
+            self._each(lambda tracker: tracker.close())
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -108,8 +104,7 @@ def _reason(error: Exception) -> str:
 def _start(name: str, run: Path, first_step: int, options: Mapping[str, Any]) -> Tracker:
     if name == "tensorboard":
         return TensorBoard(run / "tensorboard", first_step)
-    identity = _identity(run, first_step)
-    return (WandB if name == "wandb" else Trackio)(run, identity, options)
+    return (WandB if name == "wandb" else Trackio)(run, _identity(run, first_step), options)
 
 
 def _identity(run: Path, first_step: int) -> str:
@@ -157,16 +152,15 @@ class WandB:
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import wandb
 
-        with redirect_stdout(sys.stderr):  # standard output is for results
-            self._run: Any = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                id=identity,
-                name=run.absolute().name,
-                dir=str(run.absolute()),
-                config=dict(options),
-                resume="allow",
-                settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
-            )
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=identity,
+            name=run.absolute().name,
+            dir=str(run.absolute()),
+            config=dict(options),
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
+        )
         # W&B's own step never decreases; this axis may, when a killed run resumes from an earlier checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -177,8 +171,7 @@ class WandB:
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
+        self._run.finish()
 
 
 class Trackio:
@@ -188,15 +181,9 @@ class Trackio:
         import trackio
 
         self._finish: Callable[[], None] = trackio.finish
-        with redirect_stdout(sys.stderr):  # standard output is for results
-            # trackio identifies runs by name alone, and folders of several runs may share one.
-            self._run: Any = trackio.init(
-                project=PROJECT,
-                name=f"{run.absolute().name}-{identity}",
-                config=dict(options),
-                resume="allow",
-                embed=False,
-            )
+        # trackio identifies runs by name alone, and folders of several runs may share one.
+        name = f"{run.absolute().name}-{identity}"
+        self._run: Any = trackio.init(project=PROJECT, name=name, config=dict(options), resume="allow", embed=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue numbers for trackio's own thread."""
@@ -204,5 +191,4 @@ class Trackio:
 
     def close(self) -> None:
         """Wait until everything is written."""
-        with redirect_stdout(sys.stderr):
-            self._finish()  # the package's, since it calls the run's own again at exit
+        self._finish()  # the package's, since it calls the run's own again at exit

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -228,10 +228,8 @@ def _read(item: str) -> tuple[str, Any]:
     if text.lower() in words:
         return name, words[text.lower()]
     for convert in (int, float):
-        try:
+        with suppress(ValueError):
             return name, convert(text)
-        except ValueError:
-            continue
     return name, text
 
 

@@ -65,11 +65,10 @@ class World:
 
     def sum(self, *values: float) -> list[float]:
         """Each of these numbers, summed over all processes."""
-        if self.size == 1:
-            return [float(value) for value in values]
         totals = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(totals)
-        return [float(total) for total in totals]
+        if self.size > 1:
+            dist.all_reduce(totals)
+        return list(map(float, totals))
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -93,18 +92,16 @@ class World:
             raise ReportedError(failures[speaker])
 
     def said_once(self, error: LineartimeError) -> LineartimeError:
-        """An error that all processes have found alike, to be raised: only the main process reports it."""
+        """The error to raise where all processes find the same one: only the main process reports it."""
         return error if self.is_main else ReportedError(str(error))
 
     def share(self, make: Callable[[], Result]) -> Result:
         """The value that the main process makes, in all processes; if it raises, all fail together."""
-        made: list[Any] = [None]
+        made: Any = None
         with self.failing_together():
             if self.is_main:
-                made = [make()]
-        if self.size > 1:
-            dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-        value: Result = made[0]
+                made = make()
+        value: Result = self.gather(made)[0]
         return value
 
     def gather(self, value: Result) -> list[Result]:

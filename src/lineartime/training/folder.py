@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.runs.claim import LOCK_FILE, claim
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -18,7 +18,12 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
     run = config.run_directory
     lock = None
     with world.failing_together():
-        _check_usable(config)
+        if checkpoints.is_checkpoint(run):
+            raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
+        if run.exists() and not run.is_dir():
+            raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
+        if config.resume and not run.exists():
+            checkpoints.last_checkpoint(run)  # raises: there is none
         if world.is_main:
             lock = claim(run)
     try:
@@ -29,16 +34,6 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
             if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
                 (run / LOCK_FILE).unlink()
                 run.rmdir()
-
-
-def _check_usable(config: TrainConfig) -> None:
-    run = config.run_directory
-    if checkpoints.is_checkpoint(run):
-        raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
-    if run.exists() and not run.is_dir():
-        raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
-    if config.resume and not run.exists():
-        checkpoints.last_checkpoint(run)  # raises: there is none
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
@@ -60,9 +55,12 @@ def check_shared(run: Path, world: World) -> None:
     """Raise LineartimeError unless all processes see the same folder: each writes its part of a checkpoint there."""
     if world.size == 1:
         return
-    sign = run / f".seen-by-all-{os.getpid()}"
-    name = world.share(lambda: _leave(sign))
-    [missing] = world.sum(not (run / name).exists())
+    sign = run / world.share(lambda: f".seen-by-all-{os.getpid()}")
+    with world.failing_together(), reporting("write", run):
+        if world.is_main:
+            run.mkdir(parents=True, exist_ok=True)
+            sign.touch()
+    [missing] = world.sum(not sign.exists())
     if world.is_main:
         sign.unlink(missing_ok=True)
     if missing:
@@ -73,12 +71,3 @@ def check_shared(run: Path, world: World) -> None:
                 "disk that all machines share.",
             )
         )
-
-
-def _leave(sign: Path) -> str:
-    try:
-        sign.parent.mkdir(parents=True, exist_ok=True)
-        sign.touch()
-    except OSError as error:
-        raise cannot("write", sign.parent, error) from None
-    return sign.name

@@ -31,7 +31,7 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
             missing = [other for other in missing if not store.check([f"here/{other}"])]
             if missing:
                 time.sleep(0.02)
-    except (RuntimeError, dist.DistError):  # the store went with the process that served it
+    except (RuntimeError, dist.DistError):  # the process that served the store is lost
         missing = [0]
     if missing:
         raise LineartimeError(
@@ -45,7 +45,7 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> Iterator[None]:
     """Send heartbeats, and turn a failed exchange into a LineartimeError that names the lost process."""
     ended = threading.Event()
-    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits blocks the store for others
+    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits in a store blocks all others that use it
     threading.Thread(target=_beat, args=(pulse, rank, ended), daemon=True).start()
     try:
         yield
@@ -66,9 +66,8 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
 
 def _connect(rank: int, size: int, timeout: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = (
-        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # otherwise torchrun does, which outlives all
+    # torchrun, which outlives all processes, serves the store if it can.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         if not serves:
             _wait_for_server(host, port, timeout)
@@ -101,7 +100,7 @@ def _beat(store: dist.Store, rank: int, ended: threading.Event) -> None:
     try:
         while not ended.wait(_BEAT_SECONDS):
             store.add(f"beat/{rank}", 1)
-    except (RuntimeError, dist.DistError):  # the store is gone, and its next user reports that
+    except (RuntimeError, dist.DistError):  # the store is gone; whoever uses it next reports that
         return
 
 
@@ -115,7 +114,7 @@ def _silent(store: dist.Store, rank: int, size: int) -> list[int]:
             time.sleep(_BEAT_SECONDS / 2)
             others = [other for other in others if store.add(f"beat/{other}", 0) == before[other]]
     except (RuntimeError, dist.DistError):
-        return [0] if rank else []  # the store went with the process that served it
+        return [0] if rank else []  # the process that served the store is lost
     return others
 
 

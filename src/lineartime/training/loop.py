@@ -52,7 +52,7 @@ def train(config: TrainConfig | None = None, left_out: TrainConfig | None = None
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     with together as world, claimed(config, world):
-        # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
+        # Keep no reference to the trainer: destroying the process group before it is freed can deadlock (`join_world`).
         return prepare(config, world, left_out).run()
 
 
@@ -75,20 +75,15 @@ def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConf
 class Trainer:
     """A model, its optimiser and its text, and the steps taken so far.
 
-    Args:
-        setup: what the run is made of.
-        world: the processes of the run.
-        start: the checkpoint to resume from; its weights are in the model already.
-        notes: what to tell the user first.
+    The weights of `start`, the checkpoint to resume from, are in the model already. `notes` are told to the user first.
     """
 
     def __init__(self, setup: Setup, world: World, start: Path | None = None, notes: Sequence[str] = ()) -> None:
         self.config = config = setup.config
+        self.setup = setup
         self.world = world
-        self.device = setup.device
         self.model = setup.model
         self.text = setup.text
-        self.tokens_per_step = setup.tokens_per_step
         self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
         self.optimizer = build_optimizer(self.model, config)
         self.writer = CheckpointWriter(config.run_directory, self.model, self.optimizer, setup.tokenizer, world)
@@ -98,9 +93,7 @@ class Trainer:
         self._validation_loss: float | None = None  # at the current step
         self.resumed = start is not None
         with world.failing_together():
-            self.validation = Validation(
-                self.parallel.objective, self.text.validation, setup.tokenizer, config, world, setup.slice_unit
-            )
+            self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
         self.notes = [*notes, setup.summary(world)]
@@ -165,9 +158,9 @@ class Trainer:
         start = time.perf_counter()
         batches = self.text.loader.next_step()
         waiting = time.perf_counter() - start
-        gradient = compute_gradient(self.parallel, batches, self.step, self.config, self.world, self.device)
-        flags = (not gradient.is_finite, self.writer.failed, stop.requested)
-        loss_sum, infinite, failed, stopped = self.world.sum(gradient.loss, *flags)
+        gradient = compute_gradient(self.parallel, batches, self.step, self.config, self.world, self.setup.device)
+        finite = math.isfinite(gradient.loss) and math.isfinite(gradient.norm)
+        loss_sum, infinite, failed, stopped = self.world.sum(gradient.loss, not finite, self.writer.failed, stop.requested)
         if failed:
             self.writer.finish()  # raises the error
         loss, rate = loss_sum / gradient.targets, learning_rate(self.step, self.config)
@@ -181,7 +174,7 @@ class Trainer:
                 group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        report.step(self.step, StepMetrics(loss, rate, gradient.norm, self.tokens_per_step, waiting, self.skipped))
+        report.step(self.step, StepMetrics(loss, rate, gradient.norm, self.setup.tokens_per_step, waiting, self.skipped))
         return stopped > 0
 
     def _skip(self, loss: float, report: NullReporter) -> None:

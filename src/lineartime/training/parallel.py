@@ -7,7 +7,7 @@ differentiates its own mean.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,7 @@ from lineartime.training.distributed import World
 class Objective(nn.Module):
     """The sum of a model's losses as the forward pass of a module, which DDP and FSDP wrap.
 
-    Args:
-        model: the model.
-        group: the processes that share each sequence, if several do.
-
-    Raises:
-        ArgumentError: for a group and a model other than FLASH.
+    `group` is the processes that share each sequence, if several do; ArgumentError for a group and a model other than FLASH.
     """
 
     def __init__(self, model: LanguageModel, group: dist.ProcessGroup | None = None) -> None:
@@ -116,11 +111,8 @@ class Replicated(Parallel):
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Exchange gradients in the backward pass of the last micro-batch only."""
-        if last:
+        with nullcontext() if last else self._engine.no_sync():
             yield
-        else:
-            with self._engine.no_sync():
-                yield
 
 
 class Sharded(Parallel):

@@ -22,8 +22,6 @@ _MAY_CHANGE = (
     "timeout",
     "track",
     "cache",
-    "out",
-    "resume",
     "max_skipped",
 )
 """Options that may differ when a run is resumed: it may have moved to other or more machines."""
@@ -41,15 +39,9 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 
 
 def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
-    """The options of a resumed run: its own, and the given ones where they may differ.
+    """The options of a resumed run: those it was `started` with, and those `asked` for where they may differ.
 
-    Args:
-        asked: the options now.
-        started: the options of the run.
-        left_out: the value of each option that was not given now.
-
-    Raises:
-        ArgumentError: if an option was given, differs from the run's and must not.
+    `left_out` has the value of each option that was not given now. ArgumentError if a given option differs and must not.
     """
     values = {}
     for field in dataclasses.fields(TrainConfig):
@@ -66,14 +58,11 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
 
 
 def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
-    """The given options, completed by the defaults that `resume`, `like` or `recipe` call for.
+    """The given options, completed by the defaults that `resume`, `like` or `recipe` call for; and these defaults.
 
     Args:
         config: the given options on the usual defaults.
         reparse: puts them on other defaults.
-
-    Returns:
-        The options, and their values if none had been given.
 
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
-from lineartime.checkpoint.format import MANIFEST, OPTIMIZER_FOLDER, digests, hidden, write_json, write_tensors
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import LineartimeError, cannot
-from lineartime.files import synchronise, write_synchronised
+from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
+from lineartime.data import Tokenizer
+from lineartime.errors import reporting
+from lineartime.files import synchronise
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
 
@@ -53,17 +54,14 @@ class CheckpointWriter:
         return self._error is not None
 
     def begin(self, state: TrainingState) -> None:
-        """Copy the contents of a checkpoint, and write it while the caller continues.
-
-        Raises:
-            LineartimeError: as `finish`, for the previous checkpoint.
-        """
+        """Copy the contents of a checkpoint, and write it while the caller continues; raises as `finish` for the one before."""
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
-        with self._world.failing_together():
+        with self._world.failing_together(), self._reporting(target):
             if self._world.is_main:
-                self._prepare(partial, target)
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
         weights = _whole(self._model.state_dict(), keep=self._world.is_main)
         writing = self._write_moments(partial)
         self._target = target
@@ -71,20 +69,16 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk.
-
-        Raises:
-            LineartimeError: if it could not be written; the run's other checkpoints stay as they are.
-        """
+        """Wait until the checkpoint is on disk; LineartimeError if it could not be written. Other checkpoints stay."""
         if self._thread is None or self._target is None:
             return
         self.wait()
         self._thread = None
         error, self._error = self._error, None
         try:
-            with self._world.failing_together():
+            with self._world.failing_together(), self._reporting(self._target):
                 if error is not None:
-                    raise self._cannot_write(self._target, error) if isinstance(error, OSError) else error
+                    raise error
         except Exception:
             if self._world.is_main:
                 shutil.rmtree(hidden(self._target), ignore_errors=True)
@@ -95,16 +89,9 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _prepare(self, partial: Path, target: Path) -> None:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise self._cannot_write(target, error) from None
-
-    def _cannot_write(self, target: Path, error: OSError) -> LineartimeError:
+    def _reporting(self, target: Path) -> AbstractContextManager[None]:
         then = "resume the run (resume=True)" if list_checkpoints(self._run) else "train again"
-        return cannot("write", f"the checkpoint {target}", error, then)
+        return reporting("write", f"the checkpoint {target}", then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
         moments = _moments(self._model, self._optimizer.state)
@@ -112,12 +99,8 @@ class CheckpointWriter:
             return None
         dcp = _engine()
         writer = dcp.HuggingFaceStorageWriter(str(partial / OPTIMIZER_FOLDER), save_distributed=True)
-        future = dcp.async_save(
-            moments,
-            storage_writer=writer,
-            process_group=self._world.checkpoint_group,
-            no_dist=self._world.size == 1,
-        )
+        group, alone = self._world.checkpoint_group, self._world.size == 1
+        future = dcp.async_save(moments, storage_writer=writer, process_group=group, no_dist=alone)
         assert isinstance(future, Future)
         return future
 
@@ -130,14 +113,7 @@ class CheckpointWriter:
                 writing.result()
             if not self._world.is_main:
                 return
-            write_tensors(partial / "model.safetensors", weights)
-            write_json(partial / "model.json", self._model.config.to_dict())
-            write_synchronised(partial / TOKENIZER_FILE, self._tokenizer.to_json())
-            write_json(partial / "training.json", state.to_dict())
-            write_json(partial / MANIFEST, digests(partial))
-            for folder in (partial / OPTIMIZER_FOLDER, partial):
-                if folder.is_dir():
-                    synchronise(folder)
+            write_files(partial, weights, self._model.config, self._tokenizer, state)
             partial.rename(target)
             synchronise(self._run)
         except BaseException as error:  # `finish` raises it in the main thread
@@ -157,15 +133,12 @@ def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             "step": torch.tensor(float(step), device=parameter.device),
             **{name: torch.zeros_like(parameter) for name in _MOMENTS},
         }
-    dcp.load(
-        _moments(model, optimizer.state),
-        storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-        no_dist=world.size == 1,
-    )
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load(_moments(model, optimizer.state), storage_reader=reader, no_dist=world.size == 1)
 
 
 def _engine() -> Any:
-    """torch.distributed.checkpoint: slow to import, and it warns single processes, for which it is used on purpose."""
+    """torch.distributed.checkpoint, imported late because it is slow, without its warning that there is one process."""
     from torch.distributed import checkpoint as dcp
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -174,12 +147,12 @@ def _engine() -> Any:
 
 def _moments(model: nn.Module, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """The optimiser's moments by the name of their parameter."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for moment in _MOMENTS:
-            if moment in state.get(parameter, {}):
-                tensors[f"{moment}.{name}"] = state[parameter][moment]
-    return tensors
+    return {
+        f"{moment}.{name}": state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        for moment in _MOMENTS
+        if moment in state.get(parameter, {})
+    }
 
 
 def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
@@ -193,7 +166,8 @@ def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The cause of an error of torch.distributed.checkpoint, which wraps the errors of all processes."""
+    """The system's error behind one of torch.distributed.checkpoint or safetensors, which wrap it."""
+    from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
@@ -203,4 +177,4 @@ def _cause(error: BaseException) -> BaseException:
         number = re.search(r"os error (\d+)", str(error))
         if number:
             return OSError(int(number[1]), os.strerror(int(number[1])))
-    return error
+    return OSError(str(error)) if isinstance(error, SafetensorError) else error

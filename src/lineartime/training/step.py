@@ -54,11 +54,6 @@ class Gradient:
     targets: float
     norm: float
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and norm are finite numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
 
 def compute_gradient(
     parallel: Parallel, batches: Sequence[Batch], step: int, config: TrainConfig, world: World, device: torch.device
@@ -68,7 +63,9 @@ def compute_gradient(
     [targets] = world.sum(own_targets / world.context_parallel)  # processes that share a sequence have the same batches
     targets = max(1.0, targets)
     weight = parallel.loss_weight(own_targets, targets)
-    torch.manual_seed(_dropout_seed(config.seed, step, world.rank))
+    # The seed of dropout is derived from the step, so that checkpoints need not store a state.
+    seed = np.random.SeedSequence((config.seed, step, world.rank)).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    torch.manual_seed(int(seed))
     total = 0.0
     for index, batch in enumerate(batches):
         with parallel.accumulate(last=index == len(batches) - 1):
@@ -77,8 +74,3 @@ def compute_gradient(
             (loss * weight).backward()
         total += float(loss.detach())
     return Gradient(total, targets, parallel.clip(config.clip_norm or math.inf))
-
-
-def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a step's random numbers in the model; derived, so that checkpoints need not store a state."""
-    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

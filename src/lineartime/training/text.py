@@ -20,19 +20,13 @@ from lineartime.training.config import TrainConfig
 
 
 class Text:
-    """The text of a run, encoded (unless it is streamed) and ready to be read.
-
-    Args:
-        corpus: the source of the text.
-        tokenizer: encodes it.
-        config: the run's options.
-        rows: this process's share of each step.
-        cache: the folder for encoded text.
+    """The text of a run, encoded (unless it is streamed) and ready to be read; `rows` are this process's share of a step.
 
     Attributes:
         loader: of training text.
         validation: held-out text.
-        is_lossy: whether decoding the tokens does not restore the text, so that losses per byte and per word leave some out.
+        is_lossy: whether decoding its tokens does not restore the beginning of the held-out text, up to whitespace at its
+            ends; losses per byte and per word then leave some of it out.
         name: a description of the training text.
         identity: a description that changes with the training text, but not with its path.
 
@@ -48,7 +42,8 @@ class Text:
                 f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or "
                 "a folder with files named train... and valid..."
             )
-        self.is_lossy = _is_lossy(tokenizer, corpus)
+        sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
+        self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         if config.streaming:
             loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes)
@@ -65,9 +60,3 @@ class Text:
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
         return bits_per_byte(loss, len(self.validation), self.validation.n_bytes) if self._causal else None
-
-
-def _is_lossy(tokenizer: Tokenizer, corpus: Corpus) -> bool:
-    """Whether decoding its tokens does not restore the beginning of the held-out text, up to whitespace at the ends."""
-    sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
-    return tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
