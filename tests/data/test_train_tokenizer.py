@@ -156,6 +156,6 @@ def test_the_command_says_when_there_was_too_little_text(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "t.json"), "--vocab-size", "31000"]) == 0
-    assert "There was too little text for 31,000 tokens." in capsys.readouterr().out
+    assert "The text is too short for 31,000 tokens." in capsys.readouterr().out
     assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "u.json"), "--max-bytes", "0"]) == 1
     assert "--max-bytes is 0" in capsys.readouterr().err
