@@ -58,59 +58,36 @@ def run_benchmark(config: BenchConfig) -> None:
         finally:
             results.save()
             write_report(results)
-            _draw(results, quality, progress)
+            try:
+                draw_plots(results, quality)
+            except LineartimeError as error:
+                progress.say(f"no plots: {error}")
     print_results(results)
     print(f"results: {folder}")
 
 
-def _draw(results: Results, quality: dict[str, float], progress: "_Progress") -> None:
-    try:
-        draw_plots(results, quality)
-    except LineartimeError as error:
-        progress.say(f"no plots: {error}")
-
-
-class _Progress:
+class _Progress(Progress):
     """A progress bar on standard error, or a line for each case if that is not a terminal."""
 
     def __init__(self, plan: Plan) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        console = Console(stderr=True, highlight=False, markup=False)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
-    def doing(self, case: Case, what: str) -> None:
+    def doing(self, entry: Entry, what: str) -> None:
         """Show the current activity."""
-        self._bar.update(self._task, description=f"{title(case)}: {what}")
+        self.update(self._task, description=f"{entry.case}: {entry.subject}, {what}")
 
     def done(self, case: Case, subjects: Sequence[Subject]) -> None:
         """Count the subjects of a case as measured."""
-        self._bar.advance(self._task, len(subjects))
-        if not self._console.is_terminal:
-            self.say(f"measured {title(case)}")
-
-
-def title(case: Case) -> str:
-    """What a case measures, in words."""
-    return f"{case.measure} {'at' if case.measure == 'decode' else 'of'} {case.length:,} in {case.dtype}"
+        self.advance(self._task, len(subjects))
+        if not self.console.is_terminal:
+            self.say(f"measured {case}")
 
 
 @contextmanager
@@ -176,13 +153,13 @@ class _Run:
                 self._failed(entry, seconds)
             else:
                 entry.seconds.append(seconds)
-                self._progress.doing(entry.case, f"{entry.subject}, round {len(entry.seconds)}")
+                self._progress.doing(entry, f"round {len(entry.seconds)}")
         steps.clear()
         forget(self._device)
 
     def _warm(self, entry: Entry) -> Callable[[], object] | None:
         """A step that is ready to be timed, and in the entry how often to call it; None if the step fails."""
-        self._progress.doing(entry.case, f"{entry.subject}, warming up")
+        self._progress.doing(entry, "warming up")
         try:
             ready = prepare(entry.subject, entry.case, self._device)
             entry.state_bytes = ready.state_bytes
@@ -205,13 +182,13 @@ class _Run:
         release(self._device)
 
     def _memory_in_process(self, entry: Entry) -> None:
-        self._progress.doing(entry.case, f"{entry.subject}, memory")
+        self._progress.doing(entry, "memory")
         try:
             entry.memory = memory.in_process(entry.subject, entry.case)
         except memory.OutOfMemoryError:
             entry.problem = OUT_OF_MEMORY
         except RuntimeError as error:
-            self._progress.say(f"{title(entry.case)}: no memory of {entry.subject}: {error}")
+            self._progress.say(f"{entry.case}: no memory of {entry.subject}: {error}")
 
     def _flops_per_token(self, subject: Subject, case: Case) -> float | None:
         """Operations of the model for a token; a backward pass has twice those of a forward pass."""

@@ -1,8 +1,8 @@
 """The options of a benchmark, and the plan that follows from them."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,8 @@ class BenchConfig:
     def folder(self) -> Path:
         """Where the results go; LineartimeError if `out` holds results already."""
         if self.out is None:
-            number, folder = 1, FOLDER
-            while folder.exists():
-                number += 1
-                folder = FOLDER.with_name(f"{FOLDER.name}-{number}")
-            return folder
+            folders = chain([FOLDER], (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2)))
+            return next(folder for folder in folders if not folder.exists())
         if self.out.exists() and not self.out.is_dir():
             raise ArgumentError("out", f"is {self.out}, which is a file: give a folder.")
         if (self.out / RESULTS_FILE).exists():
@@ -197,20 +194,18 @@ class BenchConfig:
     def _check_lengths(self, preset: str, config: ModelConfig) -> None:
         """Raise ArgumentError for a length that the model cannot read."""
         longest = config.longest_sequence
-        if longest is None:
-            return
-        read: list[tuple[str, Sequence[int]]] = []
-        if set(self.measure) - {"decode"}:
-            read.append(("context_lengths", self.context_lengths))
-        if "decode" in self.measure:
-            read.append(("positions", [position + 1 for position in self.positions]))
-        for name, lengths in read:
-            if max(lengths) > longest:
+        at_once, decode = set(self.measure) - {"decode"}, "decode" in self.measure
+        read = {
+            "context_lengths": max(self.context_lengths) if at_once else 0,
+            "positions": max(self.positions) + 1 if decode else 0,
+        }
+        for name, length in read.items():
+            if longest is not None and length > longest:
                 field = "max_positions" if longest == config.max_positions else "max_length"
                 raise ArgumentError(
                     name,
-                    f"make {preset} read {max(lengths)} tokens, but it reads at most {longest}: use shorter ones, or override "
-                    f"{field}={max(lengths)}.",
+                    f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or override "
+                    f"{field}={length}.",
                 )
 
     def _subjects(self, measure: Measure, configs: dict[str, ModelConfig], device: torch.device) -> tuple[Subject, ...]:

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,6 @@ class Results:
 
     def _entry_dict(self, entry: Entry) -> dict[str, Any]:
         first = self.first_of(entry.case)
-        memory = entry.memory
         return {
             **asdict(entry.case),
             "tokens": entry.case.tokens,
@@ -146,9 +145,7 @@ class Results:
             "ratio_to_first": None if first is None else entry.ratio(first),
             "flops_per_token": entry.flops_per_token,
             "use_of_peak": self.use_of_peak(entry),
-            "peak_bytes": None if memory is None else memory.peak,
-            "weights_bytes": None if memory is None else memory.weights,
-            "gradients_bytes": None if memory is None else memory.gradients,
+            **{f"{part.name}_bytes": getattr(entry.memory, part.name, None) for part in fields(Memory)},
             "state_bytes": entry.state_bytes,
             "first_seconds": entry.first_seconds,
             "compile_seconds": entry.compile_seconds,

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, V vocabulary.
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,9 @@ class Case:
     length: int
     dtype: Dtype
     batch: int
+
+    def __str__(self) -> str:
+        return f"{self.measure} {'at' if self.measure == 'decode' else 'of'} {self.length:,} in {self.dtype}"
 
     @property
     def tokens(self) -> int:
@@ -95,8 +99,9 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         assert isinstance(model, CausalLM)
         return _streaming(model, case, ids, bf16)
     if subject.mode == "compiled":
-        _compile(model)
-    loss = _loss_of(model)
+        compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
+        compile_model()
+    loss = model.loss if isinstance(model, LanguageModel) else partial(_cross_entropy, model)
 
     def train() -> None:
         model.zero_grad()
@@ -112,26 +117,9 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
     return Ready(model, train if case.measure == "train" else forward)
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _loss_of(model: nn.Module) -> Loss:
-    """The mean loss of targets [B, T] in nats: of our models, as in training; of a peer, from its logits."""
-    if isinstance(model, LanguageModel):
-        return model.loss
-
-    def cross_entropy(ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
-
-    return cross_entropy
-
-
-def _compile(model: nn.Module) -> None:
-    """Compile a model in place: our models block by block, as in training, and a peer as a whole."""
-    if isinstance(model, LanguageModel):
-        model.compile_blocks()
-    else:
-        model.compile()
+def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of targets [B, T] in nats, for a peer."""
+    return F.cross_entropy(peer(ids).float().flatten(0, 1), targets.flatten())
 
 
 def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
