@@ -105,7 +105,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
                     with lzma.LZMAFile(raw) as stream:
                         yield stream
                 case ".zst":
-                    yield io.BufferedReader(_Zstandard(raw, path), BLOCK)
+                    yield io.BufferedReader(_Reader(_zstandard(raw, path)), BLOCK)
                 case ".zip":
                     with zipfile.ZipFile(raw) as archive:
                         names = archive.namelist()
@@ -126,42 +126,38 @@ def _damaged(path: Path, error: Exception) -> LineartimeError:
     return LineartimeError(f"{path} is damaged or cut off ({reason}): fetch it again, or leave it out.")
 
 
-class _Zstandard(io.RawIOBase):
-    """A reader that notices files that are cut off, as the zstandard package's own does not."""
-
-    _AT_ONCE = 1 << 14  # compressed bytes; few, because they may expand by a factor of thousands
-
-    def __init__(self, raw: IO[bytes], path: Path) -> None:
+def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame, and notice a file that is cut off, as the zstandard package's own reader does not."""
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_extra("zstandard", "data", f"Reading {path}") from None
+    frame: Any = None
+    compressed = b""
+    while compressed := compressed or raw.read(1 << 14):  # few, because they may expand by a factor of thousands
+        frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         try:
-            import zstandard
-        except ImportError:
-            raise missing_extra("zstandard", "data", f"Reading {path}") from None
-        self._library: Any = zstandard
-        self._raw = raw
-        self._frame: Any = None
-        self._compressed = b""
+            yield frame.decompress(compressed)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
+        compressed = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends within a frame")
+
+
+class _Reader(io.RawIOBase):
+    """Blocks of bytes, of which empty ones are skipped, as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = filter(None, blocks)
         self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._raw.read(self._AT_ONCE)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = self._frame.decompress(self._compressed)
-            except self._library.ZstdError as error:
-                raise EOFError(str(error)) from None
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = None
+        self._ready = self._ready or next(self._blocks, b"")
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
