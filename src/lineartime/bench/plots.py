@@ -27,12 +27,12 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise missing_extra("matplotlib", "plot", "A plot") from None
-    timed = [entry for entry in results.finished if entry.median is not None]
-    at_once = [entry for entry in timed if entry.case.measure in AT_ONCE]
+    at_once = [entry for entry in results.finished if entry.case.measure in AT_ONCE and entry.median is not None]
+    decode = [entry for entry in results.finished if entry.case.measure == "decode"]
     plots: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
         ("latency", at_once, "tokens of context", "µs per token", _microseconds),
         ("memory", results.finished, "tokens of context", "MB of a step, above the weights", _megabytes),
-        ("decode", [e for e in timed if e.case.measure == "decode"], "tokens read before", "ms per token", _milliseconds),
+        ("decode", decode, "tokens read before", "ms per token", _milliseconds),
     ]
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(e.subject.name for e in results.finished))}
     files = []
@@ -40,10 +40,8 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         shown = [entry for entry in entries if value(entry) is not None]
         if shown:
             files.append(_by_length(results.folder / f"{name}.png", shown, x, y, value, colours))
-    if quality:
-        costs = _costs(at_once, quality)
-        if costs:
-            files.append(_pareto(results.folder / "pareto.png", costs, quality, colours))
+    if costs := _costs(at_once, quality):
+        files.append(_pareto(results.folder / "pareto.png", costs, quality, colours))
     return files
 
 
@@ -85,8 +83,7 @@ def _by_length(
                 colour = colours[subject.name]
                 (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
         modes = " and ".join(dict.fromkeys(entry.subject.mode for entry in shown))
-        lengths = sorted({entry.case.length for entry in shown})
-        _logarithmic(axes, lengths, marks)
+        _logarithmic(axes, sorted({entry.case.length for entry in shown}), marks)
         axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
         axes.yaxis.set_tick_params(labelleft=True)
     for row in grid:
@@ -121,16 +118,14 @@ def round_marks(values: Sequence[float]) -> list[float]:
 
 def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
     """The µs per token of every preset of known quality in its fastest mode, by the title of a panel."""
-    measures = [measure for measure in AT_ONCE if any(entry.case.measure == measure for entry in entries)]
-    costs: dict[str, dict[str, float]] = {}
-    if not measures:
-        return {}
-    chosen = [entry for entry in entries if entry.case.measure == measures[0] and entry.subject.name in quality]
+    measure = min((entry.case.measure for entry in entries), key=AT_ONCE.index, default=AT_ONCE[0])
+    chosen = [entry for entry in entries if entry.case.measure == measure and entry.subject.name in quality]
     longest = max((entry.case.length for entry in chosen), default=0)
+    costs: dict[str, dict[str, float]] = {}
     for entry in chosen:
         cost = _microseconds(entry)
         if entry.case.length == longest and cost is not None:
-            panel = costs.setdefault(f"{measures[0]}, {entry.case.dtype}, {longest:,} tokens of context", {})
+            panel = costs.setdefault(f"{measure}, {entry.case.dtype}, {longest:,} tokens of context", {})
             panel[entry.subject.name] = min(cost, panel.get(entry.subject.name, cost))
     return costs
 

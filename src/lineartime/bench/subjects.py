@@ -95,50 +95,37 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         ids = torch.randint(0, subject.config.vocab_size, (case.batch, case.length + 1))
     model.train(case.measure == "train")
     bf16 = case.dtype == "bf16"
+    context = ids[:, :-1]
+
+    def infer(call: Callable[..., Any], *args: Any) -> Any:
+        with torch.no_grad(), autocast(device, bf16):
+            return call(*args)
+
     if case.measure in STREAMED:
         assert isinstance(model, CausalLM)
-        return _streaming(model, case, ids, bf16)
+        if case.measure == "prefill":
+            return Ready(model, partial(infer, read, model, context))
+        state = infer(state_after, model, context)
+        return Ready(model, partial(infer, model.extend, ids[:, -1:], state), state_bytes(state) // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
         compile_model()
+    if case.measure == "forward":
+        return Ready(model, partial(infer, model, context))
     loss = model.loss if isinstance(model, LanguageModel) else partial(_cross_entropy, model)
 
     def train() -> None:
         model.zero_grad()
         with autocast(device, bf16):
-            value = loss(ids[:, :-1], ids[:, 1:])
+            value = loss(context, ids[:, 1:])
         value.backward()
 
-    @torch.no_grad()
-    def forward() -> None:
-        with autocast(device, bf16):
-            model(ids[:, :-1])
-
-    return Ready(model, train if case.measure == "train" else forward)
+    return Ready(model, train)
 
 
 def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     """The mean loss of targets [B, T] in nats, for a peer."""
     return F.cross_entropy(peer(ids).float().flatten(0, 1), targets.flatten())
-
-
-def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
-    with torch.no_grad(), autocast(ids.device, bf16):
-        state = state_after(model, ids[:, :-1]) if case.measure == "decode" else None
-
-    @torch.no_grad()
-    def decode() -> None:
-        with autocast(ids.device, bf16):
-            model.extend(ids[:, -1:], state)  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def prefill() -> None:
-        with autocast(ids.device, bf16):
-            read(model, ids[:, :-1])
-
-    if state is None:
-        return Ready(model, prefill)
-    return Ready(model, decode, state_bytes(state) // case.batch)
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:
