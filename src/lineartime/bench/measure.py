@@ -36,11 +36,9 @@ def synchronized(device: torch.device) -> float:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that there is too little memory."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in ("allocate memory", "out of memory", "cuda_error_out_of_memory")
-    )
+    words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
+    told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def repetitions(seconds: float, min_seconds: float) -> int:
