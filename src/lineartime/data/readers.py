@@ -47,17 +47,13 @@ class Part:
     def documents(self) -> Iterator[Iterator[str]]:
         """Its documents, each in blocks of text; LineartimeError, naming file and place, for what cannot be read."""
         if is_text(self.path):
-            yield self._blocks()
+            cuts = None if self.split is None else _cuts(self.path, self.at_lines, _version(self.path))[self.split]
+            yield _decoded(self.path, *(cuts or (0, None)))
             return
         texts = _parquet(self.path) if _suffix(self.path) == ".parquet" else _json_lines(self.path)
         for number, text in enumerate(texts):
             if self.split in (None, split_of(number)):
                 yield pieces(text)
-
-    def _blocks(self) -> Iterator[str]:
-        if self.split is None:
-            return _decoded(self.path, 0, None)
-        return _decoded(self.path, *_cuts(self.path, self.at_lines, _version(self.path))[SPLITS.index(self.split)])
 
 
 def split_of(number: int) -> Split:
@@ -222,9 +218,8 @@ def _text_of_line(where: str, line: bytes, position: int) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise LineartimeError(
-            f"{where} has half a character in its text ({error.reason}): correct or delete the line."
-        ) from None
+        reason = error.reason
+        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct or delete the line.") from None
     return text
 
 
@@ -268,8 +263,8 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[int, int]]:
-    """The bounds of the three splits of a text, in bytes: training, then validation, then test.
+def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
+    """The bounds of the three splits of a text, in bytes.
 
     For a compressed file, whose length is unknown, this reads the file several times.
     """
@@ -280,7 +275,7 @@ def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[in
     shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
     offsets = [round(length * share) for share in shares]
     first, second = (_cut(path, start, stop, at_lines) for start, stop in pairwise(offsets))
-    return [(0, first), (first, second), (second, length)]
+    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
 
 
 def _cut(path: Path, offset: int, stop: int, at_line: bool) -> int:

@@ -147,16 +147,16 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
         verified = json.loads((folder / _VERIFIED).read_text())
     except (OSError, ValueError):
         verified = {}
-    before = dict(verified)
+    new = {}
     for file, written in digests.items():
         if not (folder / file).is_file():
             raise _damaged(folder, file)
         if verified.get(file) != _version(folder / file):
             if sha256(folder / file) != written:
                 raise _damaged(folder, file)
-            verified[file] = _version(folder / file)
-    if verified != before:
-        _remember(folder, verified)
+            new[file] = _version(folder / file)
+    if new:
+        _remember(folder, {**verified, **new})
 
 
 def _remember(folder: Path, verified: dict[str, list[int]]) -> None:
