@@ -93,17 +93,14 @@ class _Progress(Progress):
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of PyTorch and the peers about their own code, which the user cannot change."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo", "torch")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)
 
 
 class _Run:
@@ -113,7 +110,6 @@ class _Run:
         self._config, self._plan, self._results, self._progress = config, plan, results, progress
         self._device = plan.device
         self._clock = partial(synchronized, plan.device)
-        self._flops: dict[tuple[Subject, int], float | None] = {}
 
     def all_cells(self) -> None:
         """Measure every case between two measurements of the peaks."""
@@ -194,8 +190,5 @@ class _Run:
         """Operations of the model for a token; a backward pass has twice those of a forward pass."""
         if case.measure == "decode":
             return None
-        key = (dataclasses.replace(subject, mode="eager"), case.length)
-        if key not in self._flops:
-            self._flops[key] = forward_flops_per_token(subject, case.length)
-        forward = self._flops[key]
+        forward = forward_flops_per_token(dataclasses.replace(subject, mode="eager"), case.length)
         return forward if forward is None or case.measure != "train" else 3 * forward

@@ -65,14 +65,8 @@ def in_process(subject: Subject, case: Case) -> Memory:
         RuntimeError: if the process fails in another way, with the last line of its standard error.
     """
     task = {"subject": subject.to_dict(), "case": asdict(case), "threads": torch.get_num_threads()}
-    process = subprocess.run(
-        [sys.executable, *_COMMAND],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **_ALLOCATOR},
-        check=False,
-    )
+    command, environment = [sys.executable, *_COMMAND], {**os.environ, **_ALLOCATOR}
+    process = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, env=environment, check=False)
     if process.returncode == -signal.SIGKILL:
         raise OutOfMemoryError
     if process.returncode != 0:

@@ -35,14 +35,19 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         ("decode", decode, "tokens read before", "ms per token", _milliseconds),
     ]
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(e.subject.name for e in results.finished))}
-    files = []
+    figures = {}
     for name, entries, x, y, value in plots:
         shown = [entry for entry in entries if value(entry) is not None]
         if shown:
-            files.append(_by_length(results.folder / f"{name}.png", shown, x, y, value, colours))
+            figures[results.folder / f"{name}.png"] = _by_length(shown, x, y, value, colours)
     if costs := _costs(at_once, quality):
-        files.append(_pareto(results.folder / "pareto.png", costs, quality, colours))
-    return files
+        figures[results.folder / "pareto.png"] = _pareto(costs, quality, colours)
+    for file, figure in figures.items():
+        try:
+            figure.savefig(file, dpi=130)
+        except OSError as error:
+            raise cannot("write", file, error) from None
+    return list(figures)
 
 
 def _microseconds(entry: Entry) -> float | None:
@@ -58,8 +63,8 @@ def _megabytes(entry: Entry) -> float | None:
 
 
 def _by_length(
-    file: Path, entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
-) -> Path:
+    entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
+) -> Any:
     """Curves by length: a panel for each measure and precision, and one legend for all."""
     from matplotlib.figure import Figure
 
@@ -89,7 +94,7 @@ def _by_length(
     for row in grid:
         row[0].set_ylabel(y)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
-    return _save(figure, file)
+    return figure
 
 
 def _logarithmic(axes: Any, lengths: Sequence[int], marks: Sequence[float]) -> None:
@@ -130,7 +135,7 @@ def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dic
     return costs
 
 
-def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Path:
+def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Any:
     """Quality by cost: a panel for each precision, with a line through the Pareto front."""
     from matplotlib.figure import Figure
 
@@ -146,7 +151,7 @@ def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, f
         axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
         axes.margins(x=0.3, y=0.15)
         axes.grid(alpha=0.3)
-    return _save(figure, file)
+    return figure
 
 
 def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
@@ -156,11 +161,3 @@ def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
         if not front or points[name][1] < points[front[-1]][1]:
             front.append(name)
     return front
-
-
-def _save(figure: Any, file: Path) -> Path:
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise cannot("write", file, error) from None
-    return file

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, V vocabulary.
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -159,6 +159,7 @@ def _zeros(shape: Any, like: Any) -> Any:
     return shape
 
 
+@lru_cache
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
     """Operations per token in the matrix products of a forward pass over `length` tokens; None if they cannot be counted."""
     if not subject.is_peer:
