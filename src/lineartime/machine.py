@@ -97,7 +97,7 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
 
 def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
-    present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    present = device.type != "cpu" or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "" if present else "there is no C++ compiler here"
 
 

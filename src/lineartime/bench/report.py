@@ -54,9 +54,7 @@ def sections(results: Results) -> Iterator[Section]:
 def _row(results: Results, entry: Entry) -> dict[str, str]:
     """The cells of an entry by column; empty if there is nothing to show."""
     case, memory = entry.case, entry.memory
-    first = results.first_of(case)
-    ratio = None if first is None else entry.ratio(first)
-    use = results.use_of_peak(entry)
+    ratio, use = results.ratio_to_first(entry), results.use_of_peak(entry)
     first_column = "position" if case.measure == "decode" else "context"
     return {
         first_column: f"{case.length:,}",
