@@ -97,7 +97,8 @@ class BenchConfig:
         for measure in dict.fromkeys(self.measure):
             subjects = self._subjects(measure, configs, device)
             _, lengths = self._lengths(measure)
-            cases = [Case(measure, length, dtype, self._batch(measure, length)) for dtype in dtypes for length in lengths]
+            sizes = [(n, self.decode_batch if measure in STREAMED else max(1, self.tokens_per_batch // n)) for n in lengths]
+            cases = [Case(measure, length, dtype, batch) for dtype in dtypes for length, batch in sizes]
             cells += [(case, subjects) for case in dict.fromkeys(cases)]
         return Plan(device, tuple(cells), precision)
 
@@ -221,6 +222,3 @@ class BenchConfig:
             check_peer(peer, device)
             subjects += [Subject(peer, mode, gated[0], is_peer=True) for mode in modes]
         return tuple(subjects)
-
-    def _batch(self, measure: Measure, length: int) -> int:
-        return self.decode_batch if measure in STREAMED else max(1, self.tokens_per_batch // length)

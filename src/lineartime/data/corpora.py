@@ -136,7 +136,8 @@ def local_text(path: Path) -> LocalCorpus:
     try:
         files = [path]
         if path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+            shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
+            files = [file for file in shown if file.is_file()]
         files = sorted(file for file in files if file.stat().st_size)
     except OSError as error:
         raise cannot("read", path, error) from None
@@ -147,10 +148,6 @@ def local_text(path: Path) -> LocalCorpus:
     if path.is_dir() and len(files) >= len(SPLITS):
         return LocalCorpus(str(path), _split_by_file(path, files))
     return LocalCorpus(str(path), {split: [Part(file, split) for file in files] for split in SPLITS})
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | None:

@@ -105,11 +105,7 @@ class HubCorpus:
             options["columns"] = list(self.columns)
         with guarded(self.name):
             dataset = datasets.load_dataset(
-                str(folder or self.repository),
-                data_files={split: self.files[split]},
-                split=split,
-                streaming=True,
-                **options,
+                str(folder or self.repository), data_files={split: self.files[split]}, split=split, streaming=True, **options
             )
         if self.halves and split != "train":
             parity = int(split == "test")
