@@ -1,4 +1,4 @@
-"""Generation: read the prompt once, then one token at a time; the state is handed on, and nothing is read twice.
+"""Generation: read the prompt once, then extend the text token by token from the state; no token is read twice.
 
 Shapes: N tokens of the prompt, V vocabulary.
 """

@@ -2,7 +2,7 @@
 
 import platform
 import shutil
-import time
+import timeit
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,12 +71,7 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
 def product_seconds(dtype: torch.dtype) -> float:
     """The shortest time of several in which the CPU multiplies two matrices of 512 x 512."""
     a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(lambda: a @ b, number=1, repeat=8))
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> bool:
@@ -102,7 +97,7 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
 
 def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
-    present = device.type != "cpu" or any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    present = device.type != "cpu" or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "" if present else "there is no C++ compiler here"
 
 

@@ -58,75 +58,49 @@ def run_benchmark(config: BenchConfig) -> None:
         finally:
             results.save()
             write_report(results)
-            _draw(results, quality, progress)
+            try:
+                draw_plots(results, quality)
+            except LineartimeError as error:
+                progress.say(f"no plots: {error}")
     print_results(results)
     print(f"results: {folder}")
 
 
-def _draw(results: Results, quality: dict[str, float], progress: "_Progress") -> None:
-    try:
-        draw_plots(results, quality)
-    except LineartimeError as error:
-        progress.say(f"no plots: {error}")
-
-
-class _Progress:
+class _Progress(Progress):
     """A progress bar on standard error, or a line for each case if that is not a terminal."""
 
     def __init__(self, plan: Plan) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        console = Console(stderr=True, highlight=False, markup=False)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
-    def doing(self, case: Case, what: str) -> None:
+    def doing(self, entry: Entry, what: str) -> None:
         """Show the current activity."""
-        self._bar.update(self._task, description=f"{title(case)}: {what}")
+        self.update(self._task, description=f"{entry.case}: {entry.subject}, {what}")
 
     def done(self, case: Case, subjects: Sequence[Subject]) -> None:
         """Count the subjects of a case as measured."""
-        self._bar.advance(self._task, len(subjects))
-        if not self._console.is_terminal:
-            self.say(f"measured {title(case)}")
-
-
-def title(case: Case) -> str:
-    """What a case measures, in words."""
-    return f"{case.measure} {'at' if case.measure == 'decode' else 'of'} {case.length:,} in {case.dtype}"
+        self.advance(self._task, len(subjects))
+        if not self.console.is_terminal:
+            self.say(f"measured {case}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of PyTorch and the peers about their own code, which the user cannot change."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo", "torch")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)
 
 
 class _Run:
@@ -136,7 +110,6 @@ class _Run:
         self._config, self._plan, self._results, self._progress = config, plan, results, progress
         self._device = plan.device
         self._clock = partial(synchronized, plan.device)
-        self._flops: dict[tuple[Subject, int], float | None] = {}
 
     def all_cells(self) -> None:
         """Measure every case between two measurements of the peaks."""
@@ -176,13 +149,13 @@ class _Run:
                 self._failed(entry, seconds)
             else:
                 entry.seconds.append(seconds)
-                self._progress.doing(entry.case, f"{entry.subject}, round {len(entry.seconds)}")
+                self._progress.doing(entry, f"round {len(entry.seconds)}")
         steps.clear()
         forget(self._device)
 
     def _warm(self, entry: Entry) -> Callable[[], object] | None:
         """A step that is ready to be timed, and in the entry how often to call it; None if the step fails."""
-        self._progress.doing(entry.case, f"{entry.subject}, warming up")
+        self._progress.doing(entry, "warming up")
         try:
             ready = prepare(entry.subject, entry.case, self._device)
             entry.state_bytes = ready.state_bytes
@@ -205,20 +178,17 @@ class _Run:
         release(self._device)
 
     def _memory_in_process(self, entry: Entry) -> None:
-        self._progress.doing(entry.case, f"{entry.subject}, memory")
+        self._progress.doing(entry, "memory")
         try:
             entry.memory = memory.in_process(entry.subject, entry.case)
         except memory.OutOfMemoryError:
             entry.problem = OUT_OF_MEMORY
         except RuntimeError as error:
-            self._progress.say(f"{title(entry.case)}: no memory of {entry.subject}: {error}")
+            self._progress.say(f"{entry.case}: no memory of {entry.subject}: {error}")
 
     def _flops_per_token(self, subject: Subject, case: Case) -> float | None:
         """Operations of the model for a token; a backward pass has twice those of a forward pass."""
         if case.measure == "decode":
             return None
-        key = (dataclasses.replace(subject, mode="eager"), case.length)
-        if key not in self._flops:
-            self._flops[key] = forward_flops_per_token(subject, case.length)
-        forward = self._flops[key]
+        forward = forward_flops_per_token(dataclasses.replace(subject, mode="eager"), case.length)
         return forward if forward is None or case.measure != "train" else 3 * forward

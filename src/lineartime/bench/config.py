@@ -1,8 +1,8 @@
 """The options of a benchmark, and the plan that follows from them."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,9 @@ class BenchConfig:
         cells = []
         for measure in dict.fromkeys(self.measure):
             subjects = self._subjects(measure, configs, device)
-            lengths = self.positions if measure == "decode" else self.context_lengths
-            cases = [Case(measure, length, dtype, self._batch(measure, length)) for dtype in dtypes for length in lengths]
+            _, lengths = self._lengths(measure)
+            sizes = [(n, self.decode_batch if measure in STREAMED else max(1, self.tokens_per_batch // n)) for n in lengths]
+            cases = [Case(measure, length, dtype, batch) for dtype in dtypes for length, batch in sizes]
             cells += [(case, subjects) for case in dict.fromkeys(cases)]
         return Plan(device, tuple(cells), precision)
 
@@ -109,11 +110,8 @@ class BenchConfig:
     def folder(self) -> Path:
         """Where the results go; LineartimeError if `out` holds results already."""
         if self.out is None:
-            number, folder = 1, FOLDER
-            while folder.exists():
-                number += 1
-                folder = FOLDER.with_name(f"{FOLDER.name}-{number}")
-            return folder
+            folders = chain([FOLDER], (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2)))
+            return next(folder for folder in folders if not folder.exists())
         if self.out.exists() and not self.out.is_dir():
             raise ArgumentError("out", f"is {self.out}, which is a file: give a folder.")
         if (self.out / RESULTS_FILE).exists():
@@ -128,8 +126,8 @@ class BenchConfig:
                 raise ArgumentError(name, "is empty: give at least one value.")
         for name in ("context_lengths", "positions", "tokens_per_batch", "decode_batch", "rounds", "threads", "vocab_size"):
             value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else () if value is None else (value,):
-                if number < 1:
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < 1:
                     raise ArgumentError(name, f"is {number}, but must be at least 1.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
@@ -148,28 +146,24 @@ class BenchConfig:
 
     def _precisions(self, device: torch.device) -> tuple[list[Dtype], str]:
         """The precisions to measure in, and what "auto" chose and why."""
-        if "auto" not in self.dtypes:
-            return list(dict.fromkeys(dtype for dtype in self.dtypes if dtype != "auto")), ""
-        chosen, reason = faster_precision(device)
-        return list(dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in self.dtypes)), f"{chosen}, because {reason}"
+        chosen, reason = faster_precision(device) if "auto" in self.dtypes else ("fp32", "")
+        dtypes = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in self.dtypes)
+        return list(dtypes), f"{chosen}, because {reason}" if reason else ""
 
     def _model_configs(self) -> dict[str, ModelConfig]:
-        names = tuple(dict.fromkeys(self.presets))
-        fields = {name: self._fields(name) for name in names}
+        fields = {name: self._fields(name) for name in self.presets}
         for item in self.override:
             key, equals, _ = item.partition("=")
             preset, dot, field = key.rpartition(".")
             if dot and preset not in fields:
-                raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(names)}.")
-            known = fields[preset] if dot else dict.fromkeys(name for each in fields.values() for name in each)
+                raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
+            known = fields[preset] if dot else dict.fromkeys(chain(*fields.values()))
             if field == "vocab_size":
                 raise ArgumentError("override", "cannot set vocab_size: use the option vocab_size.")
             if equals and field not in known:
-                whose = preset if dot else "any of these models"
-                raise ArgumentError(
-                    "override", f"has {field!r}, which is not a field of {whose}; there are {', '.join(known)}."
-                )
-        return {name: self._model_config(name, fields[name]) for name in names}
+                whose, there = preset if dot else "any of these models", ", ".join(known)
+                raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {there}.")
+        return {name: self._model_config(name, known) for name, known in fields.items()}
 
     def _fields(self, preset: str) -> dict[str, None]:
         """The fields that `override` can set in the model of a preset."""
@@ -180,11 +174,10 @@ class BenchConfig:
         return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
 
     def _model_config(self, preset: str, fields: dict[str, None]) -> ModelConfig:
-        shared = [item for item in self.override if "." not in item.partition("=")[0]]
-        override = tuple(item for item in shared if "=" not in item or item.partition("=")[0] in fields)
-        override += tuple(item.removeprefix(f"{preset}.") for item in self.override if item.startswith(f"{preset}."))
+        shared = [item for item in self.override if "=" not in item or item.partition("=")[0] in fields]
+        own = [item.removeprefix(f"{preset}.") for item in self.override if item.startswith(f"{preset}.")]
         # Read the values as training does, with the same errors.
-        options = TrainConfig(preset=preset, override=override, task=self.task, context_length=1)
+        options = TrainConfig(preset=preset, override=(*shared, *own), task=self.task, context_length=1)
         config = options.model_config(self.vocab_size or resolve(preset, self.task).vocab_size)
         try:
             with torch.device("meta"):
@@ -197,21 +190,21 @@ class BenchConfig:
     def _check_lengths(self, preset: str, config: ModelConfig) -> None:
         """Raise ArgumentError for a length that the model cannot read."""
         longest = config.longest_sequence
-        if longest is None:
-            return
-        read: list[tuple[str, Sequence[int]]] = []
-        if set(self.measure) - {"decode"}:
-            read.append(("context_lengths", self.context_lengths))
-        if "decode" in self.measure:
-            read.append(("positions", [position + 1 for position in self.positions]))
-        for name, lengths in read:
-            if max(lengths) > longest:
+        for measure in self.measure:
+            name, lengths = self._lengths(measure)
+            length = max(lengths) + (measure == "decode")
+            if longest is not None and length > longest:
                 field = "max_positions" if longest == config.max_positions else "max_length"
                 raise ArgumentError(
                     name,
-                    f"make {preset} read {max(lengths)} tokens, but it reads at most {longest}: use shorter ones, or override "
-                    f"{field}={max(lengths)}.",
+                    f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or override "
+                    f"{field}={length}.",
                 )
+
+    def _lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
+        """The option that holds the lengths of a measure, and these."""
+        name = "positions" if measure == "decode" else "context_lengths"
+        return name, getattr(self, name)
 
     def _subjects(self, measure: Measure, configs: dict[str, ModelConfig], device: torch.device) -> tuple[Subject, ...]:
         if measure in STREAMED:
@@ -229,6 +222,3 @@ class BenchConfig:
             check_peer(peer, device)
             subjects += [Subject(peer, mode, gated[0], is_peer=True) for mode in modes]
         return tuple(subjects)
-
-    def _batch(self, measure: Measure, length: int) -> int:
-        return self.decode_batch if measure in STREAMED else max(1, self.tokens_per_batch // length)

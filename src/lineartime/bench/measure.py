@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -35,11 +36,9 @@ def synchronized(device: torch.device) -> float:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that there is too little memory."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in ("allocate memory", "out of memory", "cuda_error_out_of_memory")
-    )
+    words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
+    told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def repetitions(seconds: float, min_seconds: float) -> int:
@@ -117,10 +116,7 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
     """Operations per second of the fastest of several matrix products, each repeated for about `seconds`."""
-
-    def clock() -> float:
-        return synchronized(device)
-
+    clock = partial(synchronized, device)
     number = torch.bfloat16 if dtype == "bf16" else torch.float32
     best = 0.0
     for m, n, k in PRODUCTS[device.type]:
@@ -128,13 +124,9 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
             continue
         a, b = torch.randn(m, k, dtype=number, device=device), torch.randn(k, n, dtype=number, device=device)
         out = torch.empty(m, n, dtype=number, device=device)
-
-        def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-            torch.mm(a, b, out=out)
-
+        product = partial(torch.mm, a, b, out=out)
         product()
-        first = timed(product, 1, clock)
-        calls = repetitions(first, seconds / 3)
+        calls = repetitions(timed(product, 1, clock), seconds / 3)
         best = max(best, *(2 * m * n * k / timed(product, calls, clock) for _ in range(3)))
     return best
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,8 @@ def in_process(subject: Subject, case: Case) -> Memory:
         RuntimeError: if the process fails in another way, with the last line of its standard error.
     """
     task = {"subject": subject.to_dict(), "case": asdict(case), "threads": torch.get_num_threads()}
-    process = subprocess.run(
-        [sys.executable, *_COMMAND],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **_ALLOCATOR},
-        check=False,
-    )
+    command, environment = [sys.executable, *_COMMAND], {**os.environ, **_ALLOCATOR}
+    process = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, env=environment, check=False)
     if process.returncode == -signal.SIGKILL:
         raise OutOfMemoryError
     if process.returncode != 0:
@@ -90,7 +85,7 @@ def _memory(model: nn.Module, peak: int) -> Memory:
 
 
 def _most_held() -> int:
-    """The most bytes that this process has held since the last `_reset_most_held`."""
+    """The most bytes that this process has held since its start, or since the count was restarted."""
     if _STATUS.exists():
         lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
         if "VmHWM" in lines:
@@ -99,14 +94,6 @@ def _most_held() -> int:
     import resource  # missing on Windows, where this process is never started
 
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _reset_most_held() -> None:
-    """Restart the count of `_most_held`, if the system can."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return
 
 
 def _measure(task: dict[str, Any]) -> Memory | None:
@@ -123,7 +110,8 @@ def _measure(task: dict[str, Any]) -> Memory | None:
             if subject.mode == "compiled":  # compiling takes more memory than the step
                 ready.step()
                 ready.model.zero_grad()
-            _reset_most_held()
+            with suppress(OSError):  # restart the count of `_most_held`, if the system can
+                _CLEAR.write_text("5")
             before = _most_held()
             ready.step()
             return _memory(ready.model, _most_held() - before)

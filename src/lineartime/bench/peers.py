@@ -16,13 +16,11 @@ Peer = Literal["flash-pytorch", "fla"]
 
 def check_peer(peer: Peer, device: torch.device) -> None:
     """Raise LineartimeError if the peer is not installed, or cannot run on the device."""
-    if peer == "flash-pytorch":
-        if find_spec("flash_pytorch") is None:
-            raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
-        return
-    if device.type != "cuda":
+    if peer == "flash-pytorch" and find_spec("flash_pytorch") is None:
+        raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
+    if peer == "fla" and device.type != "cuda":
         raise ArgumentError("peers", "has fla, which needs a GPU: leave it out.")
-    if find_spec("fla") is None:
+    if peer == "fla" and find_spec("fla") is None:
         raise ArgumentError(
             "peers", "has fla, but flash-linear-attention is not installed: pip install flash-linear-attention."
         )
@@ -68,10 +66,8 @@ class _GatedLinearAttentionBlock(nn.Module):
 def _fla(config: ModelConfig) -> nn.Module:
     """Gated linear attention with as many layers as the model has blocks; fla has no FLASH."""
     blocks = [_GatedLinearAttentionBlock(config.d_model) for _ in range(config.n_blocks)]
-    embedding, logits = (
-        nn.Embedding(config.vocab_size, config.d_model),
-        nn.Linear(config.d_model, config.vocab_size, bias=False),
-    )
+    embedding = nn.Embedding(config.vocab_size, config.d_model)
+    logits = nn.Linear(config.d_model, config.vocab_size, bias=False)
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(config.d_model), logits)
 
 

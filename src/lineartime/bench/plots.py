@@ -27,24 +27,27 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise missing_extra("matplotlib", "plot", "A plot") from None
-    timed = [entry for entry in results.finished if entry.median is not None]
-    at_once = [entry for entry in timed if entry.case.measure in AT_ONCE]
+    at_once = [entry for entry in results.finished if entry.case.measure in AT_ONCE and entry.median is not None]
+    decode = [entry for entry in results.finished if entry.case.measure == "decode"]
     plots: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
         ("latency", at_once, "tokens of context", "µs per token", _microseconds),
         ("memory", results.finished, "tokens of context", "MB of a step, above the weights", _megabytes),
-        ("decode", [e for e in timed if e.case.measure == "decode"], "tokens read before", "ms per token", _milliseconds),
+        ("decode", decode, "tokens read before", "ms per token", _milliseconds),
     ]
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(e.subject.name for e in results.finished))}
-    files = []
+    figures = {}
     for name, entries, x, y, value in plots:
         shown = [entry for entry in entries if value(entry) is not None]
         if shown:
-            files.append(_by_length(results.folder / f"{name}.png", shown, x, y, value, colours))
-    if quality:
-        costs = _costs(at_once, quality)
-        if costs:
-            files.append(_pareto(results.folder / "pareto.png", costs, quality, colours))
-    return files
+            figures[results.folder / f"{name}.png"] = _by_length(shown, x, y, value, colours)
+    if costs := _costs(at_once, quality):
+        figures[results.folder / "pareto.png"] = _pareto(costs, quality, colours)
+    for file, figure in figures.items():
+        try:
+            figure.savefig(file, dpi=130)
+        except OSError as error:
+            raise cannot("write", file, error) from None
+    return list(figures)
 
 
 def _microseconds(entry: Entry) -> float | None:
@@ -60,8 +63,8 @@ def _megabytes(entry: Entry) -> float | None:
 
 
 def _by_length(
-    file: Path, entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
-) -> Path:
+    entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
+) -> Any:
     """Curves by length: a panel for each measure and precision, and one legend for all."""
     from matplotlib.figure import Figure
 
@@ -85,14 +88,13 @@ def _by_length(
                 colour = colours[subject.name]
                 (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
         modes = " and ".join(dict.fromkeys(entry.subject.mode for entry in shown))
-        lengths = sorted({entry.case.length for entry in shown})
-        _logarithmic(axes, lengths, marks)
+        _logarithmic(axes, sorted({entry.case.length for entry in shown}), marks)
         axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
         axes.yaxis.set_tick_params(labelleft=True)
     for row in grid:
         row[0].set_ylabel(y)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
-    return _save(figure, file)
+    return figure
 
 
 def _logarithmic(axes: Any, lengths: Sequence[int], marks: Sequence[float]) -> None:
@@ -121,21 +123,19 @@ def round_marks(values: Sequence[float]) -> list[float]:
 
 def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
     """The µs per token of every preset of known quality in its fastest mode, by the title of a panel."""
-    measures = [measure for measure in AT_ONCE if any(entry.case.measure == measure for entry in entries)]
-    costs: dict[str, dict[str, float]] = {}
-    if not measures:
-        return {}
-    chosen = [entry for entry in entries if entry.case.measure == measures[0] and entry.subject.name in quality]
+    measure = min((entry.case.measure for entry in entries), key=AT_ONCE.index, default=AT_ONCE[0])
+    chosen = [entry for entry in entries if entry.case.measure == measure and entry.subject.name in quality]
     longest = max((entry.case.length for entry in chosen), default=0)
+    costs: dict[str, dict[str, float]] = {}
     for entry in chosen:
         cost = _microseconds(entry)
         if entry.case.length == longest and cost is not None:
-            panel = costs.setdefault(f"{measures[0]}, {entry.case.dtype}, {longest:,} tokens of context", {})
+            panel = costs.setdefault(f"{measure}, {entry.case.dtype}, {longest:,} tokens of context", {})
             panel[entry.subject.name] = min(cost, panel.get(entry.subject.name, cost))
     return costs
 
 
-def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Path:
+def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Any:
     """Quality by cost: a panel for each precision, with a line through the Pareto front."""
     from matplotlib.figure import Figure
 
@@ -151,7 +151,7 @@ def _pareto(file: Path, costs: dict[str, dict[str, float]], quality: dict[str, f
         axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
         axes.margins(x=0.3, y=0.15)
         axes.grid(alpha=0.3)
-    return _save(figure, file)
+    return figure
 
 
 def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
@@ -161,11 +161,3 @@ def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
         if not front or points[name][1] < points[front[-1]][1]:
             front.append(name)
     return front
-
-
-def _save(figure: Any, file: Path) -> Path:
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise cannot("write", file, error) from None
-    return file

@@ -54,9 +54,7 @@ def sections(results: Results) -> Iterator[Section]:
 def _row(results: Results, entry: Entry) -> dict[str, str]:
     """The cells of an entry by column; empty if there is nothing to show."""
     case, memory = entry.case, entry.memory
-    first = results.first_of(case)
-    ratio = None if first is None else entry.ratio(first)
-    use = results.use_of_peak(entry)
+    ratio, use = results.ratio_to_first(entry), results.use_of_peak(entry)
     first_column = "position" if case.measure == "decode" else "context"
     return {
         first_column: f"{case.length:,}",
@@ -76,33 +74,26 @@ def _row(results: Results, entry: Entry) -> dict[str, str]:
 def write_report(results: Results) -> Path:
     """Write the tables as Markdown."""
     blocks = ["# Benchmark\n", _facts(results)]
-    used: set[str] = set()
     for section in sections(results):
-        used |= set(section.columns)
         blocks.append(f"## {section.title[0].upper()}{section.title[1:]}\n\n" + _markdown(section))
-    blocks.append(_markdown(_models(results)))
-    blocks += _notes(results, used)
+    blocks += [_markdown(_models(results)), *_notes(results)]
     return write(results.folder / REPORT_FILE, "\n".join(blocks))
 
 
 def print_results(results: Results) -> None:
     """Print the tables, 100 columns wide if the output is not a terminal."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
-    used: set[str] = set()
     for section in sections(results):
-        used |= set(section.columns)
-        left = ("model",)
         columns = [
-            Column(name, justify="left" if name in left else "right", no_wrap=name not in ("model", "ms"))
+            Column(name, justify="left" if name == "model" else "right", no_wrap=name not in ("model", "ms"))
             for name in section.columns
         ]
         table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=section.title, title_justify="left")
         for row, after in zip_longest(section.rows, section.rows[1:]):
             table.add_row(*row, end_section=after is not None and after[0] != row[0])
         console.print(table)
-    for note in _notes(results, used):
+    for note in (*_notes(results), _facts(results)):
         console.print(note.strip(), soft_wrap=True)
-    console.print(_facts(results).strip(), soft_wrap=True)
 
 
 def _facts(results: Results) -> str:
@@ -122,24 +113,23 @@ def _facts(results: Results) -> str:
 def _models(results: Results) -> Section:
     """The sizes of the models."""
     weights = {entry.subject.name: entry.memory.weights for entry in results.finished if entry.memory is not None}
-    rows: list[tuple[str, ...]] = []
-    for subject in dict.fromkeys(entry.subject for entry in results.finished):
-        config, name = subject.config, subject.name
-        if name not in (row[0] for row in rows):
-            rows.append((name, f"{config.n_blocks} x {config.d_model}", _size(weights[name]) if name in weights else "-"))
+    configs = {entry.subject.name: entry.subject.config for entry in results.finished}
+    rows: list[tuple[str, ...]] = [
+        (name, f"{config.n_blocks} x {config.d_model}", _size(weights[name]) if name in weights else "-")
+        for name, config in configs.items()
+    ]
     return Section("models", ("model", "blocks x width", "weights"), rows)
 
 
-def _notes(results: Results, used: set[str]) -> list[str]:
+def _notes(results: Results) -> list[str]:
+    used = {name for section in sections(results) for name in section.columns}
     notes = [f"{name}: {meaning}.\n" for name, meaning in LEGEND.items() if name in used]
     if any(entry.alone for entry in results.finished):
         notes.append("*: measured after the others, because all together did not fit into memory.\n")
     wanted = results.options["tokens_per_batch"]
-    longer = sorted(
-        {e.case.length for e in results.finished if e.case.measure in ("train", "forward") and e.case.length > wanted}
-    )
+    longer = {e.case.length for e in results.finished if e.case.measure in ("train", "forward") and e.case.length > wanted}
     if longer:
-        lengths = ", ".join(f"{length:,}" for length in longer)
+        lengths = ", ".join(f"{length:,}" for length in sorted(longer))
         notes.append(f"Batches have {wanted:,} tokens; with context {lengths}, a batch is one sequence, which has more.\n")
     return notes
 

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,17 @@ class Results:
         """The entries with numbers or a problem."""
         return [entry for entry in self.entries if entry.seconds or entry.problem]
 
-    def peak(self, dtype: str) -> float | None:
-        """The peak of matrix products in operations per second: the largest that was measured."""
-        return max(self.peaks.get(dtype, []), default=None)
-
     def use_of_peak(self, entry: Entry) -> float | None:
-        """The operations of the model per second, as a share of the peak."""
-        peak, speed = self.peak(entry.case.dtype), entry.tokens_per_second
+        """The operations of the model per second, as a share of the largest peak of matrix products that was measured."""
+        peak, speed = max(self.peaks.get(entry.case.dtype, []), default=None), entry.tokens_per_second
         if peak is None or speed is None or entry.flops_per_token is None:
             return None
         return entry.flops_per_token * speed / peak
 
-    def first_of(self, case: Case) -> Entry | None:
-        """The entry that the others of a case are compared with."""
-        return next((entry for entry in self.finished if entry.case == case), None)
+    def ratio_to_first(self, entry: Entry) -> float | None:
+        """The time of an entry over that of the first one of its case, if both have rounds."""
+        first = next((other for other in self.finished if other.case == entry.case), None)
+        return None if first is None else entry.ratio(first)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -129,8 +126,6 @@ class Results:
         }
 
     def _entry_dict(self, entry: Entry) -> dict[str, Any]:
-        first = self.first_of(entry.case)
-        memory = entry.memory
         return {
             **asdict(entry.case),
             "tokens": entry.case.tokens,
@@ -143,12 +138,10 @@ class Results:
             "median_seconds": entry.median,
             "spread_seconds": entry.spread,
             "tokens_per_second": entry.tokens_per_second,
-            "ratio_to_first": None if first is None else entry.ratio(first),
+            "ratio_to_first": self.ratio_to_first(entry),
             "flops_per_token": entry.flops_per_token,
             "use_of_peak": self.use_of_peak(entry),
-            "peak_bytes": None if memory is None else memory.peak,
-            "weights_bytes": None if memory is None else memory.weights,
-            "gradients_bytes": None if memory is None else memory.gradients,
+            **{f"{part.name}_bytes": getattr(entry.memory, part.name, None) for part in fields(Memory)},
             "state_bytes": entry.state_bytes,
             "first_seconds": entry.first_seconds,
             "compile_seconds": entry.compile_seconds,

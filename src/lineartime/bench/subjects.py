@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, V vocabulary.
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,9 @@ class Case:
     length: int
     dtype: Dtype
     batch: int
+
+    def __str__(self) -> str:
+        return f"{self.measure} {'at' if self.measure == 'decode' else 'of'} {self.length:,} in {self.dtype}"
 
     @property
     def tokens(self) -> int:
@@ -91,66 +95,37 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         ids = torch.randint(0, subject.config.vocab_size, (case.batch, case.length + 1))
     model.train(case.measure == "train")
     bf16 = case.dtype == "bf16"
+    context = ids[:, :-1]
+
+    def infer(call: Callable[..., Any], *args: Any) -> Any:
+        with torch.no_grad(), autocast(device, bf16):
+            return call(*args)
+
     if case.measure in STREAMED:
         assert isinstance(model, CausalLM)
-        return _streaming(model, case, ids, bf16)
+        if case.measure == "prefill":
+            return Ready(model, partial(infer, read, model, context))
+        state = infer(state_after, model, context)
+        return Ready(model, partial(infer, model.extend, ids[:, -1:], state), state_bytes(state) // case.batch)
     if subject.mode == "compiled":
-        _compile(model)
-    loss = _loss_of(model)
+        compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
+        compile_model()
+    if case.measure == "forward":
+        return Ready(model, partial(infer, model, context))
+    loss = model.loss if isinstance(model, LanguageModel) else partial(_cross_entropy, model)
 
     def train() -> None:
         model.zero_grad()
         with autocast(device, bf16):
-            value = loss(ids[:, :-1], ids[:, 1:])
+            value = loss(context, ids[:, 1:])
         value.backward()
 
-    @torch.no_grad()
-    def forward() -> None:
-        with autocast(device, bf16):
-            model(ids[:, :-1])
-
-    return Ready(model, train if case.measure == "train" else forward)
+    return Ready(model, train)
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _loss_of(model: nn.Module) -> Loss:
-    """The mean loss of targets [B, T] in nats: of our models, as in training; of a peer, from its logits."""
-    if isinstance(model, LanguageModel):
-        return model.loss
-
-    def cross_entropy(ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
-
-    return cross_entropy
-
-
-def _compile(model: nn.Module) -> None:
-    """Compile a model in place: our models block by block, as in training, and a peer as a whole."""
-    if isinstance(model, LanguageModel):
-        model.compile_blocks()
-    else:
-        model.compile()
-
-
-def _streaming(model: CausalLM, case: Case, ids: Tensor, bf16: bool) -> Ready:
-    with torch.no_grad(), autocast(ids.device, bf16):
-        state = state_after(model, ids[:, :-1]) if case.measure == "decode" else None
-
-    @torch.no_grad()
-    def decode() -> None:
-        with autocast(ids.device, bf16):
-            model.extend(ids[:, -1:], state)  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def prefill() -> None:
-        with autocast(ids.device, bf16):
-            read(model, ids[:, :-1])
-
-    if state is None:
-        return Ready(model, prefill)
-    return Ready(model, decode, state_bytes(state) // case.batch)
+def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of targets [B, T] in nats, for a peer."""
+    return F.cross_entropy(peer(ids).float().flatten(0, 1), targets.flatten())
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:
@@ -184,6 +159,7 @@ def _zeros(shape: Any, like: Any) -> Any:
     return shape
 
 
+@lru_cache
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
     """Operations per token in the matrix products of a forward pass over `length` tokens; None if they cannot be counted."""
     if not subject.is_peer:

@@ -1,13 +1,6 @@
 """From text to batches: corpora, tokenizers, token files, windows, loaders."""
 
-from lineartime.data.batches import (
-    Batch,
-    causal_batch,
-    masked_batch,
-    packed_batch,
-    read_window,
-    spread_windows,
-)
+from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window, spread_windows
 from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader

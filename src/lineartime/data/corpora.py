@@ -136,7 +136,8 @@ def local_text(path: Path) -> LocalCorpus:
     try:
         files = [path]
         if path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+            shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
+            files = [file for file in shown if file.is_file()]
         files = sorted(file for file in files if file.stat().st_size)
     except OSError as error:
         raise cannot("read", path, error) from None
@@ -147,10 +148,6 @@ def local_text(path: Path) -> LocalCorpus:
     if path.is_dir() and len(files) >= len(SPLITS):
         return LocalCorpus(str(path), _split_by_file(path, files))
     return LocalCorpus(str(path), {split: [Part(file, split) for file in files] for split in SPLITS})
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | None:
@@ -167,12 +164,9 @@ def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | N
         return None
     missing = [split for split in SPLITS if not splits[split]]
     if missing:
-        whole = splits["train"]
-        splits["train"] = [
-            Part(part.path, split) for part in whole for split in SPLITS if split not in missing or split == "train"
-        ]
-        for split in missing:
-            splits[split] = [Part(part.path, split) for part in whole]
+        whole = [part.path for part in splits["train"]]
+        splits["train"] = [Part(path, split) for path in whole for split in SPLITS if split not in missing]
+        splits |= {split: [Part(path, split) for path in whole] for split in missing}
     return splits
 
 
@@ -183,9 +177,8 @@ def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
 
     def order(file: Path) -> tuple[bool, bytes]:
         name = os.fsencode(file.relative_to(root).as_posix())
-        return sizes[file] <= total / 2, hashlib.sha256(
-            name
-        ).digest()  # a file with most of the bytes comes first, for training
+        small = sizes[file] <= total / 2  # a file with most of the bytes comes first, for training
+        return small, hashlib.sha256(name).digest()
 
     left = sorted(files, key=order)
     splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
@@ -202,11 +195,9 @@ def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
 
 def _hutter(name: str) -> LocalCorpus:
     """enwik8 or text8, from a file of that name, or NAME.zip, in the mirror folder or the working directory."""
-    folders = [folder for folder in (mirror(), Path()) if folder is not None]
-    for file in (folder / f"{name}{suffix}" for folder in folders for suffix in ("", ".zip")):
-        if file.is_file():
-            break
-    else:
+    candidates = (folder / f"{name}{suffix}" for folder in (mirror(), Path()) if folder for suffix in ("", ".zip"))
+    file = next(filter(Path.is_file, candidates), None)
+    if file is None:
         raise LineartimeError(
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."

@@ -38,11 +38,7 @@ def datasets_library(purpose: str) -> Any:
     return datasets
 
 
-def _text(example: Example) -> list[str]:
-    return [example["text"]]
-
-
-def wiki40b_text(example: Example) -> list[str]:
+def _wiki40b(example: Example) -> list[str]:
     """An article without its markers: title, headings and paragraphs on their own lines, an empty line before a heading."""
     text = example["text"]
     for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
@@ -73,20 +69,18 @@ class HubCorpus:
     repository: str
     files: dict[Split, str]
     columns: tuple[str, ...] | None = ("text",)
-    texts_of: Callable[[Example], list[str]] = _text
+    texts_of: Callable[[Example], list[str]] = lambda example: [example["text"]]
     lines: bool = False
     halves: bool = False
 
     def identity(self, split: Split) -> str:
         """The repository and its revision; for a mirror, the paths, sizes and dates of the files."""
-        folder = self._folder
+        folder, pattern = self._folder, self.files[split]
         if folder is None:
-            return f"{self.repository}:{split}:{self.files[split]}:{self._revision}"
-        files = sorted(folder.glob(self.files[split]))
+            return f"{self.repository}:{split}:{pattern}:{self._revision}"
+        files = sorted(folder.glob(pattern))
         if not files:
-            raise LineartimeError(
-                f"There is no file {self.files[split]} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR."
-            )
+            raise LineartimeError(f"There is no file {pattern} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR.")
         facts = [(file, file.stat()) for file in files]
         return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
 
@@ -95,11 +89,11 @@ class HubCorpus:
         with guarded(self.name):
             examples = iter(self.examples(split))
             if self.lines:
-                yield from (lines for _, lines in groupby(map(_line, examples), _ArticleNumber()))
+                lines = (example["text"] or " \n" for example in examples)  # the hub has "" for an empty line
+                yield from (article for _, article in groupby(lines, _ArticleNumber()))
                 return
             for example in examples:
-                for text in self.texts(example):
-                    yield pieces(text)
+                yield from map(pieces, self.texts(example))
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
@@ -111,11 +105,7 @@ class HubCorpus:
             options["columns"] = list(self.columns)
         with guarded(self.name):
             dataset = datasets.load_dataset(
-                str(folder or self.repository),
-                data_files={split: self.files[split]},
-                split=split,
-                streaming=True,
-                **options,
+                str(folder or self.repository), data_files={split: self.files[split]}, split=split, streaming=True, **options
             )
         if self.halves and split != "train":
             parity = int(split == "test")
@@ -173,12 +163,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _line(example: Example) -> str:
-    """A line of WikiText; the hub has an empty string for an empty line of the original."""
-    text: str = example["text"]
-    return text or " \n"
-
-
 class _ArticleNumber:
     """Counts the titles of WikiText, which look like ` = Title = `, so that lines can be grouped into articles."""
 
@@ -200,22 +184,13 @@ def _files(pattern: str) -> dict[Split, str]:
 HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
-        HubCorpus(
-            "wiki40b",
-            "google/wiki40b",
-            _files("en/{}-*.parquet"),
-            texts_of=wiki40b_text,
-        ),
+        HubCorpus("wiki40b", "google/wiki40b", _files("en/{}-*.parquet"), texts_of=_wiki40b),
         # A book in each row. deepmind/pg19 has a script, which datasets no longer runs.
         HubCorpus("pg19", "emozilla/pg19", _files("data/{}-*.parquet")),
         HubCorpus(
             "c4",
             "allenai/c4",
-            {
-                "train": "en/c4-train.*.json.gz",
-                "validation": "en/c4-validation.*.json.gz",
-                "test": "en/c4-validation.*.json.gz",
-            },
+            {**_files("en/c4-validation.*.json.gz"), "train": "en/c4-train.*.json.gz"},
             columns=None,
             halves=True,
         ),
@@ -226,11 +201,6 @@ HUB: dict[str, HubCorpus] = {
             columns=("entity_pages", "search_results"),
             texts_of=_evidence,
         ),
-        HubCorpus(
-            "wikitext",
-            "Salesforce/wikitext",
-            _files("wikitext-103-raw-v1/{}-*.parquet"),
-            lines=True,
-        ),
+        HubCorpus("wikitext", "Salesforce/wikitext", _files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
     )
 }

@@ -138,12 +138,13 @@ class CachedLoader:
         """The micro-batches of the next step."""
         length = self._context_length + 1
         numbers = self._rows.of_step(self._rows_read)
-        starts = [[self._start(row) for row in rows] for rows in numbers]
-        self._stream.announce([(start, start + length) for batch in starts for start in batch])
-        batches = []
-        for rows, places in zip(numbers, starts, strict=True):
-            windows = torch.stack([read_window(self._stream, start, length) for start in places])
-            batches.append(self._make(windows, rows))
+        starts = {row: self._start(row) for rows in numbers for row in rows}
+        self._stream.announce([(start, start + length) for start in starts.values()])
+
+        def windows(rows: list[int]) -> Tensor:
+            return torch.stack([read_window(self._stream, starts[row], length) for row in rows])
+
+        batches = [self._make(windows(rows), rows) for rows in numbers]
         self._rows_read += self._rows.per_step
         return batches
 
@@ -167,8 +168,7 @@ class CachedLoader:
         """The place of a row in the stream; calls must come in rising order."""
         while row >= self._epoch.first_row + self._epoch.windows:
             self._epoch = self._make_epoch(self._epoch.number + 1, self._epoch.first_row + self._epoch.windows)
-        place: int = self._epoch.order[row - self._epoch.first_row]
-        return self._epoch.offset + int(place) * self._context_length
+        return self._epoch.offset + int(self._epoch.order[row - self._epoch.first_row]) * self._context_length
 
     def _make_epoch(self, number: int, first_row: int) -> "_Epoch":
         length, context = len(self._stream), self._context_length

@@ -9,8 +9,6 @@ from lineartime.data.loaders import Loader
 
 _AHEAD = 2  # steps; more would only take memory
 _PATIENCE = 5.0  # seconds to wait for a thread that may wait for a network
-
-
 _Step = tuple[list[Batch], dict[str, Any]]  # batches, and the state of the loader after them
 
 

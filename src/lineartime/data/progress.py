@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -25,7 +24,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -35,12 +34,11 @@ class Progress:
         now = time.monotonic()
         if now - self._shown < _PATIENCE:
             return
+        first, self._shown = self._shown == self._start, now
         if not sys.stderr.isatty():
-            if self._shown == self._start:
+            if first:
                 print(f"{self._description} ...", file=sys.stderr, flush=True)
-            self._shown = now
             return
-        self._shown = now
         if self._bar is None:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)

@@ -47,17 +47,13 @@ class Part:
     def documents(self) -> Iterator[Iterator[str]]:
         """Its documents, each in blocks of text; LineartimeError, naming file and place, for what cannot be read."""
         if is_text(self.path):
-            yield self._blocks()
+            cuts = None if self.split is None else _cuts(self.path, self.at_lines, _version(self.path))[self.split]
+            yield _decoded(self.path, *(cuts or (0, None)))
             return
         texts = _parquet(self.path) if _suffix(self.path) == ".parquet" else _json_lines(self.path)
         for number, text in enumerate(texts):
             if self.split in (None, split_of(number)):
                 yield pieces(text)
-
-    def _blocks(self) -> Iterator[str]:
-        if self.split is None:
-            return _decoded(self.path, 0, None)
-        return _decoded(self.path, *_cuts(self.path, self.at_lines, _version(self.path))[SPLITS.index(self.split)])
 
 
 def split_of(number: int) -> Split:
@@ -105,7 +101,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
                     with lzma.LZMAFile(raw) as stream:
                         yield stream
                 case ".zst":
-                    yield io.BufferedReader(_Zstandard(raw, path), BLOCK)
+                    yield io.BufferedReader(_Reader(_zstandard(raw, path)), BLOCK)
                 case ".zip":
                     with zipfile.ZipFile(raw) as archive:
                         names = archive.namelist()
@@ -126,42 +122,38 @@ def _damaged(path: Path, error: Exception) -> LineartimeError:
     return LineartimeError(f"{path} is damaged or cut off ({reason}): fetch it again, or leave it out.")
 
 
-class _Zstandard(io.RawIOBase):
-    """A reader that notices files that are cut off, as the zstandard package's own does not."""
-
-    _AT_ONCE = 1 << 14  # compressed bytes; few, because they may expand by a factor of thousands
-
-    def __init__(self, raw: IO[bytes], path: Path) -> None:
+def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame, and notice a file that is cut off, as the zstandard package's own reader does not."""
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_extra("zstandard", "data", f"Reading {path}") from None
+    frame: Any = None
+    compressed = b""
+    while compressed := compressed or raw.read(1 << 14):  # few, because they may expand by a factor of thousands
+        frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         try:
-            import zstandard
-        except ImportError:
-            raise missing_extra("zstandard", "data", f"Reading {path}") from None
-        self._library: Any = zstandard
-        self._raw = raw
-        self._frame: Any = None
-        self._compressed = b""
+            yield frame.decompress(compressed)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
+        compressed = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends within a frame")
+
+
+class _Reader(io.RawIOBase):
+    """Blocks of bytes, of which empty ones are skipped, as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = filter(None, blocks)
         self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._raw.read(self._AT_ONCE)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = self._frame.decompress(self._compressed)
-            except self._library.ZstdError as error:
-                raise EOFError(str(error)) from None
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = None
+        self._ready = self._ready or next(self._blocks, b"")
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
@@ -226,9 +218,8 @@ def _text_of_line(where: str, line: bytes, position: int) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise LineartimeError(
-            f"{where} has half a character in its text ({error.reason}): correct or delete the line."
-        ) from None
+        reason = error.reason
+        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct or delete the line.") from None
     return text
 
 
@@ -272,8 +263,8 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[int, int]]:
-    """The bounds of the three splits of a text, in bytes: training, then validation, then test.
+def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
+    """The bounds of the three splits of a text, in bytes.
 
     For a compressed file, whose length is unknown, this reads the file several times.
     """
@@ -284,7 +275,7 @@ def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> list[tuple[in
     shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
     offsets = [round(length * share) for share in shares]
     first, second = (_cut(path, start, stop, at_lines) for start, stop in pairwise(offsets))
-    return [(0, first), (first, second), (second, length)]
+    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
 
 
 def _cut(path: Path, offset: int, stop: int, at_line: bool) -> int:

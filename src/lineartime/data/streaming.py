@@ -119,9 +119,7 @@ class _Lane:
             from_the_beginning, before = source is None, place
             for texts, after in stream_documents(self._corpus, "train", self._lane, self._lanes, source):
                 self._marks.append(_Mark(place, epoch, source))
-                for text in texts:
-                    if not text:
-                        continue
+                for text in filter(None, texts):
                     for ids in map(self._tokenizer.encode, whole_lines(pieces(text))):
                         place += len(ids)
                         yield ids

@@ -115,11 +115,8 @@ class JsonTokenizer:
 
     def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
         """The id of the first of these names that the tokenizer knows, or a new id, and the vocabulary size then."""
-        for name in names:
-            token = self._tokenizer.token_to_id(name)
-            if token is not None:
-                return token, size
-        return size, size + 1
+        known = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
+        return (known[0], size) if known else (size, size + 1)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens: int64 [n]."""

@@ -78,39 +78,24 @@ def _train_bpe(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> str:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=_SPECIAL,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    definition: str = tokenizer.to_str()
-    return definition
+    return str(tokenizer.to_str())
 
 
 def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> str:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
     split = tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = split.Sequence(
-        [
-            split.Split(tokenizers.Regex(_LIKE_A_NAME), "isolated"),
-            split.Split("\n", "isolated"),
-            split.Metaspace(prepend_scheme="never"),
-        ]
-    )
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("\u2581", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-        ]
-    )
+    names = split.Split(tokenizers.Regex(_LIKE_A_NAME), "isolated")
+    lines = split.Split("\n", "isolated")
+    tokenizer.pre_tokenizer = split.Sequence([names, lines, split.Metaspace(prepend_scheme="never")])
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=vocab_size - 256,
-        special_tokens=[*_SPECIAL, _UNKNOWN],
-        unk_token=_UNKNOWN,
-        show_progress=False,
+        vocab_size=vocab_size - 256, special_tokens=[*_SPECIAL, _UNKNOWN], unk_token=_UNKNOWN, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     definition = json.loads(tokenizer.to_str())
@@ -147,11 +132,9 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     """
     if choice is None or choice == "bytes":
         return ByteTokenizer()
-    if isinstance(choice, Path):
-        return load_tokenizer(choice)
-    wanted = _to_train(choice)
+    wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
-        if not Path(choice).exists():
+        if isinstance(choice, str) and not Path(choice).exists():
             raise ArgumentError(
                 "tokenizer",
                 f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE} or the "
@@ -161,7 +144,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     kind, vocab_size = wanted
     if vocab_size < _SMALLEST[kind]:
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")
-    key = "\n".join([str(_FORMAT), choice, str(TRAINING_BYTES[kind]), corpus.identity("train")])
+    key = "\n".join([str(_FORMAT), str(choice), str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
     if not file.exists():
         definition = train_tokenizer(corpus, kind, vocab_size).to_json()

@@ -6,12 +6,13 @@ Shapes: B batch, T tokens, V vocabulary.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import Batch, causal_batch, masked_batch, read_window
+from lineartime.data.batches import causal_batch, masked_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import ArgumentError, LineartimeError
@@ -105,18 +106,17 @@ def windowed(
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    positions = _Positions()
+    positions, masked = _Positions(), model.config.task == "mlm"
     device = next(model.parameters()).device
     for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
-        batch = _batch(windows, tokenizer, model.config.task, starts)
+        # The masks depend only on where a window starts, so that results do not depend on the batch size.
+        batch = masked_batch(windows, tokenizer, [(0, start) for start in starts]) if masked else causal_batch(windows)
         with autocast(device, bf16):
             logits = model(batch.inputs.to(device))
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
-    return positions.evaluation(
-        f"windows of {context_length} tokens, {overlap}", stream, tokens, masked=model.config.task == "mlm"
-    )
+    return positions.evaluation(f"windows of {context_length} tokens, {overlap}", stream, tokens, masked)
 
 
 @torch.no_grad()
@@ -155,11 +155,6 @@ def _length(stream: TokenStream, max_tokens: int | None) -> int:
     return min(len(stream), max_tokens or len(stream))
 
 
-def _batch(windows: Tensor, tokenizer: Tokenizer, task: str, starts: list[int]) -> Batch:
-    """Windows as a batch. The masks depend only on where a window starts, so that results do not depend on the batch size."""
-    return causal_batch(windows) if task == "clm" else masked_batch(windows, tokenizer, [(0, start) for start in starts])
-
-
 def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
     """The `length` tokens from `start` on, after the token before them; an end of document stands before the first of all."""
     if start > 0:
@@ -171,28 +166,15 @@ def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
     """Batches of equally long windows, how many of the first tokens of each have been counted before, and their starts."""
-    rows: list[Tensor] = []
-    starts: list[int] = []
-    counted = 0
-    start = 0
-    while counted < tokens:
-        length = min(context_length, tokens - start)
-        row, skip = _read(stream, tokenizer, start, length), counted - start
-        if skip != context_length - stride or length < context_length:  # the first and the last window have their own batch
-            if rows:
-                yield torch.stack(rows), context_length - stride, starts
-            yield row[None], skip, [start]
-            rows, starts = [], []
-        else:
-            rows.append(row)
-            starts.append(start)
-            if len(rows) == batch_size:
-                yield torch.stack(rows), skip, starts
-                rows, starts = [], []
-        counted = start + length
-        start += stride
-    if rows:
-        yield torch.stack(rows), context_length - stride, starts
+    overlap = context_length - stride
+
+    def shape(start: int) -> tuple[int, int]:
+        return overlap if start else 0, min(context_length, tokens - start)
+
+    # The first window has no overlap and the last one may be short: they have their own batches.
+    for (skip, length), group in groupby(range(0, max(1, tokens - overlap), stride), shape):
+        while starts := list(islice(group, batch_size)):
+            yield torch.stack([_read(stream, tokenizer, start, length) for start in starts]), skip, starts
 
 
 class _Positions:
@@ -221,8 +203,6 @@ class _Positions:
                 by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
         # A part of the stream is assumed to have the same share of its bytes and words.
         n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
-        bits = per_word = None
-        if not masked:
-            bits = bits_per_byte(loss, count, n_bytes)
-            per_word = word_perplexity(loss, count, n_words)
+        bits = None if masked else bits_per_byte(loss, count, n_bytes)
+        per_word = None if masked else word_perplexity(loss, count, n_words)
         return Evaluation(context, loss, count, masked, bits, per_word, by_position)
