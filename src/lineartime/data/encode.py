@@ -1,5 +1,6 @@
 """Encoding: documents in, shards of tokens out, with counts of bytes, words and tokens."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from lineartime.data.readers import BLOCK
 from lineartime.data.tokenizers import Tokenizer, whole_lines
-from lineartime.files import sha256
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
@@ -47,16 +47,17 @@ class Writer:
         self._folder = folder
         self._tokenizer = tokenizer
         self._dtype: np.dtype[Any] = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        self._shards: list[IO[bytes]] = []
+        self._shard: IO[bytes] | None = None
+        self._hasher = hashlib.sha256()
+        self._digests: dict[str, str] = {}
         self._in_word = False
         self.n_tokens = self._n_bytes = self._n_words = 0
 
     def __enter__(self) -> "Writer":
-        self._open_shard()  # at least one, even for an empty text
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._shards[-1].close()
+        self._close_shard()
 
     def add(self, texts: list[str | None], max_tokens: int | None) -> None:
         """Encode and write these texts; None is the end of a document."""
@@ -76,18 +77,19 @@ class Writer:
                 return
 
     def finish(self) -> dict[str, str]:
-        """Write the facts about the tokens, after the shards are closed, and return the files with their digests."""
-        files = [Path(shard.name) for shard in self._shards]
-        digests = {file.name: sha256(file) for file in files}
+        """Write the facts about the tokens, and return the files with their digests."""
+        if not self._digests:
+            self._open_shard()
+            self._close_shard()
         facts = {
             "dtype": self._dtype.name,
             "n_tokens": self.n_tokens,
             "n_bytes": self._n_bytes,
             "n_words": self._n_words,
-            "sha256": digests,
+            "sha256": self._digests,
         }
         (self._folder / FACTS).write_text(json.dumps(facts, indent=1))
-        return digests
+        return self._digests
 
     def _count(self, text: str) -> None:
         """Count bytes and words; a word may continue in the next text of the document."""
@@ -99,13 +101,24 @@ class Writer:
 
     def _write(self, tokens: Integers) -> None:
         while len(tokens):
-            if self.n_tokens == SHARD * len(self._shards):
-                self._shards[-1].close()
+            if self._shard is None:
                 self._open_shard()
-            part = tokens[: SHARD * len(self._shards) - self.n_tokens]
-            self._shards[-1].write(part.tobytes())
-            self.n_tokens += len(part)
-            tokens = tokens[len(part) :]
+            room = SHARD - self.n_tokens % SHARD
+            data = tokens[:room].tobytes()
+            assert self._shard is not None
+            self._shard.write(data)
+            self._hasher.update(data)
+            self.n_tokens += len(tokens[:room])
+            tokens = tokens[room:]
+            if self.n_tokens % SHARD == 0:
+                self._close_shard()
 
     def _open_shard(self) -> None:
-        self._shards.append((self._folder / f"tokens-{len(self._shards):05d}.bin").open("wb"))
+        self._shard = (self._folder / f"tokens-{len(self._digests):05d}.bin").open("wb")
+        self._hasher = hashlib.sha256()
+
+    def _close_shard(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+            self._digests[Path(self._shard.name).name] = self._hasher.hexdigest()
+            self._shard = None

@@ -19,8 +19,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lineartime.data.corpora import Corpus
 from lineartime.data.encode import FACTS, Integers, Writer, batches
@@ -34,20 +36,28 @@ _FORMAT = 3  # part of every folder's name: raise it when the same input would g
 _VERIFIED = "verified.json"
 
 
+class Tokens(Protocol):
+    """A sequence of tokens: a numpy array, or several on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> Integers: ...
+
+
 @dataclass(frozen=True)
 class TokenStream:
     """The tokens of a split as one sequence, with an end-of-document token after every document.
 
     Attributes:
         name: its name in messages.
-        tokens: unsigned integers [n], in memory or on disk.
+        tokens: unsigned integers [n].
         n_bytes: the bytes of the text they encode.
         n_words: the words of that text, as separated by white space.
         digest: differs between streams of different tokens; empty for one that is not on disk.
     """
 
     name: str
-    tokens: "Integers | Shards"
+    tokens: Tokens
     n_bytes: int
     n_words: int = 0
     digest: str = ""
@@ -94,10 +104,11 @@ class Shards:
         """The shards that hold these tokens: index, first place and end in each."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            end = int(self._ends[index])
-            before = end - len(self._shards[index])
-            yield index, start - before, min(stop, end) - before
-            start, index = end, index + 1
+            before = int(self._ends[index]) - len(self._shards[index])
+            end = min(stop, int(self._ends[index]))
+            yield index, start - before, end - before
+            start = end
+            index += 1
 
 
 def default_cache() -> Path:
@@ -118,11 +129,17 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
     Raises:
         LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
-    identity = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
-    folder = cache / hashlib.sha256(os.fsencode(identity)).hexdigest()[:20]
+    folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
+    name = f"the {split} split of {corpus.name}"
     if not (folder / FACTS).exists():
         _write(folder, corpus, split, tokenizer, max_tokens)
-    return _open(folder, f"the {split} split of {corpus.name}")
+    return _open(folder, name)
+
+
+def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
+    """A name of the tokens that changes with the tokenizer and the text."""
+    parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
+    return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
 def _open(folder: Path, name: str) -> TokenStream:
@@ -130,15 +147,18 @@ def _open(folder: Path, name: str) -> TokenStream:
         facts = json.loads((folder / FACTS).read_text())
         _verify(folder, facts["sha256"])
         dtype = np.dtype(facts["dtype"])
-        files = sorted(facts["sha256"])
-        empty = facts["n_tokens"] == 0  # an empty file cannot be mapped
-        shards = [np.zeros(0, dtype) if empty else np.memmap(folder / file, dtype, mode="r") for file in files]
-        digest = hashlib.sha256("".join(facts["sha256"][file] for file in files).encode()).hexdigest()[:12]
-        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], digest)
+        shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
+        written = "".join(facts["sha256"][file] for file in sorted(facts["sha256"]))
+        identity = hashlib.sha256(written.encode()).hexdigest()[:12]
+        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], identity)
     except OSError as error:
         raise cannot("read", folder, error) from None
     except (ValueError, KeyError, TypeError):
         raise _damaged(folder, FACTS) from None
+
+
+def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:
