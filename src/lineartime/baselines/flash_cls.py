@@ -1,4 +1,4 @@
-"""FLASH for fine-tuning: [CLS], the first token of a document, attends to its chunk with softmax in the place of relu^2.
+"""FLASH for fine-tuning: [CLS], the first token of a document, attends to its chunk with softmax instead of relu^2.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.

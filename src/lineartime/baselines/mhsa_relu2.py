@@ -1,4 +1,4 @@
-"""Multi-head attention with relu^2 in the place of softmax: an ablation of the Transformer.
+"""Multi-head attention with relu^2 instead of softmax: an ablation of the Transformer.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "softmax -> relu^2".
@@ -14,7 +14,7 @@ from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 
 class MHSARelu2(MultiHeadMixer[KVCache]):
-    """Multi-head attention with relu^2 in the place of softmax.
+    """Multi-head attention with relu^2 instead of softmax.
 
     Heads attend as a GAU does, by relu(q.k / sqrt(h))^2 / n. Options are those of `MultiHeadMixer`.
     """

@@ -27,7 +27,7 @@ PUBLISHED_LENGTH = 512
 
 
 class GAU(GatedUnit[KVCache], HasBackends):
-    """Gated attention unit: one layer in the place of attention and feed-forward, quadratic in T.
+    """Gated attention unit: one layer that replaces attention and feed-forward, quadratic in T.
 
     Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
     published relu(q.k / n + bias)^2: n is the number of real tokens, or, in a causal layer, the constant `max_length` (512 if

@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
             block.compile()
 
     def recompute_blocks(self) -> None:
-        """Have the backward pass compute each block once more from its input, which is all that is kept of it (checkpointing).
+        """Let the backward pass recompute each block from its input, the only tensor that is kept (activation checkpointing).
 
         It takes about a third more time, and memory for the activations of one block instead of those of all. Gradients stay
         the same, dropout included; parameters keep their names.
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
 
 
 class CausalLM(LanguageModel):
-    """A causal language model: logits at a token foretell the next one."""
+    """A causal language model: the logits at a token predict the next one."""
 
     def init_state(self, batch_size: int) -> BackboneState:
         """The state before the first token of `batch_size` streams."""
@@ -140,7 +140,7 @@ class CausalLM(LanguageModel):
 
 
 class MaskedLM(LanguageModel):
-    """A masked language model: logits at a masked token foretell what stood there."""
+    """A masked language model: the logits at a masked token predict the token that was masked."""
 
 
 def build_model(config: ModelConfig) -> CausalLM | MaskedLM:

@@ -87,7 +87,7 @@ def _own_options(kind: str) -> dict[str, Option]:
 
 
 def check_parts(config: Any) -> None:
-    """Raise ArgumentError unless every field has its type, and every layer is of a kind that stands there."""
+    """Raise ArgumentError unless every field has its type, and every layer has a kind that its field allows."""
     for part, kinds in KINDS.items():
         value = getattr(config, part, None)
         if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):

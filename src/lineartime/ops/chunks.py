@@ -74,7 +74,7 @@ class Chunks(NamedTuple):
         return self.slots.restore(y) if self.slots is not None else y.flatten(1, 2)[:, : self.length]
 
     def holds_token(self, device: torch.device) -> Tensor:
-        """`real`, or as many True: bool [B or 1, G, C]."""
+        """Which slots hold a token, bool [B or 1, G, C]: `real`, or all True."""
         if self.real is not None:
             return self.real
         return torch.ones(1, self.n_chunks, self.chunk_size, dtype=torch.bool, device=device)

@@ -56,7 +56,7 @@ def quadratic_attention(
         v: [B, T, e] values.
         causal: whether a token reads only itself and earlier tokens.
         bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which takes no memory of T x T.
-        mask: bool [B, T], True for real tokens; padding is read by nobody and its outputs are zero.
+        mask: bool [B, T], True for real tokens; no token reads padding, and its outputs are zero.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: none reads another.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with

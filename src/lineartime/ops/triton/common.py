@@ -1,7 +1,7 @@
 """What the Triton kernels have in common: number formats, memory, tuning, and how a tile is read, written and activated.
 
 A kernel sees row-major matrices [n_rows, n_columns] and works on tiles of them. What lies beyond the edges of a matrix reads as
-zero and is never written, so no size has to be a multiple of anything.
+zero and is never written, so sizes need not be multiples of anything.
 
     relu2:    f(x) = max(x, 0)^2                                   f'(x) = 2 max(x, 0)
     laplace:  f(x) = (1 + erf(sqrt(2 pi) (x - sqrt(1/2)))) / 2     f'(x) = sqrt(2) exp(-2 pi (x - sqrt(1/2))^2)

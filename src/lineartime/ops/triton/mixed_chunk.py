@@ -130,7 +130,7 @@ def attend(
 
     Args:
         q_quad, k_quad, q_lin, k_lin: [B, G, C, s].
-        v: [B, G, C, e]; it and k_lin are zero in slots that nobody may read.
+        v: [B, G, C, e]; it and k_lin are zero in slots that must not be read.
         bias: [C, C].
         row_scale: float32 [B or 1, G, C], of the quadratic part; a constant for autograd, as is all that follows.
         state_scale: float32 [B or 1, G], of the linear part.

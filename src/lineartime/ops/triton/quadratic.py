@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, s query/key width, e value width.
 with r = row_scale, c = score_scale, f the activation, and P = dX = 0 at j > t where attention is causal.
 
 A program owns a block of rows and walks over the blocks of the others, whose scores it computes on the way. The rows are
-queries and the others keys; for dv and dk it is the other way round, and the kernels are told so: TRANSPOSED. Every number is
+queries and the others keys; for dv and dk it is the other way round: TRANSPOSED. Every number is
 summed by one program in a fixed order, so that the same inputs always give the same bits.
 """
 
@@ -70,7 +70,7 @@ def score_tile(
 @jit
 def mask_tile(tile, rows, others, row_scale, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The tile times the row_scale of its queries, zero where attention is causal and the key is behind the query."""
-    # Beyond the edges nothing has to be hidden: values and output gradients read as zero there.
+    # Beyond the edges nothing needs a mask: values and output gradients read as zero there.
     if TRANSPOSED:
         tile *= tl.load(row_scale + others, mask=others < T, other=0.0)[None, :]
         if CAUSAL:
@@ -343,7 +343,7 @@ def attend(
 
     Args:
         q, k: [B, T, s].
-        v: [B, T, e], zero at keys that nobody may read.
+        v: [B, T, e], zero at keys that must not be read.
         bias: [T, T].
         row_scale: float32 [B, T], a constant for autograd.
         score_scale: a constant too.
