@@ -121,7 +121,7 @@ class Sharded(Parallel):
     def __init__(self, objective: Objective, world: World, bf16: bool) -> None:
         device = next(objective.parameters()).device
         mesh = init_device_mesh(device.type, (world.size,))
-        # Inputs stay as they are: the residual stream and the rotations of a layout are float32, as with other engines.
+        # Inputs are not cast: in bf16, the rotations of a layout would lose the digits of large positions.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
