@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer
@@ -258,3 +259,16 @@ def test_a_state_of_another_batch_size_is_named(name: str) -> None:
     mixer = build(name, causal=True)
     with pytest.raises(ValueError, match=r"x has batch size 3, but its state was made for 2: call init_state\(3\)"):
         mixer.extend(torch.zeros(3, 1, D_MODEL), mixer.init_state(2))
+
+
+@every_mixer_in_both_directions
+def test_reading_with_a_layout_copies_nothing_to_the_host(name: str, causal: bool) -> None:
+    """On the meta device there are no values to copy: whatever looks at one fails."""
+    mixer = build(name, causal)
+    mask = torch.rand(1, LENGTH) > 0.3
+    layout = mixer.layout((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
+    far = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, layout)
+    x = torch.zeros(1, LENGTH, D_MODEL, device="meta", requires_grad=True)
+    out = mixer.to("meta").read(x, far)
+    out.sum().backward()
+    assert out.shape == x.shape

@@ -158,7 +158,7 @@ def what_cannot_be_split_is_refused() -> None:
     for mixer in others:
         other = build_model(make_model("clm").config.override(mixer=mixer))
         assert not other.splits_context
-        with pytest.raises(ValueError, match=f"{type(other.backbone.mixer).__name__} needs its whole sequence in one process"):
+        with pytest.raises(ValueError, match="needs its whole sequence in one process"):
             other(ids, context=context)
     first_alone = dist.new_group([0])
     if rank > 0:

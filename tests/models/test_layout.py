@@ -7,7 +7,7 @@ import torch
 
 import lineartime
 from lineartime.layers import residual
-from lineartime.models import CausalLM
+from lineartime.models import CausalLM, LayerConfig
 
 
 @pytest.fixture
@@ -53,3 +53,28 @@ def test_a_mixer_that_cannot_step_says_so_when_streams_are_joined() -> None:
     model = build("transformer++-tiny")
     with pytest.raises(ValueError, match="Attention continues streams at one position only"):
         model.join_streams([model.init_state(1)])
+
+
+@pytest.mark.parametrize("other", [{"chunk_size": 4}, {"kind": "gau"}])
+def test_blocks_with_other_mixers_get_layouts_of_their_own(other: dict[str, Any]) -> None:
+    """A stack of different mixers reads padding, packs and streams as each mixer does."""
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8).double()
+    config = LayerConfig(other.pop("kind", "flash"), d_qk=8, **other)
+    list(model.backbone.blocks)[1].mixer = config.build(16, causal=True).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(0, 258, (1, 37))
+    mask = torch.arange(37)[None] >= 5
+    whole = model(ids)
+    torch.testing.assert_close(model(ids, mask=mask)[:, 5:], model(ids[:, 5:]))
+    packed = model(ids, cu_seqlens=torch.tensor([0, 11, 37]))
+    torch.testing.assert_close(packed[:, 11:], model(ids[:, 11:]))
+    first, state = model.extend(ids[:, :20], model.init_state(1))
+    torch.testing.assert_close(torch.cat([first, model.extend(ids[:, 20:], state)[0]], 1), whole)
+
+
+def test_a_layout_of_another_mixer_is_refused() -> None:
+    x = torch.randn(1, 12, 16)
+    four, eight = (lineartime.FLASH(16, d_qk=8, chunk_size=size) for size in (4, 8))
+    with pytest.raises(ValueError, match=r"layout was made for .*chunk_size=8.* but this FLASH needs .*chunk_size=4"):
+        four.read(x, eight.layout(x.shape, device=x.device))

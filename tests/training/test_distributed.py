@@ -309,3 +309,20 @@ def test_options_that_do_not_fit_the_processes_are_named(
     first, second = processes.errors()
     assert message in first
     assert second.startswith("ReportedError")  # it is said once
+
+
+def test_an_error_between_two_exchanges_of_the_set_up_is_told_at_once(config: MakeConfig, launch: Launch) -> None:
+    """The other process must neither wait in the store for text that nobody prepares, nor hide the error by a time-out."""
+    before = """
+import os
+import lineartime.training.setup as setup
+def fail(config):
+    raise LineartimeError("the first process has no memory left")
+if os.environ["RANK"] == "0":
+    setup.build_model = fail
+"""
+    start = time.monotonic()
+    processes = launch(config(timeout=60.0), 2, before=before)
+    assert processes.wait() == [1, 1]
+    assert time.monotonic() - start < 40
+    assert any("the first process has no memory left" in error for error in processes.errors())

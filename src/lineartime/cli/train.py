@@ -15,7 +15,7 @@ from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import is_main_process, started_by_torchrun
-from lineartime.training.loop import train
+from lineartime.training.loop import train_completed
 from lineartime.training.resuming import complete
 
 
@@ -39,7 +39,7 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     metrics = run / METRICS_FILE
     before = _modified(metrics)
     try:
-        result = train(config, left_out)
+        result = train_completed(config, left_out)
         if is_main_process():
             if not result.finished:
                 print(f"resume by: {_resume_command(run)}", file=sys.stderr)

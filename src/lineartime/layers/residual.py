@@ -43,7 +43,7 @@ class ResidualLayer(nn.Module):
     """
 
     name: ClassVar[str]
-    """Its name in a `LayerConfig`, in JSON and in the documents: that of its file, with hyphens."""
+    """Its name in a `LayerConfig`, in JSON and in the documents; for a mixer, that of its file, with hyphens."""
 
     def __init__(self, d_model: int, *, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
         super().__init__()
@@ -169,7 +169,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return make_layout(shape, mask, cu_seqlens, device=device, plan=self.plan(), context=context)
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
-        """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding."""
+        """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
+        self._check_layout(layout)
         return zero_padding(self.mix(zero_padding(x, layout.mask), layout), layout.mask)
 
     def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -182,14 +183,23 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The layout of the next `count` tokens of streams that have read `position` tokens."""
         return stream_layout(position, count, device=device, plan=self.plan())
 
+    def step_layout(self, positions: Tensor) -> Layout:
+        """The layout of one more token for each of B streams at their own positions, int64 [B]."""
+        return step_layout(positions, plan=self.plan())
+
     def read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """`extend` with a layout; ValueError for a state of another batch size."""
+        """`extend` with a layout; ValueError for a state of another batch size, or a layout of another mixer."""
         made_for = state[0].shape[0]
         if x.shape[0] != made_for:
             raise ValueError(
                 f"x has batch size {x.shape[0]}, but its state was made for {made_for}: call init_state({x.shape[0]})."
             )
+        self._check_layout(layout)
         return self.mix_next(x, state, layout)
+
+    def _check_layout(self, layout: Layout) -> None:
+        if layout.plan != self.plan():
+            raise ValueError(f"layout was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
 
     def check_causal(self) -> None:
         """Raise ValueError unless this mixer is causal, and so can stream."""
@@ -232,10 +242,6 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
                 f"x has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
             )
         return self.mix_step(x, streams, self.step_layout(streams.position))
-
-    def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of one more token for each of B streams at their own positions, int64 [B]."""
-        return step_layout(positions, plan=self.plan())
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ BackboneState = tuple[Any, ...]
 class Block(nn.Module):
     """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
 
-    recompute = False
-    """Whether the backward pass computes the block again instead of keeping what it needs: see `recompute_blocks`."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.mixer: Mixer[Any] = config.mixer.build(
@@ -36,9 +33,9 @@ class Block(nn.Module):
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """[B, T, d] -> [B, T, d]."""
-        if self.recompute and torch.is_grad_enabled():
+    def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
+        """[B, T, d] -> [B, T, d]; with `recompute`, the backward pass keeps only x and computes the block again."""
+        if recompute and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(self._read, x, layout, use_reentrant=False)
             return recomputed
         return self._read(x, layout)
@@ -71,6 +68,9 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """From token ids to hidden vectors."""
 
+    recompute = False
+    """Whether the backward pass computes each block again: see `LanguageModel.recompute_blocks`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -94,19 +94,25 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
         self._check_ids(ids)
-        layout = self.mixer.layout(ids.shape, mask, cu_seqlens, device=ids.device, context=context)
+        layouts = self._layouts(lambda mixer: mixer.layout(ids.shape, mask, cu_seqlens, device=ids.device, context=context))
         if context is not None:
             check_equal_slices(ids.shape, context, ids.device)
-        x = self._embed(ids, layout.positions)
-        for block in self.blocks:
-            x = block(x, layout)
+        x = self._embed(ids, layouts[0].positions)
+        for block, layout in zip(self.blocks, layouts, strict=True):
+            x = block(x, layout, self.recompute)
         out: Tensor = self.norm(x)
         return out
 
-    @property
-    def mixer(self) -> Mixer[Any]:
-        """The mixer of the first block; those of the others are like it, so that all share one layout."""
-        return next(iter(self.blocks)).mixer
+    def _layouts(self, make: Callable[[Mixer[Any]], Layout]) -> list[Layout]:
+        """The layout of each block; mixers with one plan, as all have unless they were replaced, share one layout."""
+        made: dict[tuple[Any, ...], Layout] = {}
+        layouts = []
+        for block in self.blocks:
+            key = (block.mixer.plan(), block.mixer.splits_context)
+            if key not in made:
+                made[key] = make(block.mixer)
+            layouts.append(made[key])
+        return layouts
 
     def init_state(self, batch_size: int) -> BackboneState:
         """The state before the first token of `batch_size` streams; ValueError unless the model is causal."""
@@ -115,10 +121,10 @@ class Backbone(nn.Module):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self._check_ids(ids)
-        layout = self.mixer.stream_layout(state[0].position, ids.shape[1], ids.device)
-        x = self._embed(ids, layout.positions)
+        layouts = self._layouts(lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
+        x = self._embed(ids, layouts[0].positions)
         states = []
-        for block, block_state in zip(self.blocks, state, strict=True):
+        for block, block_state, layout in zip(self.blocks, state, layouts, strict=True):
             x, block_state = block.extend(x, block_state, layout)
             states.append(block_state)
         return self.norm(x), tuple(states)
@@ -133,9 +139,9 @@ class Backbone(nn.Module):
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
         self._check_ids(ids)
-        layout = next(iter(self.blocks)).stepping_mixer.step_layout(streams[0].position)
-        x = self._embed(ids, layout.positions)
-        for block, block_streams in zip(self.blocks, streams, strict=True):
+        layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
+        x = self._embed(ids, layouts[0].positions)
+        for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
             x = block.step(x, block_streams, layout)
         out: Tensor = self.norm(x)
         return out

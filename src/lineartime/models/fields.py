@@ -66,6 +66,8 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list, each item of which is {_describe(get_args(hint)[0])}"
     if hint is type(None):
         return "None"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

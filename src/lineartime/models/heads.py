@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
     @property
     def splits_context(self) -> bool:
         """Whether several processes can hold each sequence together."""
-        return self.backbone.mixer.splits_context
+        return all(block.mixer.splits_context for block in self.backbone.blocks)
 
     def compile_blocks(self) -> None:
         """Have torch.compile make each block faster, in place: parameters keep their names.
@@ -103,8 +103,7 @@ class LanguageModel(nn.Module):
         It takes about a third more time, and memory for the activations of one block instead of those of all. Gradients stay
         the same, dropout included; parameters keep their names.
         """
-        for block in self.backbone.blocks:
-            block.recompute = True
+        self.backbone.recompute = True
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., d] -> logits [..., V], by the transposed embedding."""

@@ -44,6 +44,7 @@ class Layout(NamedTuple):
             chunks.
         chunks: the documents cut into chunks; None for a mixer that reads whole rows.
         context: the processes that hold every sequence together; None where this process holds whole sequences.
+        plan: what it was made for; a mixer with another plan cannot use it.
     """
 
     mask: Tensor | None
@@ -55,6 +56,7 @@ class Layout(NamedTuple):
     rows: Slots | None = None
     chunks: Chunks | None = None
     context: ContextGroup | None = None
+    plan: "LayoutPlan | None" = None
 
     def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply an attention to every document as a row of its own: [B, T, f] each -> [B, T, e].
@@ -67,8 +69,9 @@ class Layout(NamedTuple):
         return self.rows.restore(out.view(*self.rows.real.shape, out.shape[-1]))
 
     def require_chunks(self) -> Chunks:
-        """The chunks of a layout that was planned with a chunk size."""
-        assert self.chunks is not None, "the layout was planned without chunk_size"
+        """The chunks; ValueError for a layout that was planned without a chunk size."""
+        if self.chunks is None:
+            raise ValueError("layout has no chunks: make it with a plan that has a chunk_size.")
         return self.chunks
 
     def elsewhere(self, causal: bool) -> int:
@@ -109,6 +112,8 @@ def make_layout(
     context: ContextGroup | None = None,
 ) -> Layout:
     """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
+
+    With `cu_seqlens`, and with a mask for a mixer that reads whole rows, it copies the lengths of the documents to the host.
 
     Args:
         shape: [B, T, ...] of the tokens.
@@ -166,6 +171,7 @@ def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
 
 
 def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: torch.device) -> Layout:
+    layout = layout._replace(plan=plan)
     if plan.rotary_width is not None:
         layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype)
     if plan.bias_width is not None:

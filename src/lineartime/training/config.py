@@ -102,6 +102,8 @@ class TrainConfig:
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
         if isinstance(given["override"], Mapping):
             given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
+        if isinstance(given["track"], str):
+            given["track"] = [given["track"]]
         for name in ("override", "track"):
             if isinstance(given[name], list):
                 object.__setattr__(self, name, tuple(given[name]))
@@ -109,12 +111,13 @@ class TrainConfig:
             if isinstance(given[name], str):
                 object.__setattr__(self, name, Path(given[name]))
         # A resumed run has to find its text from any working directory.
-        if self.cache is not None:
+        if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())
         for name in ("data", "tokenizer"):
             value = given[name]
-            if isinstance(value, Path) or not (value is None or names_corpus(value) or names_tokenizer(value)):
+            if isinstance(value, Path) or (isinstance(value, str) and not (names_corpus(value) or names_tokenizer(value))):
                 object.__setattr__(self, name, str(Path(value).absolute()))
+        check_fields(self)
 
     @property
     def run_directory(self) -> Path:

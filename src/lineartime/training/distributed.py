@@ -116,8 +116,12 @@ class World:
         """Call `make` in one process of each machine, then in the others: they find the files that it left.
 
         It may take hours, so the others wait in the store, where no timeout of a collective ends them. All machines are done
-        when this returns. To be called inside `failing_together`.
+        when this returns. If it fails in one process, all fail together.
         """
+        with self.failing_together():
+            return self._first_on_each_machine(name, make)
+
+    def _first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
         if self.store is None:
             return make()
         machine, machines = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -182,7 +186,7 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             "with torchrun, which sets both."
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size % context_parallel:
+    if context_parallel < 1 or size % context_parallel:
         raise World(rank, size).said_once(
             ArgumentError(
                 "context_parallel",

@@ -27,7 +27,7 @@ from lineartime.training.step import build_optimizer, compute_gradient, learning
 from lineartime.training.validation import Validation
 
 
-def train(config: TrainConfig | None = None, left_out: TrainConfig | None = None, /, **options: Any) -> TrainingResult:
+def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResult:
     """Train a model, or resume a run from its last checkpoint: `train(preset="flash-tiny", data="books/", steps=1000)`.
 
     Several processes started by torchrun share the work. An interrupt (SIGINT, SIGTERM) ends training after the current step,
@@ -35,24 +35,29 @@ def train(config: TrainConfig | None = None, left_out: TrainConfig | None = None
     the bit on a CPU with the same number of processes and threads.
 
     Args:
-        config: all options, taken as they are.
-        left_out: for a run that is resumed with `config`, the value of each option that was not given; the default is
-            `TrainConfig()`.
-        **options: fields of `TrainConfig`. Beside a config they replace its values. Without one, `recipe`, `like` and `resume`
-            set the defaults of all others, as on the command line.
+        config: options; the default is `TrainConfig()`.
+        **options: fields of `TrainConfig`; they replace those of the config. `recipe`, `like` and `resume` set the defaults of
+            all options that are not given, as on the command line; a config gives the options that differ from `TrainConfig()`.
 
     Raises:
         LineartimeError: for anything the user can fix; earlier checkpoints stay.
         TypeError: for an option that does not exist.
     """
-    if config is None:
-        config, left_out = complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options))
-    else:
-        config = dataclasses.replace(config, **options)
+    if config is not None:
+        usual = TrainConfig()
+        given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
+        if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
+            given = {name: value for name, value in given.items() if name not in ("recipe", "like")}
+        options = {**given, **options}
+    return train_completed(*complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options)))
+
+
+def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
+    """`train` with all options; `left_out` has the value of each option that nobody gave."""
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     with together as world, claimed(config, world):
-        # Keep no reference to the trainer: destroying the process group before it is freed can deadlock (`join_world`).
+        # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
         return prepare(config, world, left_out).run()
 
 

@@ -6,6 +6,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and a
 from typing import Any
 
 from lineartime.models.presets import system_of
+from lineartime.ops.activations import check_choice
 from lineartime.training.config import RecipeName, TrainConfig
 
 _SHARED: dict[str, Any] = {
@@ -40,8 +41,9 @@ def recipe_config(recipe: RecipeName, preset: str = "flash-base") -> TrainConfig
         preset: the model. It gets the recipe's chunk size unless its system fixes one; the vanilla Transformer is not clipped.
 
     Raises:
-        ValueError: for an unknown preset.
+        ArgumentError: for an unknown recipe or preset.
     """
+    check_choice("recipe", recipe, tuple(_RECIPES))
     values = {**_SHARED, **_RECIPES[recipe], "recipe": recipe, "preset": preset}
     system = system_of(preset)
     if system.takes_chunk_size:

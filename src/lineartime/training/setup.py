@@ -68,12 +68,11 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or default_cache()
-        corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
-        tokenizer: Tokenizer = (
-            load_tokenizer(start)
-            if start is not None
-            else world.first_on_each_machine("the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache))
-        )
+    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
+    tokenizer: Tokenizer = world.first_on_each_machine(
+        "the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache) if start is None else load_tokenizer(start)
+    )
+    with world.failing_together():
         model_config = config.model_config(tokenizer.vocab_size)
         slice_unit = _slice_unit(model_config, config)
         torch.manual_seed(config.seed)
@@ -82,7 +81,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         objective = Objective(model, world.context_group)
         if start is not None:
             model.load_state_dict(checkpoints.load(start).state_dict())
-        text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
+    text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     tokens_per_step = rows.per_step * config.context_length
     precision, compiled = world.share(
         lambda: (
