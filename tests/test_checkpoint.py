@@ -53,18 +53,6 @@ def version_0(path: Path) -> Path:
     return path
 
 
-def test_a_checkpoint_holds_all_that_load_needs(tmp_path: Path) -> None:
-    model = tiny()
-    path = save(tmp_path, 3, model=model)
-    moved = path.rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
-    again = lineartime.load(moved)
-    assert again.config == model.config
-    assert not again.training
-    ids = torch.randint(0, 256, (1, 20))
-    assert torch.equal(again(ids), model.eval()(ids))
-    assert isinstance(load_tokenizer(moved), ByteTokenizer)
-
-
 def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     for name in (MOMENTS, "training.json"):

@@ -1,10 +1,13 @@
-"""Runs of several processes, as torchrun starts them, but within tenths of a second."""
+"""Runs that Ctrl-C interrupts, and runs of several processes, as torchrun starts them, but within tenths of a second."""
 
 import json
 import multiprocessing
+import os
 import runpy
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from lineartime.training.config import TrainConfig
+from lineartime.training.loop import Trainer
 
 # What each process does: it takes its place from the environment, like one that torchrun started.
 SCRIPT = """
@@ -103,3 +107,23 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     yield start
     for processes in started:
         processes.kill()
+
+
+@pytest.fixture
+def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager[None]]:
+    """`with interrupt_after(3)`: press Ctrl-C while step 3 is computed."""
+
+    @contextmanager
+    def interrupting(step: int) -> Iterator[None]:
+        take = Trainer.take_step
+
+        def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+            if self.step + 1 == step:
+                os.kill(os.getpid(), signal.SIGINT)
+            return take(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "take_step", take_and_interrupt)
+            yield
+
+    return interrupting

@@ -1,7 +1,6 @@
 import json
-import os
-import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +16,12 @@ from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import Trainer, prepare, train
+from lineartime.training.loop import prepare, train
 from lineartime.training.resuming import saved_config
 from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
+InterruptAfter = Callable[[int], AbstractContextManager[None]]
 
 
 def trained(config: TrainConfig) -> Path:
@@ -39,18 +39,6 @@ def losses(run: Path) -> list[tuple[float, float]]:
 
 def validations(run: Path) -> list[tuple[float, float]]:
     return [(line["step"], line["validation_loss"]) for line in metrics(run) if "validation_loss" in line]
-
-
-def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while the given step is being computed."""
-    take = Trainer.take_step
-
-    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
-        if self.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return take(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "take_step", take_and_interrupt)
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
@@ -89,12 +77,11 @@ def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch:
 @pytest.mark.parametrize("stop", [1, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"tokens_per_batch": 96, "task": "mlm"}], ids=["clm", "mlm"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], interrupt_after: InterruptAfter
 ) -> None:
     override = (*config().override, "dropout=0.1")  # so that random numbers count, too
     whole = trained(config(out=tmp_path / "whole", override=override, **options))
-    with monkeypatch.context() as patch:
-        interrupt_after(stop, patch)
+    with interrupt_after(stop):
         trained(config(override=override, **options))
     run = tmp_path / "run"
     assert losses(run)[-1][0] == stop
@@ -108,9 +95,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         assert torch.equal(weight, lineartime.load(last_checkpoint(run)).state_dict()[name])
 
 
-def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_after(3, patch)
+def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, interrupt_after: InterruptAfter) -> None:
+    with interrupt_after(3):
         trained(config())
     run = config().run_directory
     with (run / "metrics.jsonl").open("a") as file:
@@ -186,11 +172,10 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
 
 
 def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
-    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: MakeConfig, tmp_path: Path, interrupt_after: InterruptAfter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = trained(config(out=tmp_path / "whole"))
-    with monkeypatch.context() as patch:
-        interrupt_after(5, patch)
+    with interrupt_after(5):
         run = trained(config())
     file = last_checkpoint(run) / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -241,11 +226,10 @@ def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> No
 
 
 def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
-    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: MakeConfig, tmp_path: Path, interrupt_after: InterruptAfter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        interrupt_after(1, patch)
+    with interrupt_after(1):
         trained(config(data="text.txt"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -254,12 +238,11 @@ def test_a_run_is_resumed_from_another_folder_and_with_another_cache(
 
 
 def test_a_resumed_run_keeps_its_tokenizer_whatever_became_of_the_file(
-    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: MakeConfig, tmp_path: Path, interrupt_after: InterruptAfter
 ) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(ByteTokenizer().to_json())
-    with monkeypatch.context() as patch:
-        interrupt_after(1, patch)
+    with interrupt_after(1):
         trained(config(tokenizer=str(tokenizer)))
     tokenizer.unlink()
     assert len(losses(trained(config(resume=True)))) == 6

@@ -1,10 +1,10 @@
 """`train` as it is called in a notebook: no terminal, in one process, again and again."""
 
 import dataclasses
-import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
-from lineartime.training.loop import Trainer, train
+from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
+InterruptAfter = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -27,17 +28,6 @@ def options(config: MakeConfig) -> dict[str, Any]:
     values = {name: value for name, value in vars(config()).items() if value != getattr(TrainConfig(), name)}
     values |= {name: str(values[name]) for name in ("data", "cache", "out")}
     return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
-
-
-def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Trainer.take_step
-
-    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
-        if self.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return take(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "take_step", take_and_interrupt)
 
 
 def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
@@ -73,11 +63,10 @@ def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
 
 
 def test_an_interrupted_run_says_that_it_is_not_finished_and_is_resumed(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], tmp_path: Path, interrupt_after: InterruptAfter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(**options | {"out": str(tmp_path / "whole")})
-    with monkeypatch.context() as patch:
-        interrupt_after(3, patch)
+    with interrupt_after(3):
         result = train(**options)
     assert (result.step, result.finished) == (3, False)
     shown = capsys.readouterr().err
