@@ -4,12 +4,16 @@ Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head wid
 R rows (one for each document), L tokens of the longest.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.ops.cache import KVCache
+from lineartime.ops.operator import under_transform
 from lineartime.ops.precision import autocast_dtype
 
 
@@ -29,7 +33,9 @@ class Attention(MultiHeadMixer[KVCache]):
         if real is not None and not self.causal:
             # A softmax over no key is NaN: let a row without real tokens read its zeros.
             visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
+        # PyTorch's fused softmax attention has no forward-mode derivative, its plain one has.
+        with sdpa_kernel(SDPBackend.MATH) if under_transform() else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.layers.checks import check_even
+from lineartime.ops.checks import is_readable
 from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
 
 LARGEST_TABLE = 512
@@ -77,8 +78,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]; ValueError for a position beyond the last."""
-        # On other devices, and in compiled code, looking at the values forces a device sync.
-        if positions.numel() and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        if is_readable(positions):
             longest = int(positions.max()) + 1
             if longest > len(self.table):
                 raise ValueError(

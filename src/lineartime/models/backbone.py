@@ -14,6 +14,7 @@ from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer, SteppingMixer
 from lineartime.models.config import ModelConfig
+from lineartime.ops.checks import is_readable
 from lineartime.ops.layout import ContextGroup, Layout
 from lineartime.ops.mixed_chunk.context_parallel import check_equal_slices
 
@@ -153,8 +154,7 @@ class Backbone(nn.Module):
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
-        # On other devices, and in compiled code, looking at the values forces a device sync.
-        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
                 wrong = low if low < 0 else high

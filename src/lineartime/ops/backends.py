@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import Activation, check_choice
+from lineartime.ops.operator import under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
 BACKENDS: tuple[str, ...] = ("auto", "torch", "tiled", "triton", "oracle")
 """auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in pieces that
 fit a processor's cache. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
+
+_UNDER_TRANSFORM = "it has neither forward-mode derivatives nor rules for torch.func"
 
 
 def choose_backend(
@@ -47,6 +50,8 @@ def choose_backend(
 
 def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
     """Why the tiled form cannot run: the end of a sentence, or None."""
+    if under_transform():
+        return _UNDER_TRANSFORM
     if device.type != "cpu":
         return f"it is made for CPUs, and the tensors are on {device.type}"
     return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
@@ -54,6 +59,8 @@ def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activa
 
 def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
     """Why the Triton kernels cannot run: the end of a sentence, or None."""
+    if under_transform():
+        return _UNDER_TRANSFORM
     if not _is_installed("triton"):
         return "the package triton is not installed"
     if device.type != "cuda" and not _is_interpreted():

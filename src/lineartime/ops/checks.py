@@ -1,6 +1,9 @@
 """Checks of the arguments of attentions, which name the argument, its value and what is allowed."""
 
+import torch
 from torch import Tensor
+
+from lineartime.ops.operator import under_transform
 
 
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
@@ -20,3 +23,8 @@ def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
     """Raise ValueError unless `bias` is None or [size, size]."""
     if bias is not None and bias.shape != (size, size):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a check may look at the values of x: on a CPU, where nothing waits for a device, and not while it is traced."""
+    return x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_compiling() and not under_transform()

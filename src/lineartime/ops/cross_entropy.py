@@ -10,9 +10,10 @@ PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older versi
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.operator import refuse_second_derivative, register_operator
+from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 IGNORED = -100
@@ -32,7 +33,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     Returns:
         A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, but
-        never in float16, which the gradients of a sum overflow; sums are float32. It can be differentiated once.
+        never in float16, which the gradients of a sum overflow; sums are float32. It can be differentiated once; under a
+        transform of torch.func and in forward mode, as often as one likes, but there all logits are in memory.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -42,9 +44,18 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
             f"hidden, weight and targets have shapes {list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}, "
             "but must be [B, T, d], [V, d] and [B, T]."
         )
+    if under_transform():
+        return _in_one_piece(hidden, weight, targets)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss: Tensor = _operator(hidden.flatten(0, 1), weight, targets.flatten(), matmul_dtype(hidden, weight), keep)[0]
     return loss
+
+
+def _in_one_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    compute = matmul_dtype(hidden, weight)
+    with without_autocast(hidden):
+        logits = (hidden.to(compute) @ weight.to(compute).T).to(acc_dtype(hidden))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _linear_cross_entropy(

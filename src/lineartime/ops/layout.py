@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.chunks import Chunks, Slots
+from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
 
 
@@ -148,7 +149,7 @@ def make_layout(
         layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))
     elif mask is not None or document is not None:
         n_places = max(lengths, default=0)
-        if mask is not None and mask.numel():
+        if mask is not None and mask.numel() and not under_transform():  # vmap forbids a look at values
             n_places = int(((positions + 1) * mask).max())
         layout = layout._replace(rows=_rows(batch, len(lengths), n_places, layout))
     return _with_rotations(layout, plan, plan.bias_places or n_places, device)

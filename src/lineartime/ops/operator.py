@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
 
@@ -37,6 +38,14 @@ def register_operator(
         torch.library.register_autograd(f"lineartime::{name}", differentiate, setup_context=keep_for_backward, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
     return operator
+
+
+def under_transform() -> bool:
+    """Whether a transform of torch.func (grad, jvp, vmap, ...) or a forward-mode derivative is being computed.
+
+    An operator has no rule for these: a forward-mode derivative through it would be zero, without an error.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:

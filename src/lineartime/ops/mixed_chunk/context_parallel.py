@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lineartime.ops.layout import ContextGroup, Layout
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, queries_and_keys
-from lineartime.ops.operator import register_operator
+from lineartime.ops.operator import register_operator, under_transform
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 # 1. Across processes --------------------------------------------------------------------------------------------------
@@ -113,6 +113,11 @@ def attend(
         ValueError: for a slice that is not whole chunks.
     """
     _check_slice(projected.tokens.shape[1], options.chunk_size)
+    if under_transform():
+        raise RuntimeError(
+            "Sequences that several processes hold together have no forward-mode derivatives and no rules for torch.func: give "
+            "every process whole sequences."
+        )
     gated = here(projected, bias, layout, options)
     compute, causal = matmul_dtype(projected.tokens, projected.gamma), options.causal
     with without_autocast(projected.tokens):

@@ -1,0 +1,135 @@
+"""Transforms of torch.func and forward-mode derivatives, for which the fast operators have no rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+
+import lineartime
+from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.models import CausalLM, MaskedLM
+from lineartime.models.systems import SYSTEMS
+
+# PyTorch's forward-mode derivatives of its own functions are written in TorchScript.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(params=["flash", "gau"])
+def layer(request: pytest.FixtureRequest) -> FLASH | GAU:
+    torch.manual_seed(1)
+    layer = FLASH(16, d_qk=8, chunk_size=8, causal=True) if request.param == "flash" else GAU(16, d_qk=8, causal=True)
+    layer.double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def build(system: str) -> CausalLM | MaskedLM:
+    torch.manual_seed(1)
+    task: Any = "clm" if SYSTEMS[system].mixer.why_not_causal is None else "mlm"
+    model = lineartime.build(f"{system}-tiny", task, d_model=16, n_blocks=2, vocab_size=11, dropout=0.0).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model: CausalLM | MaskedLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        return self.model.loss(ids, targets, mask=mask)
+
+
+def directional(loss: Callable[[], Tensor], parameters: dict[str, Tensor], direction: dict[str, Tensor]) -> Tensor:
+    """The derivative along a direction by an ordinary backward pass."""
+    gradients = torch.autograd.grad(loss(), [*parameters.values()], allow_unused=True)
+    return torch.stack([(g * d).sum() for g, d in zip(gradients, direction.values(), strict=True) if g is not None]).sum()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_forward_mode_derivatives_of_a_model_are_those_of_its_backward_pass(system: str) -> None:
+    model = build(system)
+    ids = torch.randint(0, 11, (2, 45))
+    parameters = dict(model.named_parameters())
+    direction = {name: torch.randn_like(value) for name, value in parameters.items()}
+    weights = tokens(2, 45, 11)
+
+    def score(values: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = functional_call(model, values, (ids,))
+        return (logits * weights).sum()
+
+    expected = directional(lambda: score(parameters), parameters, direction)
+    torch.testing.assert_close(jvp(score, (parameters,), (direction,))[1], expected)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_gradients_of_single_examples_by_vmap_are_those_of_the_examples_alone(system: str) -> None:
+    """Of the loss, as training takes it, with padding of a length of its own in each example."""
+    model = build(system)
+    ids = torch.randint(0, 11, (3, 45))
+    mask = torch.arange(45) < torch.tensor([45, 20, 33])[:, None]
+    parameters = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+        targets = ids[None].masked_fill(~mask[None], -100)
+        of_model = {f"model.{name}": value for name, value in values.items()}
+        value: Tensor = functional_call(Loss(model), of_model, (ids[None], targets, mask[None]))
+        return value
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0), randomness="same")(parameters, ids, mask)
+    for row in range(3):
+        model.zero_grad()
+        loss(parameters, ids[row], mask[row]).backward()
+        for name, parameter in parameters.items():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found[name][row], expected, msg=name)
+
+
+def test_forward_mode_outside_torch_func_keeps_the_attention(layer: FLASH | GAU) -> None:
+    x, direction, weights = tokens(3, 2, 37, 16).unbind(0)
+    expected = (torch.func.vjp(layer, x)[1](weights)[0] * direction).sum()
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction))).tangent
+    torch.testing.assert_close((tangent * weights).sum(), expected)
+
+
+def test_jacobians_and_hessians_of_a_layer_are_those_of_plain_pytorch(layer: FLASH | GAU) -> None:
+    x = tokens(1, 5, 16)
+    forward, reverse = jacfwd(layer)(x), jacrev(layer)(x)
+    curvature = hessian(lambda x: layer(x).square().sum())(x)
+    set_backend(layer, "torch")
+    expected: Any = torch.autograd.functional.jacobian(layer, x)
+    torch.testing.assert_close(forward, expected)
+    torch.testing.assert_close(reverse, expected)
+    expected = torch.autograd.functional.hessian(lambda x: layer(x).square().sum(), x)
+    torch.testing.assert_close(curvature, expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        value: Tensor = grad(lambda x: layer(x).square().sum())(x)
+        return value
+
+    x = tokens(2, 37, 16)
+    torch.testing.assert_close(torch.compile(gradient)(x), gradient(x))
+
+
+def test_the_tiled_form_refuses_what_it_would_drop_from_a_derivative(layer: FLASH | GAU) -> None:
+    set_backend(layer, "tiled")
+    x = tokens(1, 5, 16)
+    with pytest.raises(
+        ValueError, match=r"backend is 'tiled', which cannot run here: .* forward-mode .* use 'auto' or 'torch'"
+    ):
+        jvp(layer, (x,), (x,))
+    layer(x).sum().backward()  # ordinary backward passes are its own
