@@ -5,6 +5,9 @@ import os
 import uuid
 from pathlib import Path
 
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer in a folder, as the tokenizers library calls it."""
+
 
 def write_atomically(file: Path, text: str) -> None:
     """Write a file, or replace it; a process killed at any moment leaves the old file or the new one. OSError if that fails."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 import lineartime
-from lineartime.machine import choose_device, compiler_missing, faster_precision, processor_name
+from lineartime.host import processor_name
+from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
 
 EXTRAS = {

@@ -1,19 +1,14 @@
 """Device, precision and compilation: what suits this machine, and so what "auto" chooses."""
 
-import platform
 import shutil
 import timeit
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError
-
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
 """The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
@@ -99,18 +94,3 @@ def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "" if present else "there is no C++ compiler here"
-
-
-def installed_version(package: str) -> str | None:
-    """The version of a Python package, or None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def processor_name() -> str:
-    """The model name of the CPU where the system tells it, otherwise its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

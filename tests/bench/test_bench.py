@@ -17,6 +17,7 @@ from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
 from lineartime.bench.memory import Memory
+from lineartime.bench.plan import make_plan
 from lineartime.bench.plots import draw_plots, pareto_front, round_marks
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import sections, write_report
@@ -341,7 +342,7 @@ def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchCon
         override=("n_blocks=2", "d_model=16", "flash-tiny.n_blocks=3"),
         vocab_size=9,
     )
-    plan = config.plan()
+    plan = make_plan(config)
     blocks = {subject.name: subject.config.n_blocks for subject in plan.subjects}
     assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
 

@@ -17,9 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from lineartime.errors import ArgumentError, LineartimeError, ReportedError, cannot
+from lineartime.host import installed_version
 
 _COMMANDS = ("train", "eval", "generate", "runs", "tokenize", "presets", "bench", "info")
-"""The modules of this room. Each is imported only for its command, or for a list of all commands."""
+"""The modules of this room. Each is imported only for its command, or for a list of all commands.
+
+They import what computes (PyTorch, matplotlib) in `run`: help has to appear at once.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = None
     try:
         if arguments == ["--version"]:
-            import torch
-
-            import lineartime
-
-            print(f"lineartime {lineartime.__version__}, torch {torch.__version__}")
+            print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
         _check(arguments)
         options = parse(arguments)

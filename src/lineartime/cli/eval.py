@@ -4,21 +4,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.readers import Split
+from lineartime.choices import Device, Precision, Split
 from lineartime.errors import ArgumentError
-from lineartime.evaluation import Evaluation, carried, windowed
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, Precision, choose_device, choose_precision
-from lineartime.models import CausalLM
-from lineartime.training.resuming import saved_config
+
+if TYPE_CHECKING:
+    from lineartime.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,14 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+    from lineartime.evaluation import carried, windowed
+    from lineartime.layers.checks import check_positive
+    from lineartime.machine import choose_device, choose_precision
+    from lineartime.models import CausalLM
+    from lineartime.training.resuming import saved_config
+
     names = ("context_length", "max_tokens", "batch_size")
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
@@ -90,7 +94,7 @@ def run(options: Options) -> None:
         _print(evaluation, str(checkpoint), stream.name)
 
 
-def _print(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
+def _print(evaluation: "Evaluation", checkpoint: str, stream: str) -> None:
     console = Console(highlight=False, markup=False)
     console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)

@@ -7,13 +7,8 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import load_tokenizer
+from lineartime.choices import Device
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, generate
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, choose_device
-from lineartime.models import CausalLM
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,13 @@ class Options:
 
 def run(options: Options) -> None:
     """Write the prompt and its continuation to standard output, token by token."""
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import load_tokenizer
+    from lineartime.generation import Sampling, generate
+    from lineartime.layers.checks import check_positive
+    from lineartime.machine import choose_device
+    from lineartime.models import CausalLM
+
     check_positive(max_tokens=options.max_tokens)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     checkpoint = find_checkpoint(options.checkpoint)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lineartime.choices import Split
 from lineartime.data.hub import HUB, datasets_library, mirror
-from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
+from lineartime.data.readers import SHARES, SPLITS, Part, is_text
 from lineartime.errors import ArgumentError, LineartimeError, cannot
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

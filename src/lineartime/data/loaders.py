@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lineartime.choices import Task
 from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import LineartimeError
-from lineartime.models.config import Task
 
 _OFFSET, _ORDER, _MASKS = range(3)  # purposes of random numbers, so that one seed draws different ones for each
 

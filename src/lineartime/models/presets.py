@@ -3,8 +3,9 @@
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, overload
 
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError
-from lineartime.models.config import ModelConfig, Task
+from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lineartime.data import Rows, names_corpus, names_tokenizer
+from lineartime.choices import Device, Precision, Task
 from lineartime.errors import ArgumentError
-from lineartime.machine import Device, Precision
-from lineartime.models.config import ModelConfig, Task
-from lineartime.models.fields import check_fields, from_fields
-from lineartime.models.presets import resolve
+from lineartime.fields import check_fields, from_fields
+
+if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
+    from lineartime.data import Rows
+    from lineartime.models import ModelConfig
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -99,6 +100,8 @@ class TrainConfig:
     """Resume the run in its folder from the last checkpoint, with the options it was started with."""
 
     def __post_init__(self) -> None:
+        from lineartime.data import names_corpus, names_tokenizer
+
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
         if isinstance(given["override"], Mapping):
             given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
@@ -162,8 +165,10 @@ class TrainConfig:
         yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
         yield "seed", self.seed < 2**63, "below 2^63"
 
-    def rows(self, data_rank: int, data_ranks: int) -> Rows:
+    def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
+        from lineartime.data import Rows
+
         if self.tokens_per_batch is None:
             return Rows(self.batch_size * data_ranks, self.batch_size, data_rank, data_ranks)
         smallest = data_ranks * self.context_length
@@ -178,8 +183,10 @@ class TrainConfig:
         at_once = next(count for count in range(min(self.batch_size, each), 0, -1) if each % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks)
 
-    def model_config(self, vocab_size: int) -> ModelConfig:
+    def model_config(self, vocab_size: int) -> "ModelConfig":
         """The model that these options describe; LineartimeError, naming the argument, if they describe none."""
+        from lineartime.models.presets import resolve
+
         values = dict(_read(item) for item in self.override)
         for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
             if name in values:
