@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import Device, Precision, Task
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
@@ -95,7 +95,8 @@ class BenchConfig:
                     raise ArgumentError(name, f"is {number}, but must be at least 1.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
-            raise ArgumentError("measure", f"has {streamed[0]}, which needs the task clm: leave it out, or use that task.")
+            causal = Argument("task", "clm")
+            raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
         if self.warmup < 0:
             raise ArgumentError("warmup", f"is {self.warmup}, but must not be negative.")
         if not 0 <= self.min_seconds <= 3600:

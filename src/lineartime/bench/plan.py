@@ -8,7 +8,7 @@ import torch
 from lineartime.bench.config import STREAMED, BenchConfig, Dtype, Measure
 from lineartime.bench.peers import PEERS, check_peer
 from lineartime.bench.subjects import Case, Subject
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError, did_you_mean
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
@@ -77,17 +77,17 @@ def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
             raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
         known = fields[preset] if dot else dict.fromkeys(chain(*fields.values()))
         if field == "vocab_size":
-            raise ArgumentError("override", "cannot set vocab_size: use the option vocab_size.")
+            raise ArgumentError("override", "cannot set vocab_size: use ", Argument("vocab_size"), ".")
         if equals and field not in known:
-            whose, there = preset if dot else "any of these models", ", ".join(known)
-            raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {there}.")
+            whose = f"{preset if dot else 'any of these models'}{did_you_mean(field, known)}"
+            raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {', '.join(known)}.")
     return {name: _model_config(options, name, known) for name, known in fields.items()}
 
 
 def _fields(options: BenchConfig, preset: str) -> dict[str, None]:
     """The fields that `override` can set in the model of a preset."""
     if preset not in PRESETS and preset in PEERS:
-        raise ArgumentError("presets", f"has {preset}, which is a peer: give it among the peers.")
+        raise ArgumentError("presets", f"has {preset}, which is a peer: give it in ", Argument("peers"), ".")
     model = resolve(preset, options.task).to_dict()
     parts = [model, *(part for part in model.values() if isinstance(part, dict))]
     return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
@@ -118,8 +118,9 @@ def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> No
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(
                 name,
-                f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or override "
-                f"{field}={length}.",
+                f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or ",
+                Argument("override"),
+                f" {field}={length}.",
             )
 
 
@@ -132,7 +133,7 @@ def _subjects(
     subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
     for peer in dict.fromkeys(options.peers):
         if peer == "fla" and options.task != "clm":
-            raise ArgumentError("peers", "has fla, which needs the task clm: leave it out, or use that task.")
+            raise ArgumentError("peers", "has fla, which needs ", Argument("task", "clm"), ": leave it out, or use that task.")
         gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.to_dict()["mixer"].keys()]
         if not gated:
             raise ArgumentError(

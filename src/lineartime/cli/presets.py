@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import LineartimeError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ def run(options: Options) -> None:
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
         raise LineartimeError(
-            f"No preset has {' or '.join(options.names)} in its name: leave the names out to see all of them."
+            f"No preset has {' or '.join(options.names)} in its name{did_you_mean(options.names[0], PRESETS)}: leave the names "
+            "out to see all of them."
         )
     if options.verify:
         _verify(names)

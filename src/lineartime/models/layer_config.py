@@ -113,4 +113,4 @@ def _layer(part: str, data: dict[str, Any]) -> LayerConfig:
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:
-        raise ArgumentError(f"{part}.{error.argument}", error.predicate) from None
+        raise ArgumentError(f"{part}.{error.argument}", *error.predicate) from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lineartime.choices import Device, Precision, Task
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import check_fields, from_fields
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
@@ -118,7 +119,8 @@ class TrainConfig:
             object.__setattr__(self, "cache", self.cache.absolute())
         for name in ("data", "tokenizer"):
             value = given[name]
-            if isinstance(value, Path) or (isinstance(value, str) and not (names_corpus(value) or names_tokenizer(value))):
+            named = isinstance(value, str) and (names_corpus(value) or names_tokenizer(value) or not _is_path(value))
+            if isinstance(value, (str, Path)) and not named:
                 object.__setattr__(self, name, str(Path(value).absolute()))
         check_fields(self)
 
@@ -140,14 +142,21 @@ class TrainConfig:
                 raise ArgumentError(name, f"is {getattr(self, name)}, but must be {rule}.")
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
-            raise ArgumentError("warmup_steps", f"is {self.warmup_steps}{source}, but must be below steps = {self.steps}.")
+            found = f"is {self.warmup_steps}{source}, but must be below "
+            raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
         if self.clips_locally and self.parallel == "fsdp":
             raise ArgumentError(
                 "clip",
-                "is local, but with parallel = fsdp no process has a whole gradient: use clip = global, or parallel = ddp.",
+                "is local, but with ",
+                Argument("parallel", "fsdp"),
+                " no process has a whole gradient: use ",
+                Argument("clip", "global"),
+                " or ",
+                Argument("parallel", "ddp"),
+                ".",
             )
         if self.packed and self.context_parallel > 1:
-            raise ArgumentError("packed", "cannot be combined with context_parallel: use one or the other.")
+            raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Each argument with a limit, whether its value is within it, and the limit in words."""
@@ -176,8 +185,9 @@ class TrainConfig:
             processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
             raise ArgumentError(
                 "tokens_per_batch",
-                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}"
-                "context_length.",
+                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}",
+                Argument("context_length"),
+                ".",
             )
         each = self.tokens_per_batch // smallest
         at_once = next(count for count in range(min(self.batch_size, each), 0, -1) if each % count == 0)
@@ -188,9 +198,10 @@ class TrainConfig:
         from lineartime.models.presets import resolve
 
         values = dict(_read(item) for item in self.override)
-        for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
-            if name in values:
-                raise ArgumentError("override", f"cannot set {name}: {instead}.")
+        if "vocab_size" in values:
+            raise ArgumentError("override", "cannot set vocab_size: it follows from ", Argument("tokenizer"), ".")
+        if "task" in values:
+            raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
         config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
@@ -199,8 +210,9 @@ class TrainConfig:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(
                 "context_length",
-                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or "
-                f"override {field}={self.context_length}.",
+                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or ",
+                Argument("override"),
+                f" {field}={self.context_length}.",
             )
         return config
 
@@ -225,6 +237,11 @@ def errors_in_override() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ArgumentError("override", f"does not fit the model: {error}") from None
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text that is not a known name is meant as a path; a misspelt name is not."""
+    return os.sep in text or Path(text).exists()
 
 
 def _read(item: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import LineartimeError
+from lineartime.errors import Argument, LineartimeError, Part
 from lineartime.machine import choose_device
 from lineartime.runs.record import write_record
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
@@ -192,8 +192,9 @@ class Trainer:
             return
         self.writer.finish()
         raise self._diverged(
-            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (max_skipped), because "
-            f"{reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}"
+            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (",
+            Argument("max_skipped"),
+            f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
 
     def _validate(self) -> float:
@@ -202,9 +203,10 @@ class Trainer:
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
-    def _diverged(self, what: str) -> LineartimeError:
-        advice = f"a learning_rate below {self.config.learning_rate:g} or more warmup_steps"
-        return self.world.said_once(LineartimeError(f"{what}: start another run in another folder, with {advice}."))
+    def _diverged(self, *what: Part) -> LineartimeError:
+        rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
+        advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
+        return self.world.said_once(LineartimeError(*what, *advice))
 
     def save(self) -> None:
         """Start to write a checkpoint of this step; all processes call together."""

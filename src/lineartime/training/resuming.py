@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.models.presets import PRESETS
 from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
@@ -69,7 +69,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     """
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if len(chosen) > 1:
-        raise ArgumentError(chosen[0], f"cannot be combined with {chosen[1]}: each sets all other options; use one of them.")
+        other = Argument(chosen[1])
+        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     defaults = TrainConfig()
     if config.resume and not is_checkpoint(config.run_directory):
         last, _ = last_whole_checkpoint(config.run_directory)
