@@ -71,6 +71,7 @@ class Trackers:
                     self._trackers[name] = _start(name, run, first_step, options)
             except Exception as error:  # a foreign package may raise anything
                 if first_step == 0:
+                    self.close()
                     raise LineartimeError(
                         f"The tracker {name} cannot start: {_reason(error)}; fix that, or leave it out of ",
                         Argument("track"),
