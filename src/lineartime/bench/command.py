@@ -31,6 +31,7 @@ from lineartime.bench.report import print_results, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
 from lineartime.errors import LineartimeError
+from lineartime.machine import using_threads
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -43,8 +44,11 @@ def run_benchmark(config: BenchConfig) -> None:
         KeyboardInterrupt: after saving what was measured.
     """
     plan = make_plan(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    with using_threads(config.threads):
+        _run_plan(config, plan)
+
+
+def _run_plan(config: BenchConfig, plan: Plan) -> None:
     quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
     folder = config.folder()
     results = Results(folder, config.to_dict(), plan.device, plan.precision)

@@ -54,7 +54,9 @@ class TrainConfig:
     steps: int = 600
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
-    """Peak learning rate, at the end of the warm-up; it then falls linearly to zero."""
+    """Peak learning rate, at the end of the warm-up."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
     beta1: float = 0.9
@@ -80,7 +82,9 @@ class TrainConfig:
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where this machine is faster with it. Weights are always fp32."""
+    """Precision of matrix products; auto takes bf16 where the device has units for it. Weights are always fp32."""
+    threads: int | None = None
+    """Threads of the CPU in each process; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
     recompute: bool = False
