@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"lineartime.{name}")
     if name == "__version__":
-        from lineartime.machine import installed_version
+        from lineartime.host import installed_version
 
         return installed_version("lineartime") or "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

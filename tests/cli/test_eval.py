@@ -20,6 +20,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
         shown = capsys.readouterr().out
         for word in (
             "the test split of",
+            "computed on cpu, ",
             "nats per token",
             "bits per byte",
             "perplexity",
@@ -34,6 +35,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
 def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache")]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["precision"] in ("fp32", "bf16")
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert sum(position["count"] for position in result["by_position"]) == result["tokens"]
 

@@ -294,7 +294,7 @@ def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> 
         ),
         ({"context_parallel": 2, "packed": True}, "packed cannot be combined with context_parallel"),
         ({"context_parallel": 3}, "context_parallel is 3, which does not divide the 2 processes"),
-        ({"parallel": "fsdp", "clip": "local"}, "use clip = global, or parallel = ddp"),
+        ({"parallel": "fsdp", "clip": "local"}, "use clip='global' or parallel='ddp'"),
         (
             {"tokens_per_batch": 24},
             "tokens_per_batch is 24, but must be a positive multiple of 48, which is 2 processes x context_length",

@@ -2,7 +2,8 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
+from lineartime import machine
 from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
+from lineartime.runs import trackers
+from lineartime.runs.record import read_record
+from lineartime.training import contention
 from lineartime.training.config import TrainConfig
+from lineartime.training.contention import Contention, Usage
 from lineartime.training.loop import prepare, train
 from lineartime.training.resuming import saved_config
 from lineartime.training.validation import Validation
@@ -258,6 +264,110 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
         trained(config(out=last_checkpoint(run)))
 
 
+def test_a_resumed_run_keeps_its_schedule(config: MakeConfig, interrupt_after: InterruptAfter) -> None:
+    whole = trained(config(schedule="cosine", out=config().run_directory.with_name("whole")))
+    with interrupt_after(3):
+        trained(config(schedule="cosine"))
+    with pytest.raises(LineartimeError, match=r"schedule is linear, but the run in .* was started with cosine"):
+        train(out=config().run_directory, resume=True, schedule="linear")
+    assert losses(trained(config(resume=True, schedule="cosine"))) == losses(whole)
+
+
+BF16, FP32 = {"avx512_bf16"}, {"avx2"}
+
+
+def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(machine, "processor_features", lambda: BF16)
+    with interrupt_after(2):
+        run = trained(config(precision="auto"))
+    assert ", cpu, bf16; " in capsys.readouterr().err
+    assert (saved_config(last_checkpoint(run)).precision, read_record(run)["options"]["precision"]) == ("bf16", "bf16")
+    monkeypatch.setattr(machine, "processor_features", lambda: FP32)
+    with interrupt_after(4):
+        train(out=run, resume=True)
+    why = "a new run would compute in fp32 here, because the processor has no units for bf16"
+    assert f"Computing in bf16, as before; {why}." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "bf16"
+    train(out=run, resume=True, precision="fp32")
+    assert "Computing in fp32, and no longer in bf16." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "fp32"
+
+
+def test_a_run_whose_record_leaves_the_precision_open_resumes(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
+) -> None:
+    """As of a version that recorded the option and not what it resolved to."""
+    monkeypatch.setattr(machine, "processor_features", lambda: FP32)
+    with monkeypatch.context() as older, interrupt_after(2):
+        older.setattr(TrainConfig, "to_dict", lambda self, of=TrainConfig.to_dict: {**of(self), "precision": "auto"})
+        run = trained(config(precision="auto"))
+    assert saved_config(last_checkpoint(run)).precision == "auto"
+    capsys.readouterr()
+    train(out=run, resume=True)
+    assert "Computing in fp32: the processor has no units for bf16." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "fp32"
+
+
+def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses(*_: object) -> None:
+        (tmp_path / "run" / "wandb").mkdir()
+        raise RuntimeError("no key")
+
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
+    monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
+    monkeypatch.setattr(trackers, "WandB", refuses)
+    with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of track"):
+        trained(config(track=("tensorboard", "wandb")))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(LineartimeError, match="cannot start"):
+        trained(config(track="wandb"))
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name != ".lock"] == ["notes.txt"]
+    (tmp_path / "run" / ".lock").unlink(missing_ok=True)
+    trained(config(track=()))  # the same options start the run once the tracker is left out
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read_or_written(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LineartimeError, match="The tracker wandb needs wandb, which is not installed"):
+        trained(config(track="wandb", data=str(tmp_path / "nothing" / "here.txt")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), set[int]()
+    forward = Validation.loss
+
+    def loss(self: Validation) -> float:
+        seen.add(torch.get_num_threads())
+        return forward(self)
+
+    monkeypatch.setattr(Validation, "loss", loss)
+    run = trained(config(steps=1, threads=before + 1))
+    assert (seen, torch.get_num_threads()) == ({before + 1}, before)
+    assert read_record(run)["processes"][0]["machine"]["threads"] == before + 1
+
+
+def test_contention_is_told_once_in_a_run(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contention, "WINDOW", 0.0)
+    clock = count()
+    busy = partial(Contention, read=lambda: Usage(tick := next(clock), 0.5 * tick, 1.5 * tick), cores=2)
+    monkeypatch.setattr("lineartime.training.loop.Contention", busy)
+    trained(config(threads=2))
+    told = "Other programs use 1.0 of 2 cores, so that 2 threads wait for each other"
+    assert capsys.readouterr().err.count(told) == 1
+
+
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:
     trained(config())
     text.write_text(text.read_text() + "more text\n" * 50)
@@ -300,11 +410,11 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"beta2": 1.0}, "beta2 is 1.0, but must be at least 0 and below 1"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
-        ({"preset": "flash-giant"}, "preset is 'flash-giant', but must be a name that"),
+        ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
-        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size: it follows from the tokenizer"),
-        ({"override": ("task=mlm",)}, "override cannot set task: use the option task"),
+        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size: it follows from tokenizer"),
+        ({"override": ("task=mlm",)}, "override cannot set task: use task"),
         ({"override": ("self=1",)}, "override does not fit the model: self is not an option of this model"),
         ({"override": ("d_model=15",)}, "override does not fit the model: d_model is 15, but must be even"),
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),

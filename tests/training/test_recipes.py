@@ -1,7 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -51,6 +51,10 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
     assert "dropout" not in " ".join(config.override)
 
 
+def test_recipes_keep_the_linear_schedule_of_the_paper() -> None:
+    assert {recipe_config(recipe).schedule for recipe in get_args(RecipeName)} == {"linear"}
+
+
 def test_only_the_vanilla_transformer_is_not_clipped() -> None:
     free = {name for name in presets("mlm") if recipe_config("lm-wiki40b", name).clip_norm == 0}
     assert free == {"transformer-base", "transformer-tiny"}
@@ -70,9 +74,9 @@ def _override(recipe: RecipeName, preset: str) -> tuple[str, ...]:
 
 
 def test_an_unknown_preset_is_named(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="preset is 'flash-giant', but must be a name"):
+    with pytest.raises(ValueError, match="preset is 'flash-giant', which is no preset"):
         recipe_config("lm-pg19", "flash-giant")
-    with pytest.raises(LineartimeError, match="preset is 'flash-giant', but must be a name"):
+    with pytest.raises(LineartimeError, match="preset is 'flash-giant', which is no preset"):
         train(recipe="lm-pg19", preset="flash-giant", data=str(text), out=tmp_path / "run", tokenizer="bpe-300")
 
 

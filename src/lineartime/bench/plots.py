@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results
-from lineartime.bench.subjects import Measure
 from lineartime.errors import cannot, missing_extra
 
 WIDTH, HEIGHT = 4.6, 3.4

@@ -11,8 +11,7 @@ is not stored anywhere, but read from the folder.
 
 import shutil
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from lineartime.checkpoint.format import (
     DamagedCheckpointError,
@@ -26,7 +25,11 @@ from lineartime.checkpoint.format import (
     verify,
 )
 from lineartime.errors import LineartimeError, reporting
-from lineartime.models.heads import CausalLM, MaskedLM
+
+if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+    import torch
+
+    from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
     "TrainingState",
@@ -46,7 +49,7 @@ __all__ = [
 ]
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | MaskedLM:
+def load(path: str | Path, device: "str | torch.device" = "cpu") -> "CausalLM | MaskedLM":
     """Load the model of a checkpoint, or of the best checkpoint in a run's folder, in evaluation mode.
 
     Raises:

@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import LineartimeError, reporting
-from lineartime.files import sha256, synchronise, write_synchronised
-from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_synchronised
+
+if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+    from torch import Tensor
+
+    from lineartime.data import Tokenizer
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.heads import CausalLM, MaskedLM
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
@@ -87,8 +89,12 @@ def hidden(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
-def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
+def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
     """Build the model of a checkpoint with its weights, on the CPU; LineartimeError as for `load`."""
+    from lineartime.data import load_tokenizer
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.heads import build_model
+
     verify(checkpoint, _MODEL_FILES)
     version, description = _read_json(checkpoint / _MODEL)
     try:
@@ -165,7 +171,7 @@ def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
     return version, data
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def _read_tensors(file: Path) -> "dict[str, Tensor]":
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -183,7 +189,7 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 
 
 def write_files(
-    checkpoint: Path, weights: Mapping[str, Tensor], config: ModelConfig, tokenizer: Tokenizer, state: TrainingState
+    checkpoint: Path, weights: "Mapping[str, Tensor]", config: "ModelConfig", tokenizer: "Tokenizer", state: TrainingState
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
 

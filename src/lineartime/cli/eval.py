@@ -4,21 +4,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.readers import Split
+from lineartime.choices import Device, Precision, Split
 from lineartime.errors import ArgumentError
-from lineartime.evaluation import Evaluation, carried, windowed
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, Precision, choose_device, choose_precision
-from lineartime.models import CausalLM
-from lineartime.training.resuming import saved_config
+
+if TYPE_CHECKING:
+    from lineartime.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,9 @@ class Options:
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where this machine is faster with it."""
+    """Precision of matrix products; auto takes bf16 where the device has units for it."""
+    threads: int | None = None
+    """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
     json: bool = False
@@ -53,6 +51,21 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
+    from lineartime.machine import using_threads
+
+    with using_threads(options.threads):
+        _evaluate(options)
+
+
+def _evaluate(options: Options) -> None:
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+    from lineartime.evaluation import carried, windowed
+    from lineartime.layers.checks import check_positive
+    from lineartime.machine import choose_device, choose_precision
+    from lineartime.models import CausalLM
+    from lineartime.training.resuming import saved_config
+
     names = ("context_length", "max_tokens", "batch_size")
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
@@ -63,7 +76,8 @@ def run(options: Options) -> None:
     corpus = load_corpus(options.data or trained.data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
-    bf16 = choose_precision(options.precision, device) == "bf16"
+    precision = choose_precision(options.precision, device)
+    bf16 = precision == "bf16"
     length = options.context_length or trained.context_length
     if options.context == "carried":
         if not isinstance(model, CausalLM):
@@ -84,15 +98,15 @@ def run(options: Options) -> None:
         )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, perplexity: evaluation.perplexity}
+        facts = {"checkpoint": str(checkpoint), "text": stream.name, "precision": precision, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
-        _print(evaluation, str(checkpoint), stream.name)
+        _print(evaluation, f"{checkpoint} on {stream.name}", f"{device.type}, {precision}")
 
 
-def _print(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
+def _print(evaluation: "Evaluation", what: str, where: str) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
+    console.print(f"{what}, {evaluation.tokens:,} tokens; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")

@@ -4,16 +4,12 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import load_tokenizer
+from lineartime.choices import Device
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, generate
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, choose_device
-from lineartime.models import CausalLM
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,33 @@ class Options:
     """Seed of the draws; by default every run produces another text."""
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of matrix products. Token by token, bf16 is seldom faster than fp32."""
+    threads: int | None = None
+    """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
 
 
 def run(options: Options) -> None:
-    """Write the prompt and its continuation to standard output, token by token."""
+    """Write the prompt and its continuation to standard output, token by token; a note on how goes to standard error."""
+    from lineartime.machine import using_threads
+
+    with using_threads(options.threads):
+        _generate(options)
+
+
+def _generate(options: Options) -> None:
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import load_tokenizer
+    from lineartime.generation import Sampling, generate
+    from lineartime.layers.checks import check_positive
+    from lineartime.machine import autocast, choose_device
+    from lineartime.models import CausalLM
+
     check_positive(max_tokens=options.max_tokens)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     checkpoint = find_checkpoint(options.checkpoint)
-    model = load(checkpoint, choose_device(options.device))
+    device = choose_device(options.device)
+    model = load(checkpoint, device)
     if not isinstance(model, CausalLM):
         raise LineartimeError(f"{checkpoint} is a masked language model, which cannot generate: train with --task clm.")
     tokenizer = load_tokenizer(checkpoint)
@@ -62,11 +77,13 @@ def run(options: Options) -> None:
         decoder.push(token)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
+    print(f"{checkpoint}: {device.type}, {options.precision}", file=sys.stderr, flush=True)
     sys.stdout.write(options.prompt)
     try:
-        for token in generate(model, prompt, options.max_tokens, sampling, tokenizer.end_of_document):
-            sys.stdout.write(decoder.push(token))
-            sys.stdout.flush()
+        with autocast(device, options.precision == "bf16"):
+            for token in generate(model, prompt, options.max_tokens, sampling, tokenizer.end_of_document):
+                sys.stdout.write(decoder.push(token))
+                sys.stdout.flush()
         sys.stdout.write(decoder.flush())
     finally:
         sys.stdout.write("\n")

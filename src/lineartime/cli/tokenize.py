@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineartime.data.corpora import load_corpus
-from lineartime.data.train_tokenizer import VOCAB_SIZE, Kind, train_tokenizer
+from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
-from lineartime.layers.checks import check_positive
 
 
 @dataclass(frozen=True)
@@ -15,7 +13,7 @@ class Options:
 
     data: str | None = None
     """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
-    kind: Kind = "bpe"
+    kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
     """Tokens, including the end of a document and the mask."""
@@ -27,6 +25,9 @@ class Options:
 
 def run(options: Options) -> None:
     """Train the tokenizer, write it, and print its size."""
+    from lineartime.data import load_corpus, train_tokenizer
+    from lineartime.layers.checks import check_positive
+
     if options.out.exists():
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:

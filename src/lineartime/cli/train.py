@@ -11,12 +11,8 @@ from typing import Annotated
 import tyro
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import is_main_process, started_by_torchrun
-from lineartime.training.loop import train_completed
-from lineartime.training.resuming import complete
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,9 @@ class Options(TrainConfig):
 
 def run(options: Options, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint and draw the losses; the arguments are read again with a recipe's defaults."""
+    from lineartime.training.distributed import is_main_process
+    from lineartime.training.loop import train_completed
+    from lineartime.training.resuming import complete
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         options = tyro.cli(Options, prog="lineartime train", args=arguments, default=Options(**vars(defaults)))
@@ -55,6 +54,8 @@ def _modified(file: Path) -> int:
 
 
 def _resume_command(run: Path) -> str:
+    from lineartime.training.distributed import started_by_torchrun
+
     start = "lineartime"
     if started_by_torchrun():
         start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])} -m lineartime"
@@ -62,6 +63,8 @@ def _resume_command(run: Path) -> str:
 
 
 def _draw(run: Path) -> None:
+    from lineartime.runs.curve import draw_curve
+
     try:
         print(f"loss curve: {draw_curve(run)}")
     except LineartimeError as error:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lineartime.choices import Split
 from lineartime.data.hub import HUB, datasets_library, mirror
-from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.data.readers import SHARES, SPLITS, Part, is_text
+from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SPLIT_NAMES = re.compile(r"(train)|(valid|dev)|(test)", re.IGNORECASE)
@@ -110,8 +111,9 @@ def load_corpus(data: str | Path | None) -> Corpus:
         if data in _HUTTER:
             return _hutter(data)
         if os.sep not in data and not Path(data).exists():
-            names = ", ".join(sorted([*HUB, *_HUTTER]))
-            raise ArgumentError("data", f"is {data}, which is neither a file or folder nor the name of a corpus: {names}.")
+            names = sorted([*HUB, *_HUTTER])
+            known = f"a corpus{did_you_mean(data, names)}: {', '.join(names)}"
+            raise ArgumentError("data", f"is {data}, which is neither a file or folder nor the name of {known}.")
     return local_text(Path(data))
 
 

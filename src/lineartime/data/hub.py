@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lineartime.data.readers import SPLITS, Split, pieces
+from lineartime.choices import Split
+from lineartime.data.readers import SPLITS, pieces
 from lineartime.errors import LineartimeError, missing_extra
 
 Example = dict[str, Any]

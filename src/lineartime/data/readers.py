@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
+from lineartime.choices import Split
 from lineartime.errors import LineartimeError, cannot, missing_extra
 
-Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
 

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lineartime.choices import Split
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus
 from lineartime.data.hub import guarded
 from lineartime.data.loaders import BatchMaker, Rows
-from lineartime.data.readers import Split, pieces
+from lineartime.data.readers import pieces
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.errors import LineartimeError, cannot, missing_extra
-
-TOKENIZER_FILE = "tokenizer.json"
+from lineartime.files import TOKENIZER_FILE
 
 
 class StreamDecoder(Protocol):

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
 from lineartime.data.encode import FACTS, Integers, Writer, batches
 from lineartime.data.progress import Progress
-from lineartime.data.readers import Split
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import sha256, write_atomically

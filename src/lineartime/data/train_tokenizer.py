@@ -7,17 +7,14 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 from lineartime.files import write_atomically
-
-Kind = Literal["bpe", "unigram"]
-VOCAB_SIZE = 32_000
-"""The size with which models have the parameters that the paper reports."""
 
 _FORMAT = 1  # part of every cached file's name: raise it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
@@ -26,13 +23,13 @@ _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
-_SMALLEST: dict[Kind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
+_SMALLEST: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 
-TRAINING_BYTES: dict[Kind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
+TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 """Bytes of text to learn from. Unigram needs memory for many times as much."""
 
 
-def train_tokenizer(corpus: Corpus, kind: Kind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
+def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
     """Train a tokenizer on the beginning of the training split, on all cores.
 
     BPE works on bytes, and decoding restores every text exactly. Unigram falls back to bytes where it has no piece; decoding
@@ -111,7 +108,7 @@ def names_tokenizer(choice: str) -> bool:
     return choice == "bytes" or _to_train(choice) is not None
 
 
-def _to_train(choice: str) -> tuple[Kind, int] | None:
+def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     """The kind and size of a tokenizer to train, such as bpe-32000."""
     name, _, number = choice.partition("-")
     kind = next((kind for kind in TRAINING_BYTES if kind == name), None)

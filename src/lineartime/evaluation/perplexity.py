@@ -15,7 +15,7 @@ from torch import Tensor
 from lineartime.data.batches import causal_batch, masked_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import autocast
 from lineartime.models.heads import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
@@ -101,7 +101,7 @@ def windowed(
         LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
     """
     if not 1 <= stride <= context_length:
-        raise ArgumentError("stride", f"is {stride}, but must be from 1 to context_length = {context_length}.")
+        raise ArgumentError("stride", f"is {stride}, but must be from 1 to ", Argument("context_length", context_length), ".")
     tokens = _length(stream, max_tokens)
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:

@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 import torch
 
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError
+from lineartime.fields import check_names, from_fields
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm
-from lineartime.models.fields import check_names, from_fields
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-
-Task = Literal["clm", "mlm"]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Models that can be built by name: a system at a size, named system-size."""
 
-from difflib import get_close_matches
 from typing import Any, Literal, get_args, overload
 
-from lineartime.errors import ArgumentError
-from lineartime.models.config import ModelConfig, Task
+from lineartime.choices import Task
+from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
+from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
@@ -88,10 +88,8 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
 def system_of(preset: str) -> System:
     """The row of the table of systems that a preset stands for; ArgumentError for an unknown preset."""
     if preset not in PRESETS:
-        like = get_close_matches(preset, PRESETS, n=3, cutoff=0.0)
-        raise ArgumentError(
-            "preset", f"is {preset!r}, but must be a name that presets() lists, for instance {' or '.join(map(repr, like))}."
-        )
+        like = did_you_mean(preset, PRESETS)
+        raise ArgumentError("preset", f"is {preset!r}, which is no preset{like}: give a name that ", Call("presets"), " lists.")
     return SYSTEMS[PRESETS[preset][0]]
 
 
@@ -121,7 +119,8 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     system = system_of(preset_or_config)
     if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
         reason = system.mixer.why_not_causal
-        raise ArgumentError("task", f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use task='mlm'.")
+        problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
+        raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
     return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
 
 

@@ -6,7 +6,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from lineartime.data import load_corpus
 from lineartime.errors import LineartimeError, missing_extra, reporting
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
@@ -90,6 +89,8 @@ def draw_comparison(runs: Mapping[str, Sequence[Line]], file: Path) -> Path:
 
 def _title(run: Path) -> str:
     """The model of a run and its text, or the folder's name if the record tells neither."""
+    from lineartime.data import load_corpus
+
     try:
         options = read_record(run)["options"]
     except LineartimeError:

@@ -12,12 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError, reporting
 from lineartime.files import write_atomically
-from lineartime.machine import installed_version, processor_name
+from lineartime.host import installed_version, processor_name
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
@@ -67,12 +65,16 @@ def read_record(run: Path) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    import torch  # which only training needs: records are read without it
+
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build
     return {"python": platform.python_version()} | found | torch_with_build
 
 
 def _machine() -> dict[str, Any]:
+    import torch
+
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
         "system": f"{platform.system()} {platform.release()}",

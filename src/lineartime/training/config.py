@@ -2,18 +2,20 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lineartime.data import Rows, names_corpus, names_tokenizer
-from lineartime.errors import ArgumentError
-from lineartime.machine import Device, Precision
-from lineartime.models.config import ModelConfig, Task
-from lineartime.models.fields import check_fields, from_fields
-from lineartime.models.presets import resolve
+from lineartime.choices import Device, Precision, Task
+from lineartime.errors import Argument, ArgumentError
+from lineartime.fields import check_fields, from_fields
+
+if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
+    from lineartime.data import Rows
+    from lineartime.models import ModelConfig
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -52,7 +54,9 @@ class TrainConfig:
     steps: int = 600
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
-    """Peak learning rate, at the end of the warm-up; it then falls linearly to zero."""
+    """Peak learning rate, at the end of the warm-up."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
     beta1: float = 0.9
@@ -78,7 +82,9 @@ class TrainConfig:
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where this machine is faster with it. Weights are always fp32."""
+    """Precision of matrix products; auto takes bf16 where the device has units for it. Weights are always fp32."""
+    threads: int | None = None
+    """Threads of the CPU in each process; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
     recompute: bool = False
@@ -99,6 +105,8 @@ class TrainConfig:
     """Resume the run in its folder from the last checkpoint, with the options it was started with."""
 
     def __post_init__(self) -> None:
+        from lineartime.data import names_corpus, names_tokenizer
+
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
         if isinstance(given["override"], Mapping):
             given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
@@ -115,7 +123,8 @@ class TrainConfig:
             object.__setattr__(self, "cache", self.cache.absolute())
         for name in ("data", "tokenizer"):
             value = given[name]
-            if isinstance(value, Path) or (isinstance(value, str) and not (names_corpus(value) or names_tokenizer(value))):
+            named = isinstance(value, str) and (names_corpus(value) or names_tokenizer(value) or not _is_path(value))
+            if isinstance(value, (str, Path)) and not named:
                 object.__setattr__(self, name, str(Path(value).absolute()))
         check_fields(self)
 
@@ -137,14 +146,21 @@ class TrainConfig:
                 raise ArgumentError(name, f"is {getattr(self, name)}, but must be {rule}.")
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
-            raise ArgumentError("warmup_steps", f"is {self.warmup_steps}{source}, but must be below steps = {self.steps}.")
+            found = f"is {self.warmup_steps}{source}, but must be below "
+            raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
         if self.clips_locally and self.parallel == "fsdp":
             raise ArgumentError(
                 "clip",
-                "is local, but with parallel = fsdp no process has a whole gradient: use clip = global, or parallel = ddp.",
+                "is local, but with ",
+                Argument("parallel", "fsdp"),
+                " no process has a whole gradient: use ",
+                Argument("clip", "global"),
+                " or ",
+                Argument("parallel", "ddp"),
+                ".",
             )
         if self.packed and self.context_parallel > 1:
-            raise ArgumentError("packed", "cannot be combined with context_parallel: use one or the other.")
+            raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Each argument with a limit, whether its value is within it, and the limit in words."""
@@ -162,8 +178,10 @@ class TrainConfig:
         yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
         yield "seed", self.seed < 2**63, "below 2^63"
 
-    def rows(self, data_rank: int, data_ranks: int) -> Rows:
+    def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
+        from lineartime.data import Rows
+
         if self.tokens_per_batch is None:
             return Rows(self.batch_size * data_ranks, self.batch_size, data_rank, data_ranks)
         smallest = data_ranks * self.context_length
@@ -171,19 +189,23 @@ class TrainConfig:
             processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
             raise ArgumentError(
                 "tokens_per_batch",
-                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}"
-                "context_length.",
+                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}",
+                Argument("context_length"),
+                ".",
             )
         each = self.tokens_per_batch // smallest
         at_once = next(count for count in range(min(self.batch_size, each), 0, -1) if each % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks)
 
-    def model_config(self, vocab_size: int) -> ModelConfig:
+    def model_config(self, vocab_size: int) -> "ModelConfig":
         """The model that these options describe; LineartimeError, naming the argument, if they describe none."""
+        from lineartime.models.presets import resolve
+
         values = dict(_read(item) for item in self.override)
-        for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
-            if name in values:
-                raise ArgumentError("override", f"cannot set {name}: {instead}.")
+        if "vocab_size" in values:
+            raise ArgumentError("override", "cannot set vocab_size: it follows from ", Argument("tokenizer"), ".")
+        if "task" in values:
+            raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
         config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
@@ -192,8 +214,9 @@ class TrainConfig:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(
                 "context_length",
-                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or "
-                f"override {field}={self.context_length}.",
+                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or ",
+                Argument("override"),
+                f" {field}={self.context_length}.",
             )
         return config
 
@@ -218,6 +241,11 @@ def errors_in_override() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ArgumentError("override", f"does not fit the model: {error}") from None
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text that is not a known name is meant as a path; a misspelt name is not."""
+    return os.sep in text or Path(text).exists()
 
 
 def _read(item: str) -> tuple[str, Any]:

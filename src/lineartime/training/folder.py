@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
 from lineartime.runs.claim import LOCK_FILE, claim
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -41,7 +41,8 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
     run = config.run_directory
     if not config.resume:
         if checkpoints.list_checkpoints(run):
-            raise LineartimeError(f"{run} already holds a run: resume it (resume=True), or use another folder (out).")
+            resume, out = Argument("resume", True), Argument("out")
+            raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
         checkpoints.remove_partial(run)
         return None, []
     last, wrong = checkpoints.last_whole_checkpoint(run)

@@ -5,22 +5,28 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import LineartimeError
-from lineartime.machine import choose_device
+from lineartime.errors import Argument, LineartimeError, Part
+from lineartime.files import removed_on_failure
+from lineartime.machine import choose_device, using_threads
 from lineartime.runs.record import write_record
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
+from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
+from lineartime.training.contention import Contention
 from lineartime.training.distributed import World, join_world, local_rank, started_again
 from lineartime.training.folder import check_shared, claimed, starting_point
 from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.parallel import parallelize
 from lineartime.training.result import TrainingResult
-from lineartime.training.resuming import complete, resumed_config, saved_config
+from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.setup import Setup, set_up
 from lineartime.training.step import build_optimizer, compute_gradient, learning_rate
@@ -56,7 +62,7 @@ def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResul
     """`train` with all options; `left_out` has the value of each option that nobody gave."""
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
-    with together as world, claimed(config, world):
+    with using_threads(config.threads), together as world, claimed(config, world):
         # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
         return prepare(config, world, left_out).run()
 
@@ -66,15 +72,20 @@ def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConf
     world = world or World()
     with world.failing_together():
         config.check()
+        check_trackers(config.track)
     if started_again():  # torchrun has replaced a lost process: resume if there is a checkpoint
         config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
     start, notes = world.share(lambda: starting_point(config))
     check_shared(config.run_directory, world)
     if start is not None:
         with world.failing_together():
-            config = resumed_config(config, saved_config(start), left_out or TrainConfig())
+            started = saved_config(start)
+            config = resumed_config(config, started, left_out or TrainConfig())
             config.check()
-    return Trainer(set_up(config, world, start), world, start, notes)
+    setup = set_up(config, world, start)
+    if start is not None:
+        notes = [*notes, precision_note(started.precision, setup.config.precision, setup.device)]
+    return Trainer(setup, world, start, notes)
 
 
 class Trainer:
@@ -126,7 +137,9 @@ class Trainer:
         """Take the remaining steps, with evaluations and checkpoints in between."""
         steps, run = self.config.steps, self.config.run_directory
         try:
-            with self._reporter() as report, interrupts() as stop:
+            with self.world.failing_together():
+                reporter = self._reporter()
+            with reporter as report, interrupts() as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
@@ -134,9 +147,12 @@ class Trainer:
                     self.save()  # so that a checkpoint exists from the start
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
+                contention = Contention(torch.get_num_threads() if self.setup.device.type == "cpu" else 1)
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
+                    if advice := contention.advice():
+                        report.say(advice)
                     if self.step % self.config.eval_every == 0 or self.step == steps:
                         loss = self._validate()
                         report.validation(self.step, loss, self.text.bits_per_byte(loss))
@@ -154,9 +170,10 @@ class Trainer:
     def _reporter(self) -> NullReporter:
         if not self.world.is_main:
             return NullReporter()
-        config = self.config
-        write_record(config.run_directory, config.to_dict(), sys.argv)
-        return Reporter(config.run_directory, self.step, config.steps, config.track, record=config.to_dict())
+        config, run = self.config, self.config.run_directory
+        with nullcontext() if self.resumed else removed_on_failure(run):  # a run that cannot be reported has not begun
+            write_record(run, config.to_dict(), sys.argv)
+            return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
@@ -192,8 +209,9 @@ class Trainer:
             return
         self.writer.finish()
         raise self._diverged(
-            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (max_skipped), because "
-            f"{reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}"
+            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (",
+            Argument("max_skipped"),
+            f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
 
     def _validate(self) -> float:
@@ -202,9 +220,10 @@ class Trainer:
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
-    def _diverged(self, what: str) -> LineartimeError:
-        advice = f"a learning_rate below {self.config.learning_rate:g} or more warmup_steps"
-        return self.world.said_once(LineartimeError(f"{what}: start another run in another folder, with {advice}."))
+    def _diverged(self, *what: Part) -> LineartimeError:
+        rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
+        advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
+        return self.world.said_once(LineartimeError(*what, *advice))
 
     def save(self) -> None:
         """Start to write a checkpoint of this step; all processes call together."""

@@ -4,8 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.choices import Precision
+from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.machine import faster_precision
 from lineartime.models.presets import PRESETS
 from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
@@ -14,6 +18,7 @@ _MAY_CHANGE = (
     "data",  # another path to the same text, which is checked
     "device",
     "precision",
+    "threads",
     "compile",
     "recompute",
     "batch_size",
@@ -57,6 +62,16 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
     return dataclasses.replace(started, **values)
 
 
+def precision_note(started: Precision, precision: Precision, device: torch.device) -> str:
+    """Which precision a resumed run computes in, and why that is another one than before, or than a new run would take here."""
+    if started not in ("auto", precision):
+        return f"Computing in {precision}, and no longer in {started}."
+    faster, reason = faster_precision(device)
+    if faster == precision:
+        return f"Computing in {precision}, as before." if started == precision else f"Computing in {precision}: {reason}."
+    return f"Computing in {precision}, as before; a new run would compute in {faster} here, because {reason}."
+
+
 def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
     """The given options, completed by the defaults that `resume`, `like` or `recipe` call for; and these defaults.
 
@@ -69,7 +84,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     """
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if len(chosen) > 1:
-        raise ArgumentError(chosen[0], f"cannot be combined with {chosen[1]}: each sets all other options; use one of them.")
+        other = Argument(chosen[1])
+        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     defaults = TrainConfig()
     if config.resume and not is_checkpoint(config.run_directory):
         last, _ = last_whole_checkpoint(config.run_directory)

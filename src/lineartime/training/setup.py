@@ -8,7 +8,7 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, tokenizer_for
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
@@ -106,8 +106,9 @@ def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(
             "context_length",
-            f"is {config.context_length}, but must be a multiple of context_parallel {ranks} x chunk_size {chunk_size} = "
-            f"{ranks * chunk_size}.",
+            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes (",
+            Argument("context_parallel"),
+            f") x chunk_size {chunk_size}.",
         )
     return ranks * chunk_size
 

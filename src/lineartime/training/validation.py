@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.data import Batch, causal_batch, masked_batch, read_window, spread_windows
-from lineartime.errors import LineartimeError
+from lineartime.errors import Argument, LineartimeError
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.distributed import World
@@ -32,7 +32,9 @@ class Validation:
             if self._length <= 0:
                 raise LineartimeError(
                     f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
-                    "give more text, or use a smaller context_parallel."
+                    "give more text, or a smaller ",
+                    Argument("context_parallel"),
+                    ".",
                 )
         self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
 
