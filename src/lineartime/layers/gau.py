@@ -16,6 +16,7 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.ops import exported
 from lineartime.ops.cache import KVCache
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import FactoredBias
@@ -84,7 +85,9 @@ class GAU(GatedUnit[KVCache], HasBackends):
         else:
             bias = self._bias(places, places, layout)
         normalization = self._constant_normalization() if self.causal else self.normalization
-        return attend_rows(q, k, v, bias, real, QuadraticOptions(self.causal, self.activation, normalization), self.backend)
+        options = QuadraticOptions(self.causal, self.activation, normalization)
+        attend = exported.quadratic if torch.compiler.is_exporting() else attend_rows
+        return attend(q, k, v, bias, real, options, self.backend)
 
     def _constant_normalization(self) -> int | Literal["count"]:
         """The divisor of a causal layer, which must not change with the current length."""

@@ -38,6 +38,7 @@ class Layout(NamedTuple):
         mask: bool [B, T], True for real tokens; None where all are.
         positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
         document: int64 [T], the document of each token; None where every row is one.
+        document_starts: int64 [D + 1], where documents begin and end; None where every row is one.
         rotations: [2, T, f] or [2, B, T, f], the cosines and sines of rotary positions; None for a mixer without them.
         chunk_rotations: [2, B or 1, G, C, f], the same where documents are cut into chunks.
         place_rotations: [2, n, f], the same for the n places of a row or chunk, for a rotary bias; None without one.
@@ -51,6 +52,7 @@ class Layout(NamedTuple):
     mask: Tensor | None
     positions: Tensor
     document: Tensor | None = None
+    document_starts: Tensor | None = None
     rotations: Tensor | None = None
     chunk_rotations: Tensor | None = None
     place_rotations: Tensor | None = None
@@ -144,17 +146,17 @@ def make_layout(
     starts = torch.zeros(1, dtype=torch.long, device=device)
     if cu_seqlens is not None:
         starts = cu_seqlens.to(device, torch.long)
-        document = torch.arange(len(starts) - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
+        document = torch.arange(starts.shape[0] - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
     positions = _positions(length, mask, starts, document, device)
     if context is not None:
         positions = positions + context.rank * length
-    layout = Layout(mask, positions, document, context=context)
+    layout = Layout(mask, positions, document, None if document is None else starts, context=context)
     n_places = length
     if plan.chunk_size is not None:
         layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))
     elif mask is not None or document is not None:
         n_places = _longest_row(length, lengths, layout, plan.longest)
-        layout = layout._replace(rows=_rows(batch, 1 if document is None else len(starts) - 1, n_places, layout))
+        layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
     return _with_rotations(layout, plan, plan.bias_places or n_places, device)
 
 
@@ -210,12 +212,11 @@ def _longest_row(length: int, lengths: list[int] | None, layout: Layout, limit: 
     """The number of real tokens of the longest document or, in compiled code, what it can be at the most."""
     mask, real_tokens = layout.mask, layout.positions + 1
     if torch.compiler.is_compiling():
-        if limit is None:
+        if limit is None or length <= limit:
             return length
         real = real_tokens if mask is None else real_tokens * mask
-        _require(real <= limit, ArgumentError("max_length", f"is {limit}, but a sequence has more tokens."))
-        shorter: int = torch.sym_min(length, limit)
-        return shorter
+        _require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
+        return limit
     if mask is not None and mask.numel():
         return int((real_tokens * mask).max())
     return max(lengths or [], default=0)
@@ -229,28 +230,28 @@ def _rows(batch: int, n_documents: int, longest: int, layout: Layout) -> Slots:
 
 def _cut(batch: int, length: int, chunk_size: int, lengths: list[int] | None, layout: Layout, starts: Tensor) -> Chunks:
     """Each document cut into chunks from its own start."""
-    if lengths is None:  # at the most, every document ends with a chunk that is not full
-        n_chunks = longest = length // chunk_size + len(starts) - 1
-    else:
-        per_document = [-(-tokens // chunk_size) for tokens in lengths]
-        n_chunks, longest = sum(per_document), max(per_document, default=0)
     device = layout.positions.device
     if layout.document is None:
-        n_chunks = max(1, n_chunks)
+        n_chunks = longest = max(1, -(-length // chunk_size))
         document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
         if layout.mask is not None:
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
             return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
         real = None
-        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # an exported program reads any length
+        if n_chunks * chunk_size != length:
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
+    if lengths is None:  # at the most, every document ends with a chunk that is not full
+        n_chunks = longest = length // chunk_size + starts.shape[0] - 1
+    else:
+        per_document = [-(-tokens // chunk_size) for tokens in lengths]
+        n_chunks, longest = sum(per_document), max(per_document, default=0)
     chunks = (starts.diff() + chunk_size - 1) // chunk_size
     document_starts = F.pad(chunks.cumsum(0), (1, 0))
     slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
     ended = torch.bucketize(torch.arange(n_chunks, device=device), document_starts[1:], right=True)
-    of_chunk = ended.clamp(max=max(0, len(starts) - 2))  # spare chunks, without tokens, count to the last document
+    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # spare chunks, without tokens, count to the last document
     return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
 
 
@@ -288,7 +289,7 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         )
     if torch.compiler.is_compiling():
         rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        _require(rises, ArgumentError("cu_seqlens", "must rise from 0 to the number of tokens of the row."))
+        _require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
         return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
@@ -309,7 +310,7 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> Tens
     allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
     if not _is_whole(mask):
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
-    _require((mask == 0) | (mask == 1), ArgumentError(argument, f"holds other numbers than 0 and 1, but {allowed}"))
+    _require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
     return mask != 0
 
 
@@ -317,15 +318,15 @@ def _is_whole(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _require(condition: Tensor, error: ArgumentError) -> None:
-    """Raise the error unless the condition, bool, holds everywhere.
+def _require(condition: Tensor, argument: str, predicate: str) -> None:
+    """Raise ArgumentError unless the condition, bool, holds everywhere.
 
     On a GPU, and in compiled code, the device itself stops with this message: looking at values here would make the host wait.
     """
     if condition.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), str(error))
+        torch._assert_async(condition.all(), f"{argument} {predicate}")
     elif condition.device.type != "meta" and not condition.all():
-        raise error
+        raise ArgumentError(argument, predicate)
 
 
 def _shortened(numbers: list[int]) -> str:
