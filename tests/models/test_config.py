@@ -116,6 +116,8 @@ def test_options_defaults_and_types_are_those_of_constructors() -> None:
     assert {name: option.default for name, option in options.items()} == {
         "norm": "layernorm",
         "dropout": 0.0,
+        "device": None,
+        "dtype": None,
         "causal": False,
         "n_heads": 12,
         "rope": True,

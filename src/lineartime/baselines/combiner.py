@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import merge_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import cut_chunks
@@ -189,8 +190,12 @@ class Combiner(ChunkedHeads[CombinerState]):
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)
-        self.query_summary = nn.Parameter(torch.empty(d_model, d_model))
-        self.key_summary = nn.Parameter(torch.empty(d_model, d_model))
+        self.query_summary = nn.Parameter(torch.empty(d_model, d_model, **factory(options)))
+        self.key_summary = nn.Parameter(torch.empty(d_model, d_model, **factory(options)))
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw the maps of the summaries."""
         nn.init.normal_(self.query_summary, std=0.02)
         nn.init.normal_(self.key_summary, std=0.02)
 

@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
 
         Args:
             ids: [B, T] token ids.
-            mask: bool [B, T], True for real tokens; padding may stand anywhere.
+            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
             context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
                 of the ranks; slices are equal and whole chunks, without masks or packed documents. Each gets its share of the
