@@ -169,9 +169,8 @@ class BenchConfig:
         """The fields that `override` can set in the model of a preset."""
         if preset not in PRESETS and preset in PEERS:
             raise ArgumentError("presets", f"has {preset}, which is a peer: give it among the peers.")
-        config = resolve(preset, self.task).to_dict()
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-        return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
+        names = resolve(preset, self.task).override_names
+        return dict.fromkeys(name for name in names if name not in ("vocab_size", "task"))
 
     def _model_config(self, preset: str, fields: dict[str, None]) -> ModelConfig:
         shared = [item for item in self.override if "=" not in item or item.partition("=")[0] in fields]
