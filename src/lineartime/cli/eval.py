@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
+from lineartime.checkpoint import Which, find_checkpoint, has_training_state, load
 from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
 from lineartime.data.readers import Split
 from lineartime.errors import ArgumentError
@@ -25,8 +25,10 @@ from lineartime.training.resuming import saved_config
 class Options:
     """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run (its best checkpoint is used), or of one checkpoint."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     split: Split = "test"
     """Part of the text to measure on."""
     data: str | None = None
@@ -56,15 +58,14 @@ def run(options: Options) -> None:
     names = ("context_length", "max_tokens", "batch_size")
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
-    checkpoint = find_checkpoint(options.checkpoint)
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
     model = load(checkpoint, device)
-    trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data)
+    data, length = _text_and_context(options, checkpoint)
+    corpus = load_corpus(data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
     bf16 = choose_precision(options.precision, device) == "bf16"
-    length = options.context_length or trained.context_length
     if options.context == "carried":
         if not isinstance(model, CausalLM):
             raise ArgumentError("context", f"is carried, which needs a causal model, but {checkpoint} is masked: use windowed.")
@@ -88,6 +89,22 @@ def run(options: Options) -> None:
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
         _print(evaluation, str(checkpoint), stream.name)
+
+
+def _text_and_context(options: Options, checkpoint: Path) -> tuple[str | None, int]:
+    """The text and the context length that were asked for, or else those of training; LineartimeError if nothing tells them."""
+    if options.data is not None and options.context_length is not None:
+        return options.data, options.context_length
+    if not has_training_state(checkpoint):
+        missing = [name for name in ("data", "context_length") if getattr(options, name) is None]
+        raise ArgumentError(
+            missing[0],
+            f"is missing, but {checkpoint} has no training.json, which tells what the model was trained on: give "
+            + " and ".join("--" + name.replace("_", "-") for name in missing)
+            + ".",
+        )
+    trained = saved_config(checkpoint)
+    return options.data or trained.data, options.context_length or trained.context_length
 
 
 def _print(evaluation: Evaluation, checkpoint: str, stream: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.checkpoint import find_checkpoint, load
+from lineartime.checkpoint import Which, find_checkpoint, load
 from lineartime.data import load_tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate
@@ -20,8 +20,10 @@ from lineartime.models import CausalLM
 class Options:
     """Continue a prompt with a trained causal model; text appears as it is produced."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run (its best checkpoint is used), or of one checkpoint."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     prompt: str = ""
     """Text to continue; an empty one begins a new document."""
     max_tokens: int = 500
@@ -42,7 +44,7 @@ def run(options: Options) -> None:
     """Write the prompt and its continuation to standard output, token by token."""
     check_positive(max_tokens=options.max_tokens)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    checkpoint = find_checkpoint(options.checkpoint)
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
     model = load(checkpoint, choose_device(options.device))
     if not isinstance(model, CausalLM):
         raise LineartimeError(f"{checkpoint} is a masked language model, which cannot generate: train with --task clm.")

@@ -119,33 +119,34 @@ class Trainer:
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
             )
-        self.step, self.skipped = state.step, state.skipped
+        self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data)
 
     def run(self) -> TrainingResult:
         """Take the remaining steps, with evaluations and checkpoints in between."""
         steps, run = self.config.steps, self.config.run_directory
         try:
-            with self._reporter() as report, interrupts() as stop:
+            with self._reporter() as report, interrupts(alone=self.world.size == 1) as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
-                    self._validate()
+                    self._validate(stop)
                     self.save()  # so that a checkpoint exists from the start
+                elif self._evaluation_is_due and self._validation_loss is None:  # the run ended before it was measured
+                    self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
-                    if self.step % self.config.eval_every == 0 or self.step == steps:
-                        loss = self._validate()
-                        report.validation(self.step, loss, self.text.bits_per_byte(loss))
-                        self.save()
-                    elif stopped:
+                    if self._evaluation_is_due and not stopped:
+                        stopped = not self._evaluate(report, stop)
+                    if self._evaluation_is_due or stopped:
                         self.save()
                 self.writer.finish()
-                if self.step < steps:
-                    report.say(f"Stopped after step {self.step}, which is saved.")
+                if stopped:  # the step is saved before it is evaluated, since there may be little time
+                    report.say(f"Stopped after step {self.step}, which is saved. It is now evaluated.")
+                    self._evaluate_saved(report)
         finally:
             self.text.loader.close()
             self.writer.wait()  # even after an error, the checkpoint being written is worth having
@@ -196,9 +197,33 @@ class Trainer:
             f"{reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}"
         )
 
-    def _validate(self) -> float:
-        loss = self._validation_loss = self.validation.loss()
-        if not math.isfinite(loss):
+    @property
+    def _evaluation_is_due(self) -> bool:
+        return self.step % self.config.eval_every == 0 or self.step == self.config.steps
+
+    def _evaluate(self, report: NullReporter, stop: Stop | None = None) -> bool:
+        """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
+        loss = self._validate(stop)
+        if loss is None:
+            return False
+        report.validation(self.step, loss, self.text.bits_per_byte(loss))
+        return True
+
+    def _evaluate_saved(self, report: NullReporter) -> None:
+        """Report the validation loss of this step and add it to the step's checkpoint; an interrupt skips this."""
+        try:
+            self._evaluate(report)
+        except KeyboardInterrupt:
+            report.say(f"Step {self.step} is not evaluated.")
+            return
+        loss, checkpoint = self._validation_loss, checkpoints.checkpoint_path(self.config.run_directory, self.step)
+        with self.world.failing_together():
+            if self.world.is_main and loss is not None:
+                checkpoints.add_validation_loss(checkpoint, loss)
+
+    def _validate(self, stop: Stop | None = None) -> float | None:
+        loss = self._validation_loss = self.validation.loss(stop)
+        if loss is not None and not math.isfinite(loss):
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
