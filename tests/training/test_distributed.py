@@ -16,6 +16,7 @@ import torch
 import lineartime
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_validation_loss
 from lineartime.errors import LineartimeError
+from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -220,6 +221,7 @@ def test_a_process_that_is_lost_while_training_is_named_and_nobody_hangs(
     processes.processes[0].join(60)
     assert processes.processes[0].exitcode == 1
     assert "Process 1 of 2 (counted from 0) was lost" in processes.errors()[0]
+    assert "Process 1 of 2 (counted from 0) was lost" in (last_error(read_record(tmp_path / "run")) or "")
     assert "resume the run from its last checkpoint" in processes.errors()[0]
 
 

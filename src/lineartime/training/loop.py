@@ -12,7 +12,7 @@ from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
 from lineartime.errors import LineartimeError
 from lineartime.machine import choose_device
-from lineartime.runs.record import write_record
+from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World, join_world, local_rank, started_again
@@ -56,12 +56,15 @@ def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResul
     """`train` with all options; `left_out` has the value of each option that nobody gave."""
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
-    with together as world, claimed(config, world):
+    record = RunRecord(config.run_directory)
+    with record.errors(), together as world, claimed(config, world):
         # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
-        return prepare(config, world, left_out).run()
+        return prepare(config, world, left_out, record).run()
 
 
-def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None) -> "Trainer":
+def prepare(
+    config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None, record: RunRecord | None = None
+) -> "Trainer":
     """The trainer of a new run, or of the run in the folder at its last checkpoint; raises as `train`."""
     world = world or World()
     with world.failing_together():
@@ -74,7 +77,7 @@ def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConf
         with world.failing_together():
             config = resumed_config(config, saved_config(start), left_out or TrainConfig())
             config.check()
-    return Trainer(set_up(config, world, start), world, start, notes)
+    return Trainer(set_up(config, world, start), world, record or RunRecord(config.run_directory), start, notes)
 
 
 class Trainer:
@@ -83,10 +86,13 @@ class Trainer:
     The weights of `start`, the checkpoint to resume from, are in the model already. `notes` are told to the user first.
     """
 
-    def __init__(self, setup: Setup, world: World, start: Path | None = None, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, setup: Setup, world: World, record: RunRecord, start: Path | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.config = config = setup.config
         self.setup = setup
         self.world = world
+        self.record = record
         self.model = setup.model
         self.text = setup.text
         self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
@@ -156,7 +162,7 @@ class Trainer:
         if not self.world.is_main:
             return NullReporter()
         config = self.config
-        write_record(config.run_directory, config.to_dict(), sys.argv)
+        self.record.begin(config.to_dict(), sys.argv)
         return Reporter(config.run_directory, self.step, config.steps, config.track, record=config.to_dict())
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
