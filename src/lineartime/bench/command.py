@@ -44,7 +44,7 @@ def run_benchmark(config: BenchConfig) -> None:
     plan = config.plan()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
+    quality = read_quality(config.metrics, {subject.name: subject.config for subject in plan.subjects})
     folder = config.folder()
     results = Results(folder, config.to_dict(), plan.device, plan.precision)
     results.save()
