@@ -95,9 +95,7 @@ def _by_length(
     for row in grid:
         row[0].set_ylabel(y)
         for axes in row:  # after all of them are drawn: their limits are shared
-            lengths = sorted({length for line in axes.lines for length in line.get_xdata()})
-            label_axes(axes, x_values=lengths)
-            axes.tick_params(axis="x", rotation=0 if len(axes.get_xticks()) < 6 else 30)
+            label_axes(axes, x_values=[length for line in axes.lines for length in line.get_xdata()])
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
     return figure
 

@@ -7,6 +7,8 @@ from typing import Any
 
 FEWEST = 4
 """The fewest labels of an axis: with fewer, values between them can hardly be read."""
+_CHARACTER = 0.083
+"""The width of a digit of a label, in inches."""
 _SMALLEST_RANGE = 1e-9
 """The smallest range of an axis, as a share of its values: labels have twelve digits."""
 
@@ -30,9 +32,14 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
             limit(low, high)
         wanted = sorted(set(x_values)) if is_x else []
         ticks = wanted if len(wanted) >= FEWEST else round_ticks(low, high, base=base, whole=whole_x and is_x, among=wanted)
+        labels = tick_labels(ticks)
         axis.set_major_locator(FixedLocator(ticks))
-        axis.set_major_formatter(FixedFormatter(tick_labels(ticks)))
+        axis.set_major_formatter(FixedFormatter(labels))
         axis.set_minor_locator(NullLocator())
+        if is_x:
+            inches = axes.get_window_extent().width / axes.figure.dpi
+            crowded = sum(len(label) + 2 for label in labels) * _CHARACTER > inches
+            axis.set_tick_params(rotation=30 if crowded else 0)
 
 
 def enough_room(low: float, high: float, whole: bool = False) -> tuple[float, float]:
