@@ -51,6 +51,36 @@ def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.Ca
     assert "windows of 10 tokens, one every 5, the last 5 tokens of each counted" in shown
 
 
+def test_another_checkpoint_than_the_best_can_be_chosen(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    run = str(folder / "run")
+    for which, step in (("best", "4"), ("last", "4"), ("2", "2")):
+        assert main(["eval", run, "--checkpoint", which, "--cache", str(folder / "cache")]) == 0
+        assert f"step-0000000{step} on the test split" in capsys.readouterr().out
+    for command in ("eval", "generate"):
+        fails([command, run, "--checkpoint", "3"], "--checkpoint is 3, but must be best, last, or the step .*, which has 2, 4")
+        fails([command, f"{run}/step-00000004", "--checkpoint", "last"], "--checkpoint is last, but .* is a checkpoint itself")
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
+    folder: Path, tmp_path: Path, fails: Fails, with_manifest: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "model.json", "tokenizer.json", *(["manifest.json"] if with_manifest else [])):
+        (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
+    message = "is missing, but .*model has no training.json, which tells what the model was trained on: give "
+    fails(["eval", str(model)], f"--data {message}--data and --context-length")
+    fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}--context-length")
+    losses = []
+    for which in (folder / "run", model):
+        arguments = ["--data", str(folder / "text.txt"), "--context-length", "24", "--cache", str(folder / "cache")]
+        assert main(["eval", str(which), *arguments, "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1]
+    assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
+
+
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:

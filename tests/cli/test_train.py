@@ -79,7 +79,7 @@ def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: l
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(["train", *options, "--out", str(first), "--steps", "3", "--seed", "4"]) == 0
     assert main(["train", "--like", str(first), "--out", str(again)]) == 0
-    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5"]) == 0
+    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5", "--override", "d_qk=4"]) == 0
 
     def losses(run: Path) -> list[str]:
         return re.findall(r'"loss": ([^,]*)', (run / "metrics.jsonl").read_text())
@@ -87,7 +87,9 @@ def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: l
     assert len(losses(first)) == 3
     assert losses(again) == losses(first)
     assert losses(other) != losses(first)
-    assert json.loads((other / "run.json").read_text())["options"]["seed"] == 5
+    options_of_other = json.loads((other / "run.json").read_text())["options"]
+    assert options_of_other["seed"] == 5
+    assert options_of_other["override"] == ["d_model=16", "n_blocks=1", "d_qk=4", "chunk_size=8"]
 
 
 @pytest.mark.slow

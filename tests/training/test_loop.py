@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +15,14 @@ from safetensors.torch import load_file
 
 import lineartime
 from lineartime import machine
-from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
+from lineartime.checkpoint import (
+    best_checkpoint,
+    last_checkpoint,
+    list_checkpoints,
+    read_training_state,
+    read_validation_loss,
+    verify,
+)
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
@@ -22,7 +31,8 @@ from lineartime.runs.record import read_record
 from lineartime.training import contention
 from lineartime.training.config import TrainConfig
 from lineartime.training.contention import Contention, Usage
-from lineartime.training.loop import prepare, train
+from lineartime.training.interrupts import Stop
+from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.resuming import saved_config
 from lineartime.training.validation import Validation
 
@@ -73,11 +83,72 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
 
 def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([9.0, 3.0, 5.0, 4.0])
-    monkeypatch.setattr(Validation, "loss", lambda self: next(values))
+    monkeypatch.setattr(Validation, "loss", lambda self, stop: next(values))
     run = trained(config(steps=6))
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000006"]
     assert best_checkpoint(run).name == "step-00000002"
     assert last_checkpoint(run).name == "step-00000006"
+
+
+def test_a_run_that_is_interrupted_before_its_first_evaluation_is_evaluated_and_its_last_step_is_the_best(
+    config: MakeConfig, interrupt_after: InterruptAfter
+) -> None:
+    with interrupt_after(1):
+        run = trained(config(eval_every=6))
+    assert best_checkpoint(run).name == "step-00000001"
+    [(step, loss)] = validations(run)
+    assert (step, read_validation_loss(best_checkpoint(run))) == (1, loss)
+    verify(best_checkpoint(run))
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_an_interrupted_step_is_saved_before_it_is_evaluated_and_another_interrupt_skips_only_that(
+    config: MakeConfig, interrupt_after: InterruptAfter, monkeypatch: pytest.MonkeyPatch, stop: int, tmp_path: Path
+) -> None:
+    whole = trained(config(out=tmp_path / "whole"))
+    found: list[str] = []
+    measure = Validation.loss
+
+    def interrupted(self: Validation, stop: Stop | None = None) -> float | None:
+        if stop is None:  # not the evaluation before the first step
+            found.append(last_checkpoint(config().run_directory).name)
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(self, stop)
+
+    with interrupt_after(stop), monkeypatch.context() as patch:
+        patch.setattr(Validation, "loss", interrupted)
+        result = train(config())
+    assert (result.step, result.finished) == (stop, False)
+    assert found == [f"step-0000000{stop}"]
+    assert validations(result.run) == []
+    trained(config(resume=True))
+    assert losses(result.run) == losses(whole)
+    assert validations(result.run) == validations(whole)  # with that of step 2, which was skipped
+
+
+def test_a_request_to_stop_ends_an_evaluation_so_that_its_step_is_saved_at_once(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = []
+    measure, save = Validation.loss, Trainer.save
+
+    def watched(self: Validation, stop: Stop | None = None) -> float | None:
+        if list_checkpoints(config().run_directory) and stop is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = measure(self, stop)
+        moments.append("stopped" if loss is None else "measured")
+        return loss
+
+    def watched_save(self: Trainer) -> None:
+        moments.append("saved")
+        save(self)
+        self.writer.finish()
+
+    monkeypatch.setattr(Validation, "loss", watched)
+    monkeypatch.setattr(Trainer, "save", watched_save)
+    run = trained(config())
+    assert moments == ["measured", "saved", "stopped", "saved", "measured"]
+    assert read_validation_loss(last_checkpoint(run)) == validations(run)[-1][1]
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -346,9 +417,9 @@ def test_a_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: 
     before, seen = torch.get_num_threads(), set[int]()
     forward = Validation.loss
 
-    def loss(self: Validation) -> float:
+    def loss(self: Validation, stop: Stop | None) -> float | None:
         seen.add(torch.get_num_threads())
-        return forward(self)
+        return forward(self, stop)
 
     monkeypatch.setattr(Validation, "loss", loss)
     run = trained(config(steps=1, threads=before + 1))

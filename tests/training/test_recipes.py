@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,6 +86,21 @@ def test_options_beside_a_recipe_have_the_last_word() -> None:
     assert (config.steps, config.warmup_steps, config.clip) == (7, 2, "global")
     assert config.override == ("chunk_size=512", "dropout=0.1")
     assert config.learning_rate == 7e-4
+
+
+def test_an_override_beside_a_run_to_repeat_changes_one_field_and_keeps_the_others(config: Callable[..., TrainConfig]) -> None:
+    first = train(config(steps=1)).run  # which overrides d_model, n_blocks, d_qk and chunk_size
+    repeated = completed(like=first, override={"n_blocks": 1, "dropout": 0.1})
+    assert repeated.override == ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "dropout=0.1")
+    assert completed(like=first).override == config().override
+
+
+def test_another_model_takes_of_a_run_to_repeat_the_fields_that_it_has(config: Callable[..., TrainConfig]) -> None:
+    first = train(config(steps=1)).run
+    other = completed(like=first, preset="transformer++-tiny", override={"n_heads": 2})
+    assert other.override == ("d_model=16", "n_blocks=2", "n_heads=2")
+    with pytest.raises(LineartimeError, match="d_qk is not an option of this model"):  # what is asked for now is not left out
+        completed(like=first, preset="transformer++-tiny", override=("d_qk=8",)).model_config(258)
 
 
 def test_a_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def run_benchmark(config: BenchConfig) -> None:
 
 
 def _run_plan(config: BenchConfig, plan: Plan) -> None:
-    quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
+    quality = read_quality(config.metrics, {subject.name: subject.config for subject in plan.subjects})
     folder = config.folder()
     results = Results(folder, config.to_dict(), plan.device, plan.precision)
     results.save()

@@ -88,9 +88,8 @@ def _fields(options: BenchConfig, preset: str) -> dict[str, None]:
     """The fields that `override` can set in the model of a preset."""
     if preset not in PRESETS and preset in PEERS:
         raise ArgumentError("presets", f"has {preset}, which is a peer: give it in ", Argument("peers"), ".")
-    model = resolve(preset, options.task).to_dict()
-    parts = [model, *(part for part in model.values() if isinstance(part, dict))]
-    return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
+    names = resolve(preset, options.task).override_names
+    return dict.fromkeys(name for name in names if name not in ("vocab_size", "task"))
 
 
 def _model_config(options: BenchConfig, preset: str, fields: dict[str, None]) -> ModelConfig:

@@ -10,8 +10,9 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
+from lineartime.checkpoint import Which
 from lineartime.choices import Device, Precision, Split
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Evaluation
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 class Options:
     """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run (its best checkpoint is used), or of one checkpoint."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     split: Split = "test"
     """Part of the text to measure on."""
     data: str | None = None
@@ -64,21 +67,19 @@ def _evaluate(options: Options) -> None:
     from lineartime.layers.checks import check_positive
     from lineartime.machine import choose_device, choose_precision
     from lineartime.models import CausalLM
-    from lineartime.training.resuming import saved_config
 
     names = ("context_length", "max_tokens", "batch_size")
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
-    checkpoint = find_checkpoint(options.checkpoint)
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
     model = load(checkpoint, device)
-    trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data)
+    data, length = _text_and_context(options, checkpoint)
+    corpus = load_corpus(data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
     precision = choose_precision(options.precision, device)
     bf16 = precision == "bf16"
-    length = options.context_length or trained.context_length
     if options.context == "carried":
         if not isinstance(model, CausalLM):
             raise ArgumentError("context", f"is carried, which needs a causal model, but {checkpoint} is masked: use windowed.")
@@ -102,6 +103,27 @@ def _evaluate(options: Options) -> None:
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
         _print(evaluation, f"{checkpoint} on {stream.name}", f"{device.type}, {precision}")
+
+
+def _text_and_context(options: Options, checkpoint: Path) -> tuple[str | None, int]:
+    """The text and the context length that were asked for, or else those of training; LineartimeError if nothing tells them."""
+    from lineartime.checkpoint import has_training_state
+    from lineartime.training.resuming import saved_config
+
+    if options.data is not None and options.context_length is not None:
+        return options.data, options.context_length
+    if not has_training_state(checkpoint):
+        missing = [name for name in ("data", "context_length") if getattr(options, name) is None]
+        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
+        raise ArgumentError(
+            missing[0],
+            f"is missing, but {checkpoint} has no training.json, which tells what the model was trained on: give ",
+            Argument(missing[0]),
+            *others,
+            ".",
+        )
+    trained = saved_config(checkpoint)
+    return options.data or trained.data, options.context_length or trained.context_length
 
 
 def _print(evaluation: "Evaluation", what: str, where: str) -> None:

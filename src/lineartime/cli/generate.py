@@ -8,6 +8,7 @@ from typing import Literal
 
 import tyro
 
+from lineartime.checkpoint import Which
 from lineartime.choices import Device
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -16,8 +17,10 @@ from lineartime.errors import ArgumentError, LineartimeError
 class Options:
     """Continue a prompt with a trained causal model; text appears as it is produced."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run (its best checkpoint is used), or of one checkpoint."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     prompt: str = ""
     """Text to continue; an empty one begins a new document."""
     max_tokens: int = 500
@@ -56,7 +59,7 @@ def _generate(options: Options) -> None:
 
     check_positive(max_tokens=options.max_tokens)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    checkpoint = find_checkpoint(options.checkpoint)
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
     device = choose_device(options.device)
     model = load(checkpoint, device)
     if not isinstance(model, CausalLM):

@@ -16,7 +16,7 @@ from lineartime.data import merge_states
 from lineartime.errors import Argument, LineartimeError, Part
 from lineartime.files import removed_on_failure
 from lineartime.machine import choose_device, using_threads
-from lineartime.runs.record import write_record
+from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
@@ -62,12 +62,15 @@ def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResul
     """`train` with all options; `left_out` has the value of each option that nobody gave."""
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
-    with using_threads(config.threads), together as world, claimed(config, world):
+    record = RunRecord(config.run_directory)
+    with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
         # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
-        return prepare(config, world, left_out).run()
+        return prepare(config, world, left_out, record).run()
 
 
-def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None) -> "Trainer":
+def prepare(
+    config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None, record: RunRecord | None = None
+) -> "Trainer":
     """The trainer of a new run, or of the run in the folder at its last checkpoint; raises as `train`."""
     world = world or World()
     with world.failing_together():
@@ -85,7 +88,7 @@ def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConf
     setup = set_up(config, world, start)
     if start is not None:
         notes = [*notes, precision_note(started.precision, setup.config.precision, setup.device)]
-    return Trainer(setup, world, start, notes)
+    return Trainer(setup, world, record or RunRecord(config.run_directory), start, notes)
 
 
 class Trainer:
@@ -94,10 +97,13 @@ class Trainer:
     The weights of `start`, the checkpoint to resume from, are in the model already. `notes` are told to the user first.
     """
 
-    def __init__(self, setup: Setup, world: World, start: Path | None = None, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, setup: Setup, world: World, record: RunRecord, start: Path | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.config = config = setup.config
         self.setup = setup
         self.world = world
+        self.record = record
         self.model = setup.model
         self.text = setup.text
         self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
@@ -130,7 +136,7 @@ class Trainer:
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
             )
-        self.step, self.skipped = state.step, state.skipped
+        self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data)
 
     def run(self) -> TrainingResult:
@@ -139,12 +145,14 @@ class Trainer:
         try:
             with self.world.failing_together():
                 reporter = self._reporter()
-            with reporter as report, interrupts() as stop:
+            with reporter as report, interrupts(alone=self.world.size == 1) as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
-                    self._validate()
+                    self._validate(stop)
                     self.save()  # so that a checkpoint exists from the start
+                elif self._evaluation_is_due and self._validation_loss is None:  # the run ended before it was measured
+                    self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
                 contention = Contention(torch.get_num_threads() if self.setup.device.type == "cpu" else 1)
@@ -153,15 +161,14 @@ class Trainer:
                     stopped = self.take_step(report, stop)
                     if advice := contention.advice():
                         report.say(advice)
-                    if self.step % self.config.eval_every == 0 or self.step == steps:
-                        loss = self._validate()
-                        report.validation(self.step, loss, self.text.bits_per_byte(loss))
-                        self.save()
-                    elif stopped:
+                    if self._evaluation_is_due and not stopped:
+                        stopped = not self._evaluate(report, stop)
+                    if self._evaluation_is_due or stopped:
                         self.save()
                 self.writer.finish()
-                if self.step < steps:
-                    report.say(f"Stopped after step {self.step}, which is saved.")
+                if stopped:  # the step is saved before it is evaluated, since there may be little time
+                    report.say(f"Stopped after step {self.step}, which is saved. It is now evaluated.")
+                    self._evaluate_saved(report)
         finally:
             self.text.loader.close()
             self.writer.wait()  # even after an error, the checkpoint being written is worth having
@@ -172,7 +179,7 @@ class Trainer:
             return NullReporter()
         config, run = self.config, self.config.run_directory
         with nullcontext() if self.resumed else removed_on_failure(run):  # a run that cannot be reported has not begun
-            write_record(run, config.to_dict(), sys.argv)
+            self.record.begin(config.to_dict(), sys.argv)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
@@ -214,9 +221,33 @@ class Trainer:
             f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
 
-    def _validate(self) -> float:
-        loss = self._validation_loss = self.validation.loss()
-        if not math.isfinite(loss):
+    @property
+    def _evaluation_is_due(self) -> bool:
+        return self.step % self.config.eval_every == 0 or self.step == self.config.steps
+
+    def _evaluate(self, report: NullReporter, stop: Stop | None = None) -> bool:
+        """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
+        loss = self._validate(stop)
+        if loss is None:
+            return False
+        report.validation(self.step, loss, self.text.bits_per_byte(loss))
+        return True
+
+    def _evaluate_saved(self, report: NullReporter) -> None:
+        """Report the validation loss of this step and add it to the step's checkpoint; an interrupt skips this."""
+        try:
+            self._evaluate(report)
+        except KeyboardInterrupt:
+            report.say(f"Step {self.step} is not evaluated.")
+            return
+        loss, checkpoint = self._validation_loss, checkpoints.checkpoint_path(self.config.run_directory, self.step)
+        with self.world.failing_together():
+            if self.world.is_main and loss is not None:
+                checkpoints.add_validation_loss(checkpoint, loss)
+
+    def _validate(self, stop: Stop | None = None) -> float | None:
+        loss = self._validation_loss = self.validation.loss(stop)
+        if loss is not None and not math.isfinite(loss):
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 

@@ -10,7 +10,7 @@ from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_che
 from lineartime.choices import Precision
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import faster_precision
-from lineartime.models.presets import PRESETS
+from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
 
@@ -95,13 +95,25 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     elif config.like is not None:
         like = config.like if is_checkpoint(config.like) else last_checkpoint(config.like)
         defaults = dataclasses.replace(saved_config(like), out=None, resume=False, recipe=None, like=config.like)
-        config = reparse(defaults)
+        config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
         defaults = recipe_config(config.recipe, config.preset)
-        asked = reparse(defaults)
-        both = asked.override if asked.override == defaults.override else (*defaults.override, *asked.override)
-        config = dataclasses.replace(asked, override=both)
+        config = _merging_override(defaults, reparse)
     return config, defaults
+
+
+def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
+    """The given options on the defaults, and field by field of the model so the values of `override`.
+
+    If another preset is given, the defaults for fields that its model does not have are left out.
+    """
+    asked = reparse(dataclasses.replace(defaults, override=()))
+    inherited = defaults.override
+    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
+        fields = resolve(asked.preset, asked.task).override_names
+        inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
+    merged = {item.partition("=")[0]: item for item in (*inherited, *asked.override)}
+    return dataclasses.replace(asked, override=tuple(merged.values()))
 
 
 def _shown(value: object) -> str:
