@@ -107,7 +107,7 @@ def test_a_skipped_step_is_said_and_counted_and_leaves_valid_json(tmp_path: Path
 def test_a_resumed_run_may_begin_with_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, first_step=1) as report:
         report.validation(1, 2.5, None)
-    assert capsys.readouterr().err == "step 1/2  training loss nan  validation loss 2.500\n"
+    assert capsys.readouterr().err == "step 1/2  validation loss 2.500\n"
 
 
 def test_the_null_reporter_takes_all_calls_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,6 @@ def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
 
 def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has_saved() -> None:
     with interrupts(alone=False) as stop:
-        for number in (
-            signal.SIGINT,
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGTERM,
-        ):  # torchrun passes on what they got already
+        for number in 2 * (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.requested

@@ -72,9 +72,9 @@ def _evaluate(options: Options) -> None:
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
     checkpoint = find_checkpoint(options.run, options.checkpoint)
+    data, length = _text_and_context(options, checkpoint)
     model = load(checkpoint, device)
     tokenizer = load_tokenizer(checkpoint)
-    data, length = _text_and_context(options, checkpoint)
     corpus = load_corpus(data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)

@@ -10,7 +10,6 @@ from typing import Any
 
 import tyro
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.table import Table
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_comparison
 from lineartime.runs.summary import RunSummary, summarize
-from lineartime.runs.table import Group, compare, group_runs, name_runs
+from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
 
 _PICTURE = "runs.png"
 _UNLIMITED = 100_000
@@ -85,8 +84,8 @@ def _print(groups: Sequence[Group]) -> None:
     on_screen = sys.stdout.isatty()
     console = Console(highlight=False, markup=False, width=None if on_screen else _UNLIMITED)
     comparison = compare(groups, console.width if on_screen else None)
-    widths = {name: max(map(cell_len, (name, *cells))) for name, cells in comparison.columns.items()}
-    if sum(widths.values()) + len(widths) > console.width:
+    widths = column_widths(comparison.columns)
+    if full_width(widths) > console.width:
         del widths["run"]  # long names are folded
     rows = zip(*comparison.columns.values(), strict=True)
     for group in groups:

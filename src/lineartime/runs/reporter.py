@@ -147,7 +147,8 @@ class Reporter(NullReporter):
         """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
         bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
         steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        losses = f"training loss {self._average('loss'):.3f}  validation loss {loss:.3f}{bits}"
+        training = f"training loss {self._average('loss'):.3f}  " if self._latest["loss"] else ""  # none just after resuming
+        losses = f"{training}validation loss {loss:.3f}{bits}"
         speed = self._average("speed")
         pace = ""
         if speed > 0:  # NaN before the first step of a resumed run

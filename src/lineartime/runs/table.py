@@ -1,7 +1,7 @@
 """Runs side by side: the cells that describe each run, and the columns that fit on a screen."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,16 @@ class Comparison:
     columns: dict[str, list[str]]
     left_out: list[str]
     more_options: list[str]
+
+
+def column_widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """The characters of the longest cell of each column."""
+    return {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+
+
+def full_width(widths: Mapping[str, int]) -> int:
+    """The characters of a table whose columns have these widths."""
+    return sum(width + _PADDING for width in widths.values()) + 1
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
@@ -112,8 +122,7 @@ def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
     left_out = []
     for name in (*_FIRST_TO_GO, *reversed(shown), *_LAST_TO_GO):
-        widths = (max(map(cell_len, (name, *cells))) + _PADDING for name, cells in columns.items())
-        if width is None or sum(widths) + 1 <= width:
+        if width is None or full_width(column_widths(columns)) <= width:
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)

@@ -223,7 +223,7 @@ class Trainer:
 
     @property
     def _evaluation_is_due(self) -> bool:
-        return self.step % self.config.eval_every == 0 or self.step == self.config.steps
+        return self.step > 0 and (self.step % self.config.eval_every == 0 or self.step == self.config.steps)
 
     def _evaluate(self, report: NullReporter, stop: Stop | None = None) -> bool:
         """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
