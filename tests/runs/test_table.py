@@ -346,8 +346,7 @@ def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, ca
     assert sorted(captured.err.splitlines()) == [
         f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it; training does not need it.",
         f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here: restore it from a copy if you have one.",
-        f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then run the command"
-        " again.",
+        f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then try again.",
     ]
 
 
