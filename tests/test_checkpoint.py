@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState
+from lineartime.checkpoint import TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
-from lineartime.data import ByteTokenizer, load_tokenizer
+from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.files import sha256
 from lineartime.models import CausalLM

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lineartime.data import ByteTokenizer, JsonTokenizer, load_tokenizer
+from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import LineartimeError
 
@@ -32,7 +32,7 @@ def json_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["bytes", "json"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return ByteTokenizer() if request.param == "bytes" else load_tokenizer(request.getfixturevalue("json_file"))
+    return ByteTokenizer() if request.param == "bytes" else read_tokenizer(request.getfixturevalue("json_file"))
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
@@ -68,7 +68,7 @@ def test_streamed_text_is_the_decoded_text_even_where_it_breaks(tokenizer: Token
 
 def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    again = load_tokenizer(tmp_path)
+    again = read_tokenizer(tmp_path)
     assert type(again) is type(tokenizer)
     assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
 
@@ -98,7 +98,7 @@ def test_text_that_a_tokenizer_has_no_token_for_is_named() -> None:
 
 
 def test_a_json_tokenizer_keeps_its_own_end_of_document(json_file: Path) -> None:
-    tokenizer = load_tokenizer(json_file)
+    tokenizer = read_tokenizer(json_file)
     assert isinstance(tokenizer, JsonTokenizer)
     assert tokenizer.end_of_document == json.loads(json_file.read_text())["model"]["vocab"]["<|endoftext|>"]
 
@@ -112,7 +112,7 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path, content: bytes | 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(LineartimeError, match=message):
-        load_tokenizer(file)
+        read_tokenizer(file)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lineartime.cli import main
-from lineartime.data import ByteTokenizer, JsonTokenizer, load_tokenizer, local_text, tokenizer_for, train_tokenizer
+from lineartime.data import ByteTokenizer, JsonTokenizer, local_text, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.train_tokenizer import Kind
 from lineartime.errors import LineartimeError
@@ -86,7 +86,7 @@ def test_a_batch_is_encoded_as_its_texts_are(tokenizer: JsonTokenizer) -> None:
 
 def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    assert load_tokenizer(tmp_path).encode(LINES).tolist() == tokenizer.encode(LINES).tolist()
+    assert read_tokenizer(tmp_path).encode(LINES).tolist() == tokenizer.encode(LINES).tolist()
 
 
 def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_command_writes_a_tokenizer_and_never_over_another(
     arguments = ["tokenize", "--data", str(text), "--kind", "unigram", "--vocab-size", "550", "--out", str(out)]
     assert main(arguments) == 0
     assert f"{out}: unigram of 5" in capsys.readouterr().out
-    assert load_tokenizer(out).decode(load_tokenizer(out).encode("naïve").tolist()) == "naïve"
+    assert read_tokenizer(out).decode(read_tokenizer(out).encode("naïve").tolist()) == "naïve"
     assert main(arguments) == 1
     assert "exists already: delete it, or choose another file" in capsys.readouterr().err
 

@@ -25,6 +25,7 @@ from lineartime.checkpoint.format import (
     read_training_state,
     verify,
 )
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer
 from lineartime.errors import LineartimeError, reporting
 from lineartime.models.heads import CausalLM, MaskedLM
 
@@ -38,6 +39,7 @@ __all__ = [
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
+    "load_tokenizer",
     "prune",
     "read_training_state",
     "remove_partial",
@@ -53,6 +55,18 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
         LineartimeError: if there is no checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
     return read_model(find_checkpoint(Path(path))).to(device).eval()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a run, of a checkpoint, or in a tokenizer.json.
+
+    Raises:
+        LineartimeError: if there is none, or it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir() and not (path / TOKENIZER_FILE).exists():
+        path = find_checkpoint(path)
+    return read_tokenizer(path)
 
 
 def last_checkpoint(run: Path) -> Path:

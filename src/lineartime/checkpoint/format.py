@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer
 from lineartime.errors import LineartimeError, reporting
 from lineartime.files import sha256, synchronise, write_synchronised
 from lineartime.models.config import ModelConfig
@@ -101,7 +101,7 @@ def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
         model.load_state_dict(_read_tensors(checkpoint / _WEIGHTS))
     except RuntimeError as error:
         raise _damaged(checkpoint, str(error).splitlines()[0]) from None
-    tokens = load_tokenizer(checkpoint).vocab_size
+    tokens = read_tokenizer(checkpoint).vocab_size
     if tokens != model.config.vocab_size:
         raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,8 +11,8 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+from lineartime.data import default_cache, describe_splits, load_corpus, token_stream
 from lineartime.data.readers import Split
 from lineartime.errors import ArgumentError
 from lineartime.evaluation import Evaluation, carried, windowed
@@ -28,9 +29,11 @@ class Options:
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run (its best checkpoint is used), or of one checkpoint."""
     split: Split = "test"
-    """Part of the text to measure on."""
-    data: str | None = None
+    """Part of the text to measure on; all is the whole of it."""
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
+    text_column: str | None = None
+    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text; the default is that of training."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
@@ -60,9 +63,11 @@ def run(options: Options) -> None:
     model = load(checkpoint, device)
     trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data)
+    corpus = load_corpus(options.data or trained.data, options.text_column or trained.text_column)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
+    for line in describe_splits(corpus, {options.split: stream}):
+        print(line, file=sys.stderr)
     bf16 = choose_precision(options.precision, device) == "bf16"
     length = options.context_length or trained.context_length
     if options.context == "carried":

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import load_tokenizer
+from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate
 from lineartime.layers.checks import check_positive

@@ -25,14 +25,16 @@ class Options(TrainConfig):
 
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint and draw the losses; the arguments are read again with a recipe's defaults."""
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
-        options = tyro.cli(Options, prog="lineartime train", args=arguments, default=Options(**vars(defaults)))
-        return TrainConfig(**vars(options))
+        usual = Options(**{**vars(defaults), "data": ()})  # texts that are given replace the default ones
+        options = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
+        return TrainConfig(**{**vars(options), "data": options.data or defaults.data})
 
     config, left_out = complete(TrainConfig(**vars(options)), reparse)
     run = config.run_directory

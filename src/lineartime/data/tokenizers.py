@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 TOKENIZER_FILE = "tokenizer.json"
+_HUB = "hub:"
 
 
 class StreamDecoder(Protocol):
@@ -45,7 +46,7 @@ class Tokenizer(Protocol):
         """A decoder of tokens that arrive one by one."""
 
     def to_json(self) -> str:
-        """A text from which `load_tokenizer` makes an equal tokenizer."""
+        """A text from which `read_tokenizer` makes an equal tokenizer."""
 
 
 class ByteTokenizer:
@@ -171,8 +172,35 @@ class _JsonStreamDecoder:
         return text[len(before) :]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file or a checkpoint folder.
+def names_hub_tokenizer(choice: str) -> bool:
+    """Whether this names a tokenizer of the hub."""
+    return choice.startswith(_HUB)
+
+
+def hub_tokenizer(choice: str) -> "JsonTokenizer":
+    """The tokenizer of a repository of the Hugging Face hub, such as hub:gpt2.
+
+    Raises:
+        ArgumentError: if there is none of that name, or it cannot be reached.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
+    try:
+        definition: str = tokenizers.Tokenizer.from_pretrained(choice.removeprefix(_HUB)).to_str()
+    except Exception as error:  # of the network, of the hub, and of the library, which raises plain Exception
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ArgumentError(
+            "tokenizer",
+            f"is {choice}, which cannot be read from the Hugging Face hub ({reason[0]}): check the name and the network, or "
+            "give the path of a tokenizer.json.",
+        ) from None
+    return JsonTokenizer(definition, choice)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file, or in a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 
     Raises:
         LineartimeError: if the file cannot be read or is not a tokenizer.

@@ -94,7 +94,9 @@ def _title(run: Path) -> str:
         options = read_record(run)["options"]
     except LineartimeError:
         return run.name
-    text = Path(options["data"]).name if options.get("data") else load_corpus(None).name
+    data = options.get("data") or []
+    texts = [Path(text).name for text in ([data] if isinstance(data, str) else data)]
+    text = ", ".join(texts) or load_corpus(None).name
     return f"{options.get('preset')} on {text}"
 
 
