@@ -49,6 +49,30 @@ def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.Ca
     assert "windows of 10 tokens, one every 5, the last 5 tokens of each counted" in shown
 
 
+def test_all_of_a_text_is_measured_if_it_is_asked_for_or_is_a_test_split(
+    folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
+) -> None:
+    arguments = ["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache"), "--data"]
+    for name, split in (("book.txt", "all"), ("my_test.txt", "test"), ("my_test.txt", "all")):
+        (folder / name).write_text("something else\n" * 100)
+        capsys.readouterr()
+        assert main([*arguments, str(folder / name), "--split", split]) == 0
+        shown = capsys.readouterr()
+        (line,) = shown.out.splitlines()  # what the splits are is said elsewhere
+        assert json.loads(line)["tokens"] == 1501
+        assert "1 document, 1,501 tokens" in shown.err
+    message = "--data is .*my_test.txt, which by its names has a test split and no validation split: choose a split"
+    fails([*arguments, str(folder / "my_test.txt"), "--split", "validation"], message)
+
+
+def test_several_texts_are_measured_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.jsonl").write_text('{"body": "abc"}\n' * 40)
+    (folder / "b.txt").write_text("something else\n" * 100)
+    arguments = ["--data", str(folder / "a.jsonl"), "--data", str(folder / "b.txt"), "--text-column", "body"]
+    assert main(["eval", *arguments, "--split", "all", "--cache", str(folder / "cache"), str(folder / "run")]) == 0
+    assert "all:        the whole text: 41 documents, 1,661 tokens" in capsys.readouterr().err
+
+
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:

@@ -199,10 +199,10 @@ def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypat
     Path("test.txt").write_text("test")
     corpus = load_corpus(["a.txt", Path("b.txt"), "test.txt"])
     assert documents(corpus, "train") == ["a" * 900, "b" * 900]
-    assert documents(corpus, "test") == ["a" * 50, "b" * 50, "test"]
-    assert documents(corpus, "all") == ["a" * 1000, "b" * 1000, "test"]
-    assert corpus.name == "a.txt, b.txt, test.txt"
-    assert describe_splits(corpus)[2] == "test:       5% of a.txt + 5% of b.txt + test.txt"
+    assert documents(corpus, "test") == ["test", "a" * 50, "b" * 50]
+    assert documents(corpus, "all") == ["test", "a" * 1000, "b" * 1000]
+    assert corpus.name == "test.txt, a.txt, b.txt"
+    assert describe_splits(corpus)[2] == "test:       test.txt + 5% of a.txt + 5% of b.txt"
     assert corpus.identity("train") != load_corpus("a.txt").identity("train")
     with pytest.raises(LineartimeError, match=r"^data has a.txt twice: leave one out"):
         load_corpus(["a.txt", "a.txt"])

@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
-from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.data.tokenizers import Tokenizer, hub_tokenizer, whole_lines
 from lineartime.errors import LineartimeError
 
 TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
@@ -119,6 +120,34 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(LineartimeError, match=r"pip install 'lineartime\[tokenizers\]'"):
         JsonTokenizer("{}", "x.json")
+
+
+def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenizers
+
+    library, asked = tokenizers.Tokenizer, []
+
+    def found(name: str) -> tokenizers.Tokenizer:
+        asked.append(name)
+        return library.from_file(str(json_file))
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_pretrained=found, from_str=library.from_str))
+    tokenizer = hub_tokenizer("hub:org/name")
+    assert asked == ["org/name"]
+    assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
+
+
+@pytest.mark.parametrize("message", ["404 Not Found\nfor url", ""])
+def test_a_tokenizer_that_the_hub_does_not_give_is_one_sentence(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    import tokenizers
+
+    def missing(name: str) -> None:
+        raise Exception(message)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_pretrained=missing))
+    shown = message.partition("\n")[0] or "Exception"
+    with pytest.raises(LineartimeError, match=rf"^tokenizer is hub:gpt3, which cannot be read .* \({shown}\): check the name"):
+        hub_tokenizer("hub:gpt3")
 
 
 def test_bytes_are_their_own_tokens() -> None:

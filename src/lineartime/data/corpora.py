@@ -11,7 +11,7 @@ from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
 from lineartime.data.readers import SPLITS, Part, Split
 from lineartime.data.records import TEXT_COLUMN
-from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, named_split, within_files
+from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
 from lineartime.errors import ArgumentError, LineartimeError, cannot
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -157,15 +157,6 @@ class JoinedCorpus:
         return found
 
 
-def missing_split(corpus: Corpus, split: Split) -> ArgumentError:
-    """The error for a split that a corpus does not have."""
-    there = " and a ".join(each for each in SPLITS if corpus.describe(each))
-    advice = "give text to train on as well" if split == "train" else "choose a split that there is, or all"
-    return ArgumentError(
-        "data", f"is {corpus.name}, which by its names has a {there} split and no {split} split: {advice}, or rename the files."
-    )
-
-
 def no_text(split: str) -> LineartimeError:
     """The error for a split without text, by its name: "the test split of books"."""
     return LineartimeError(f"There is no text in {split}: give more text, or files called train..., valid... and test...")
@@ -179,8 +170,8 @@ def names_corpus(data: str) -> bool:
 def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
     """The corpus of a name, the text at a path, several of these together, or the standard library's source for None.
 
-    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`. Of several paths, those whose names tell their
-    splits count as one folder: a split that one of them is, is not taken from the others.
+    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`. Several texts are joined split by split. The paths
+    among them whose names tell their splits come first and count as one folder.
 
     Args:
         data: names and paths.
@@ -191,7 +182,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
     """
     names = [data] if isinstance(data, (str, Path)) else list(data or ())
     sources: list[Source] = []
-    named: list[tuple[str, Files]] = []
+    named: dict[str, Files] = {}
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ArgumentError("data", f"has {name} twice: leave one out.")
@@ -204,13 +195,13 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
         if splits is None:
             sources.append(_unnamed(path, files, note))
         else:
-            named.append((str(path), splits))
+            named[str(path)] = splits
     if named:
-        together = {split: [part for _, each in named for part in each.get(split, [])] for split in SPLITS}
+        together = {split: [part for each in named.values() for part in each.get(split, [])] for split in SPLITS}
         splits = completed({split: parts for split, parts in together.items() if parts})
-        sources.append(LocalCorpus(", ".join(name for name, _ in named), splits))
+        sources.insert(0, LocalCorpus(", ".join(named), splits))
     if not sources:
-        sources = [standard_library()]
+        sources.append(standard_library())
     if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
         where = " and ".join(source.name for source in sources)
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns to choose from: leave it out.")

@@ -9,7 +9,7 @@ from typing import Any
 from lineartime.data.hub import Example, datasets_library, files_identity, guarded, in_mirror, newest_revision
 from lineartime.data.readers import SPLITS, Split, pieces, split_of
 from lineartime.data.records import missing_column
-from lineartime.data.splits import named_split
+from lineartime.data.splits import missing_split, named_split
 from lineartime.errors import ArgumentError, LineartimeError
 
 _PREFIX = "hub:"
@@ -95,9 +95,8 @@ class HubDataset:
         """The rows of a split as an IterableDataset."""
         if split in self._published and (split != "train" or not self._missing):
             return self._load(self._published[split])
-        if split != "train" and split not in self._missing:
-            there = " and a ".join(self._published)
-            raise ArgumentError("data", f"is {self.name}, which has a {there} split and no {split} split: choose another.")
+        if split not in (*self._published, *self._missing):
+            raise missing_split(self, split)
         missing = self._missing
 
         def belongs(example: Example) -> bool:

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Protocol
 
 from lineartime.data.readers import SHARES, SPLITS, Part, Split
+from lineartime.errors import ArgumentError
 
 _LETTER = r"[^\W\d_]"
 _WORDS = re.compile(
@@ -69,6 +71,22 @@ def completed(named: Files) -> Files:
         for split in missing:
             cut[split].append(replace(part, split=split))
     return {**cut, **{split: named[split] for split in named if split != "train"}}
+
+
+class _Described(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def describe(self, split: Split) -> str | None: ...
+
+
+def missing_split(corpus: _Described, split: Split) -> ArgumentError:
+    """The error for a split that a corpus does not have, with those that it has."""
+    there = " and a ".join(each for each in SPLITS if corpus.describe(each))
+    advice = "give text to train on as well" if split == "train" else "choose a split that there is, or all"
+    return ArgumentError(
+        "data", f"is {corpus.name}, which by its names has a {there} split and no {split} split: {advice}, or rename the files."
+    )
 
 
 def within_files(parts: Sequence[Part]) -> Files:

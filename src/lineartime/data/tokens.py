@@ -134,7 +134,7 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
         LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
     folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
-    name = f"the {split} split of {corpus.name}"
+    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     if not (folder / FACTS).exists():
         _write(folder, corpus, split, tokenizer, max_tokens)
     stream = _open(folder, name)

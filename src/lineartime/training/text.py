@@ -16,6 +16,7 @@ from lineartime.data import (
     no_text,
     token_stream,
 )
+from lineartime.data.splits import missing_split
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.training.config import TrainConfig
 
@@ -37,6 +38,8 @@ class Text:
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, rows: Rows, cache: Path) -> None:
+        if corpus.describe("train") is None:
+            raise missing_split(corpus, "train")
         held_out = config.eval_windows * config.context_length + 1 if config.streaming else None
         self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
         if len(self.validation) < 2:
