@@ -73,6 +73,18 @@ def test_several_texts_are_measured_together(folder: Path, capsys: pytest.Captur
     assert "all:        the whole text: 41 documents, 1,661 tokens" in capsys.readouterr().err
 
 
+def test_the_column_of_the_training_text_is_not_looked_for_in_another(
+    folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "body.jsonl").write_text('{"body": "some text of a body"}\n' * 100)
+    arguments = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2"]
+    train = ["train", *arguments, "--data", "body.jsonl", "--text-column", "body", "--steps", "1", "--out", "run"]
+    assert main(train) == 0
+    assert main(["eval", "run"]) == 0
+    assert "5% of body.jsonl: 5 documents" in capsys.readouterr().err
+    assert main(["eval", "run", "--data", str(folder / "text.txt")]) == 0
+
+
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:

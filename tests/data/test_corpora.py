@@ -204,8 +204,9 @@ def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypat
     assert corpus.name == "test.txt, a.txt, b.txt"
     assert describe_splits(corpus)[2] == "test:       test.txt + 5% of a.txt + 5% of b.txt"
     assert corpus.identity("train") != load_corpus("a.txt").identity("train")
-    with pytest.raises(LineartimeError, match=r"^data has a.txt twice: leave one out"):
-        load_corpus(["a.txt", "a.txt"])
+    for twice in (["a.txt", "a.txt"], [".", "a.txt"], ["test.txt", Path("test.txt")], ["c4", "c4"]):
+        with pytest.raises(LineartimeError, match=r"^data has .*(a.txt|test.txt|c4) twice: leave one out"):
+            load_corpus(twice)
 
 
 def test_files_given_one_by_one_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_files_given_one_by_one_with_the_names_of_splits_are_one_folder(tmp_path
 def test_a_column_of_a_text_without_columns_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
-    with pytest.raises(LineartimeError, match=r"^text_column is body, but .*a.txt has no columns to choose from: leave it out"):
+    with pytest.raises(LineartimeError, match=r"^text_column is body, but .*a.txt has no columns: leave it at text"):
         load_corpus(tmp_path / "a.txt", "body")
     assert documents(load_corpus([tmp_path / "a.txt", tmp_path / "a.jsonl"], "body"), "all") == ["text", "text"]
 

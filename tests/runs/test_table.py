@@ -150,6 +150,18 @@ def test_only_some_of_many_options_are_shown_and_the_others_are_named(
     assert rows(text)[0][-4:] == ["a", "b", "c", "d"]
 
 
+def test_a_run_on_several_texts_names_all_of_them_beside_one_of_an_earlier_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", data=["/texts/books", "hub:org/news"], text_column="text")
+    make_run(tmp_path / "b")
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert "books news" in text
+    assert "text_column" not in text
+    assert "Losses do not compare between runs with another data." in text
+
+
 def test_a_narrow_terminal_loses_columns_and_is_told_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

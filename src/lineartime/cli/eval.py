@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
 from lineartime.data import default_cache, describe_splits, load_corpus, token_stream
 from lineartime.data.readers import Split
+from lineartime.data.records import TEXT_COLUMN
 from lineartime.errors import ArgumentError
 from lineartime.evaluation import Evaluation, carried, windowed
 from lineartime.layers.checks import check_positive
@@ -33,7 +34,7 @@ class Options:
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     text_column: str | None = None
-    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text; the default is that of training."""
+    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is that of training for its own text."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
@@ -63,7 +64,8 @@ def run(options: Options) -> None:
     model = load(checkpoint, device)
     trained = saved_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data, options.text_column or trained.text_column)
+    column = options.text_column or (TEXT_COLUMN if options.data else trained.text_column)
+    corpus = load_corpus(options.data or trained.data, column)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
     for line in describe_splits(corpus, {options.split: stream}):

@@ -183,14 +183,16 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
     names = [data] if isinstance(data, (str, Path)) else list(data or ())
     sources: list[Source] = []
     named: dict[str, Files] = {}
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise ArgumentError("data", f"has {name} twice: leave one out.")
+    seen: set[str | Path] = set()
+    for name in names:
         if isinstance(name, str) and names_corpus(name):
+            _only_once(seen, [name])
             sources.append(_corpus_of_name(name, text_column))
             continue
         path = Path(name)
         files = _files(path, text_column)
+        if len(names) > 1:
+            _only_once(seen, [part.path.resolve() for part in files])
         splits, note = _named(path, files)
         if splits is None:
             sources.append(_unnamed(path, files, note))
@@ -204,7 +206,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
         sources.append(standard_library())
     if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
         where = " and ".join(source.name for source in sources)
-        raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns to choose from: leave it out.")
+        raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
 
 
@@ -239,6 +241,14 @@ def _files(path: Path, column: str) -> list[Part]:
     if not parts:
         raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
     return parts
+
+
+def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
+    """Add texts to those seen before; ArgumentError for one that is among them, which could be trained on and tested."""
+    again = next((text for text in texts if text in seen), None)
+    if again is not None:
+        raise ArgumentError("data", f"has {again} twice: leave one out.")
+    seen.update(texts)
 
 
 def _named(path: Path, files: list[Part]) -> tuple[Files | None, str]:

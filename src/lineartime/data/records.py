@@ -118,12 +118,14 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
         raise not_utf8(where, content[error.start], position + error.start) from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave the file out.") from None
+        raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave it out.") from None
 
 
 def _text(where: str, record: Any, column: str) -> str:
     if not isinstance(record, dict):
-        raise LineartimeError(f'{where} is {record!r:.40}, but must be an object with a "{column}": correct or delete it.')
+        raise LineartimeError(
+            f'{where} is {record!r:.40}, but must be an object with a "{column}": correct it, or leave it out.'
+        )
     if column not in record:
         raise missing_column(column, where, record)
     text = record[column]
@@ -133,12 +135,12 @@ def _text(where: str, record: Any, column: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         reason = error.reason
-        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct or delete it.") from None
+        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct it, or leave it out.") from None
     return text
 
 
 def _no_text(where: str, column: str, value: object) -> LineartimeError:
-    return LineartimeError(f'{where} has no text in "{column}", but {value!r:.40}: correct or delete it.')
+    return LineartimeError(f'{where} has no text in "{column}", but {value!r:.40}: correct it, or leave it out.')
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
 """The most columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "track")
+_NOT_COMPARED = ("preset", "data", "text_column", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _PADDING = 2
 """The width of a column beside its text."""
