@@ -2,8 +2,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
+import tokenizers
 
 from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
 from lineartime.data.tokenizers import Tokenizer, hub_tokenizer, whole_lines
@@ -123,31 +125,44 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tokenizers
-
     library, asked = tokenizers.Tokenizer, []
 
     def found(name: str) -> tokenizers.Tokenizer:
         asked.append(name)
         return library.from_file(str(json_file))
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
     monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_pretrained=found, from_str=library.from_str))
     tokenizer = hub_tokenizer("hub:org/name")
-    assert asked == ["org/name"]
+    assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "org/name"]
     assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
 
 
-@pytest.mark.parametrize("message", ["404 Not Found\nfor url", ""])
-def test_a_tokenizer_that_the_hub_does_not_give_is_one_sentence(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
-    import tokenizers
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(url: str) -> None:
+        raise ConnectionError("Name or service not known\nand more")
 
-    def missing(name: str) -> None:
-        raise Exception(message)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
 
-    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_pretrained=missing))
-    shown = message.partition("\n")[0] or "Exception"
-    with pytest.raises(LineartimeError, match=rf"^tokenizer is hub:gpt3, which cannot be read .* \({shown}\): check the name"):
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_sentence(
+    json_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"gpt2": str(json_file)}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: seen.get(name))
+    assert hub_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
+    message = r"^tokenizer is hub:gpt3, which cannot be read .* \(ConnectionError: Name or service not known\): check the name"
+    with pytest.raises(LineartimeError, match=message):
         hub_tokenizer("hub:gpt3")
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["hub:", "hub:a/b/c", "hub:a b"])
+def test_what_cannot_be_a_name_of_the_hub_is_one_sentence(name: str) -> None:
+    with pytest.raises(LineartimeError, match=rf"^tokenizer is {name}, which cannot be read from the Hugging Face hub \(.+\)"):
+        hub_tokenizer(name)
 
 
 def test_bytes_are_their_own_tokens() -> None:

@@ -34,7 +34,7 @@ class Options:
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     text_column: str | None = None
-    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is that of training for its own text."""
+    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lineartime.data.hub import first_line
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -184,18 +185,24 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
         ArgumentError: if there is none of that name, or it cannot be reached.
     """
     try:
+        import huggingface_hub
         import tokenizers
     except ImportError:
         raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
+    name = choice.removeprefix(_HUB)
     try:
-        definition: str = tokenizers.Tokenizer.from_pretrained(choice.removeprefix(_HUB)).to_str()
+        # Fails at once without a network; the download alone would retry.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
+        definition: str = tokenizers.Tokenizer.from_pretrained(name).to_str()
     except Exception as error:  # of the network, of the hub, and of the library, which raises plain Exception
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ArgumentError(
-            "tokenizer",
-            f"is {choice}, which cannot be read from the Hugging Face hub ({reason[0]}): check the name and the network, or "
-            "give the path of a tokenizer.json.",
-        ) from None
+        try:
+            definition = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE))).read_text(encoding="utf-8")
+        except (OSError, ValueError):  # it is not there, or the name cannot be one
+            raise ArgumentError(
+                "tokenizer",
+                f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
+                "network, or give the path of a tokenizer.json.",
+            ) from None
     return JsonTokenizer(definition, choice)
 
 
