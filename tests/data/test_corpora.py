@@ -171,10 +171,11 @@ def test_a_folder_that_happens_to_have_test_in_its_name_is_a_text_like_any_other
 
 
 def test_names_of_splits_that_are_ignored_are_said_to_be(tmp_path: Path) -> None:
-    for name in ("train.txt", "test.txt", "notes.txt"):
+    for name in ("notes.txt", "test.txt", "train.txt"):
         (tmp_path / name).write_text(name)
-    lines = describe_splits(load_corpus(tmp_path))
-    assert "are ignored, because notes.txt has none: rename it, or leave it out, to use them." in lines[0]
+        lines = describe_splits(load_corpus(tmp_path))
+        ignored = "are ignored, because notes.txt has none: rename it, or leave it out, to use them." in lines[0]
+        assert ignored == (name != "notes.txt")
     (tmp_path / "notes.txt").unlink()
     assert describe_splits(load_corpus(tmp_path)) == [
         "train:      95% of train.txt",

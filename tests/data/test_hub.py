@@ -122,6 +122,17 @@ def test_the_documents_of_wikitext_are_articles() -> None:
     ]
 
 
+def test_wikitext_by_its_name_on_the_hub_has_articles_too(mirror: Path) -> None:
+    for split in SPLITS:
+        write(
+            mirror / f"Salesforce/wikitext/wikitext-2-raw-v1/{split}-00000-of-00001.parquet", [{"text": line} for line in LINES]
+        )
+    for config in ("103", "2"):
+        assert texts(f"hub:Salesforce/wikitext/wikitext-{config}-raw-v1", "test") == texts("wikitext", "test")
+    with pytest.raises(LineartimeError, match=r"text_column is line, but hub:Salesforce/.* has no columns: leave it at text"):
+        load_corpus("hub:Salesforce/wikitext/wikitext-2-raw-v1", "line")
+
+
 def test_the_identity_follows_the_files_of_the_split(mirror: Path) -> None:
     corpus = load_corpus("wiki40b")
     before = {split: corpus.identity(split) for split in SPLITS}

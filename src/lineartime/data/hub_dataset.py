@@ -2,11 +2,11 @@
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lineartime.data.hub import Example, datasets_library, files_identity, guarded, in_mirror, newest_revision
+from lineartime.data.hub import HUB, Example, HubCorpus, datasets_library, files_identity, guarded, in_mirror, newest_revision
 from lineartime.data.readers import SPLITS, Split, pieces, split_of
 from lineartime.data.records import missing_column
 from lineartime.data.splits import missing_split, named_split
@@ -20,12 +20,19 @@ def names_hub(data: str) -> bool:
     return data.startswith(_PREFIX)
 
 
-def hub_dataset(name: str, column: str) -> "HubDataset":
-    """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one of no organisation."""
+def hub_dataset(name: str, column: str) -> "HubDataset | HubCorpus":
+    """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one of no organisation.
+
+    The rows of WikiText, in any configuration, are lines and are put together to articles, as in the corpus wikitext.
+    """
     parts = name.removeprefix(_PREFIX).split("/")
     if not all(parts) or len(parts) > 3:
         raise ArgumentError("data", f"is {name}, but must be hub:ORG/NAME or hub:ORG/NAME/CONFIG.")
-    return HubDataset(name, "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, column)
+    repository, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+    wikitext = HUB["wikitext"]
+    if repository == wikitext.repository and config is not None:
+        return replace(wikitext, name=name, files={split: f"{config}/{split}-*.parquet" for split in SPLITS})
+    return HubDataset(name, repository, config, column)
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,8 @@ def by_name(root: Path, parts: Iterable[Part]) -> tuple[Files | None, str]:
             others.append(relative)
     if not others:
         return {split: splits[split] for split in SPLITS if split in splits} or None, ""
-    note = (
-        f"The names of splits in {root} are ignored, because {others[0]} has none: rename it, or leave it out, to use them."
-        if "train" in splits and len(splits) > 1
-        else ""
-    )
-    return None, note
+    note = f"The names of splits in {root} are ignored, because {others[0]} has none: rename it, or leave it out, to use them."
+    return None, note if splits else ""
 
 
 def completed(named: Files) -> Files:
