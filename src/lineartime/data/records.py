@@ -1,4 +1,4 @@
-"""Files of records, one document in each: JSON lines, JSON and Parquet."""
+"""Files of records, each with a document in one of its columns: JSON lines, JSON and Parquet."""
 
 import json
 from collections.abc import Iterable, Iterator

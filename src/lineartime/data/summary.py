@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lineartime.data.corpora import Corpus
+from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.readers import SPLITS, Split
 from lineartime.data.tokens import TokenStream
 
@@ -13,7 +13,7 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
     Nothing is read or encoded for this.
     """
     streams = streams or {}
-    lines = [note for source in corpus.sources if (note := getattr(source, "note", ""))]
+    lines = [source.note for source in corpus.sources if isinstance(source, LocalCorpus) and source.note]
     for split in SPLITS:
         if place := corpus.describe(split):
             lines.append(f"{split + ':':<12}{place}{_counts(streams.get(split))}")
