@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState
+from lineartime.checkpoint import TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
-from lineartime.data import ByteTokenizer, load_tokenizer
+from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
 from lineartime.models import CausalLM
@@ -59,6 +59,16 @@ def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_
         (path / name).unlink()
     assert lineartime.load(path)
     assert isinstance(load_tokenizer(path), ByteTokenizer)
+
+
+def test_a_tokenizer_is_loaded_from_whatever_a_model_is(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 1)
+    for place in (tmp_path / "run", str(tmp_path / "run"), path, str(path), path / "tokenizer.json"):
+        assert isinstance(lineartime.load_tokenizer(place), ByteTokenizer)
+    with pytest.raises(LineartimeError, match=r"has no checkpoint: give the folder of a run"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(LineartimeError, match=r"Cannot read .*missing"):
+        load_tokenizer(tmp_path / "missing")
 
 
 def test_a_run_is_loaded_by_its_best_checkpoint(tmp_path: Path) -> None:

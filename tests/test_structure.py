@@ -72,7 +72,7 @@ print(*sorted(name for name in new if name not in sys.stdlib_module_names and na
 
 def test_the_public_names_are_all_there() -> None:
     models = ["FLASH", "GAU", "ModelConfig", "build", "presets"]
-    use = ["LineartimeError", "Sampling", "TrainConfig", "__version__", "generate", "load", "train"]
+    use = ["LineartimeError", "Sampling", "TrainConfig", "__version__", "generate", "load", "load_tokenizer", "train"]
     assert sorted(lineartime.__all__) == sorted(models + use)
     assert all(hasattr(lineartime, name) for name in lineartime.__all__)
     assert set(lineartime.__all__) <= set(dir(lineartime))

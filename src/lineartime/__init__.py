@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lineartime.checkpoint import load
+    from lineartime.checkpoint import load, load_tokenizer
     from lineartime.errors import LineartimeError
     from lineartime.generation import Sampling, generate
     from lineartime.layers import FLASH, GAU
@@ -25,6 +25,7 @@ __all__ = [
     "build",
     "generate",
     "load",
+    "load_tokenizer",
     "presets",
     "train",
 ]
@@ -39,6 +40,7 @@ _HOMES = {
     "build": "models",
     "generate": "generation",
     "load": "checkpoint",
+    "load_tokenizer": "checkpoint",
     "presets": "models",
     "train": "training.loop",
 }

@@ -81,6 +81,42 @@ def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
     assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
 
 
+def test_all_of_a_text_is_measured_if_it_is_asked_for_or_is_a_test_split(
+    folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
+) -> None:
+    arguments = ["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache"), "--data"]
+    for name, split in (("book.txt", "all"), ("my_test.txt", "test"), ("my_test.txt", "all")):
+        (folder / name).write_text("something else\n" * 100)
+        capsys.readouterr()
+        assert main([*arguments, str(folder / name), "--split", split]) == 0
+        shown = capsys.readouterr()
+        (line,) = shown.out.splitlines()  # what the splits are is said elsewhere
+        assert json.loads(line)["tokens"] == 1501
+        assert "1 document, 1,501 tokens" in shown.err
+    message = "--data is .*my_test.txt, which by its names has a test split and no validation split: choose a split"
+    fails([*arguments, str(folder / "my_test.txt"), "--split", "validation"], message)
+
+
+def test_several_texts_are_measured_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.jsonl").write_text('{"body": "abc"}\n' * 40)
+    (folder / "b.txt").write_text("something else\n" * 100)
+    arguments = ["--data", str(folder / "a.jsonl"), "--data", str(folder / "b.txt"), "--text-column", "body"]
+    assert main(["eval", *arguments, "--split", "all", "--cache", str(folder / "cache"), str(folder / "run")]) == 0
+    assert "all:        the whole text: 41 documents, 1,661 tokens" in capsys.readouterr().err
+
+
+def test_the_column_of_the_training_text_is_not_looked_for_in_another(
+    folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "body.jsonl").write_text('{"body": "some text of a body"}\n' * 100)
+    arguments = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2"]
+    train = ["train", *arguments, "--data", "body.jsonl", "--text-column", "body", "--steps", "1", "--out", "run"]
+    assert main(train) == 0
+    assert main(["eval", "run"]) == 0
+    assert "5% of body.jsonl: 5 documents" in capsys.readouterr().err
+    assert main(["eval", "run", "--data", str(folder / "text.txt")]) == 0
+
+
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:

@@ -24,7 +24,7 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         main([command, "--help"])
     assert caught.value.code == 0
     text = re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().out)
-    helped = re.findall(r"[\w)][.] \((?:default: |required)|dropout=0.1 \(default", text)
+    helped = re.findall(r"[\w)][.] \((?:default: |required|repeatable)|dropout=0.1 \(default", text)
     assert len(helped) == len(dataclasses.fields(import_module(f"lineartime.cli.{command}").Options))
 
 
@@ -78,7 +78,11 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1", 1),
         (["bench", "--out", ""], "--out is empty: give a path", 1),
         (["train", "--override", "chunk=3"], "--override does not fit the model: chunk is not an option", 1),
-        (["train", "--data", "/does/not/exist"], "Cannot read /does/not/exist: No such file", 1),
+        (
+            ["train", "--data", "/does/not/exist"],
+            "--data is /does/not/exist, which is neither a file or folder",
+            1,
+        ),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run", 1),
         (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length 24", 1),
         (["eval", "{run}", "--batch-size", "0"], "--batch-size is 0", 1),

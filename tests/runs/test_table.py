@@ -175,6 +175,17 @@ def test_what_tells_runs_apart_is_never_dropped_where_there_is_no_terminal(
     assert "training" in rows(text)[0]
 
 
+def test_a_run_on_several_texts_names_all_of_them_beside_one_of_an_earlier_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", data=["/texts/books", "hub:org/news"], text_column="text")
+    make_run(tmp_path / "b")
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert "text books news" in text  # the title of its group
+    assert "text_column" not in text
+
+
 def test_a_narrow_terminal_loses_columns_and_is_told_which(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

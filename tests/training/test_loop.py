@@ -498,7 +498,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ),
         ({"override": ("d_qk=7",)}, "override does not fit the model: d_qk is 7, but must be even"),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
-        ({"data": "/does/not/exist"}, "Cannot read /does/not/exist: No such file"),
+        ({"data": "/does/not/exist"}, "data is /does/not/exist, which is neither a file or folder nor the name of"),
         ({"tokenizer": "/does/not/exist"}, "tokenizer is /does/not/exist, which is neither a file nor a name"),
         ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
         (

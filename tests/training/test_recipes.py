@@ -41,7 +41,7 @@ def completed(**options: Any) -> TrainConfig:
 def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
     config = completed(recipe=recipe, preset="flash-base", context_length=4096)
     assert {name: getattr(config, name) for name in SHARED} == SHARED
-    assert (config.data, config.task, config.context_length, config.preset) == (data, task, 4096, "flash-base")
+    assert (config.data, config.task, config.context_length, config.preset) == ((data,), task, 4096, "flash-base")
     model = config.model_config(vocab_size=32_000)
     assert model.mixer.options.get("chunk_size") == chunk_size
     assert model.dropout == 0

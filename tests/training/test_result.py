@@ -1,6 +1,7 @@
 """`train` as it is called in a notebook: no terminal, in one process, again and again."""
 
 import dataclasses
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import lineartime
 from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.runs import curve
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.loop import train
@@ -26,7 +28,7 @@ InterruptAfter = Callable[[int], AbstractContextManager[None]]
 def options(config: MakeConfig) -> dict[str, Any]:
     """The options of a run of a second, as somebody types them: paths are texts, fields of the model a dictionary."""
     values = {name: value for name, value in vars(config()).items() if value != getattr(TrainConfig(), name)}
-    values |= {name: str(values[name]) for name in ("data", "cache", "out")}
+    values |= {"data": values["data"][0], "cache": str(values["cache"]), "out": str(values["out"])}
     return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
 
 
@@ -93,11 +95,48 @@ def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path
     config = TrainConfig(override=override, out="runs/x", like="runs/y", cache="c", track=["wandb"], data=tmp_path)  # type: ignore[arg-type]
     assert config.override == ("d_model=16", "dropout=0.1", "max_positions=none", "share=true", "absolute_position=none")
     assert (config.out, config.like, config.track) == (Path("runs/x"), Path("runs/y"), ("wandb",))
-    assert (config.cache, config.data) == (Path("c").absolute(), str(tmp_path))
+    assert (config.cache, config.data) == (Path("c").absolute(), (str(tmp_path),))
     config.check()
     assert TrainConfig.from_dict(config.to_dict()) == config
     kept = {name: value for name, value in config.to_dict().items() if name != "max_skipped"}  # of an older version
     assert TrainConfig.from_dict(kept) == config
+
+
+def test_texts_are_recorded_so_that_earlier_and_later_versions_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    given: list[tuple[Any, Any]] = [
+        (None, None),
+        ("a.txt", str(tmp_path / "a.txt")),
+        (Path("a.txt"), str(tmp_path / "a.txt")),
+        ("wiki40b", "wiki40b"),
+        ("hub:org/name", "hub:org/name"),
+        ("missing.txt", "missing.txt"),  # so that all commands name it as it was given
+        (["a.txt", "wiki40b"], [str(tmp_path / "a.txt"), "wiki40b"]),
+    ]
+    for data, recorded in given:
+        config = TrainConfig(data=data)
+        assert config.to_dict()["data"] == recorded
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ArgumentError, match=r"^data is 3, but must be a list, each item of which is a text"):
+        TrainConfig(data=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^data is \(3,\), but must be a list, each item of which is a text"):
+        TrainConfig(data=[3])  # type: ignore[arg-type]
+
+
+def test_a_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": f"the cube of {i} is {i**3}."}) + "\n" for i in range(300)))
+    options |= {"data": [options["data"], str(tmp_path / "b.jsonl")], "text_column": "body"}
+    whole = train(**options | {"out": str(tmp_path / "whole")})
+    train(**options)
+    last = tmp_path / "run" / "step-00000006"
+    last.rename(tmp_path / "away")
+    resumed = train(out=str(tmp_path / "run"), resume=True)
+    assert resumed.training_losses == whole.training_losses
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"] == {"resume": True}
+    assert " on text.txt, b.jsonl" in curve._title(tmp_path / "run")
 
 
 def test_an_override_of_one_value_is_the_same_in_both_forms(options: dict[str, Any]) -> None:

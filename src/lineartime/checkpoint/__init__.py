@@ -31,10 +31,12 @@ from lineartime.checkpoint.format import (
     verify,
 )
 from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.files import TOKENIZER_FILE
 
 if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     import torch
 
+    from lineartime.data import Tokenizer
     from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
+    "load_tokenizer",
     "prune",
     "read_model_config",
     "read_training_state",
@@ -76,6 +79,20 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
     return read_model(find_checkpoint(Path(path), checkpoint)).to(device).eval()
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """The tokenizer of a run, of a checkpoint, or in a tokenizer.json.
+
+    Raises:
+        LineartimeError: if there is none, or it cannot be read.
+    """
+    from lineartime.data import read_tokenizer
+
+    path = Path(path)
+    if path.is_dir() and not (path / TOKENIZER_FILE).exists():
+        path = find_checkpoint(path)
+    return read_tokenizer(path)
 
 
 def last_checkpoint(run: Path) -> Path:

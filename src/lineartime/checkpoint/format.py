@@ -100,7 +100,7 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
 
     A model that was passed on, without the files that only training needs, may also come without its checksums.
     """
-    from lineartime.data import load_tokenizer
+    from lineartime.data import read_tokenizer
     from lineartime.models.heads import build_model
 
     if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
@@ -113,7 +113,7 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
         model.load_state_dict(_read_tensors(checkpoint / _WEIGHTS))
     except RuntimeError as error:
         raise _damaged(checkpoint, str(error).splitlines()[0]) from None
-    tokens = load_tokenizer(checkpoint).vocab_size
+    tokens = read_tokenizer(checkpoint).vocab_size
     if tokens != model.config.vocab_size:
         raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model

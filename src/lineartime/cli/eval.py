@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
-from lineartime.choices import Device, Precision, Split
+from lineartime.choices import TEXT_COLUMN, Device, Precision, Split
 from lineartime.errors import Argument, ArgumentError
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ class Options:
     checkpoint: Which | None = None
     """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     split: Split = "test"
-    """Part of the text to measure on."""
-    data: str | None = None
+    """Part of the text to measure on; all is the whole of it."""
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
+    text_column: str | None = None
+    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
     context: Literal["windowed", "carried"] = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
@@ -61,8 +64,8 @@ def run(options: Options) -> None:
 
 
 def _evaluate(options: Options) -> None:
-    from lineartime.checkpoint import find_checkpoint, load
-    from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.data import default_cache, describe_splits, load_corpus, token_stream
     from lineartime.evaluation import carried, windowed
     from lineartime.layers.checks import check_positive
     from lineartime.machine import choose_device, choose_precision
@@ -72,12 +75,14 @@ def _evaluate(options: Options) -> None:
     check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
     device = choose_device(options.device)
     checkpoint = find_checkpoint(options.run, options.checkpoint)
-    data, length = _text_and_context(options, checkpoint)
+    data, column, length = _text_and_context(options, checkpoint)
     model = load(checkpoint, device)
     tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(data)
+    corpus = load_corpus(data, column)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
+    for line in describe_splits(corpus, {options.split: stream}):
+        print(line, file=sys.stderr)
     precision = choose_precision(options.precision, device)
     bf16 = precision == "bf16"
     if options.context == "carried":
@@ -105,15 +110,19 @@ def _evaluate(options: Options) -> None:
         _print(evaluation, f"{checkpoint} on {stream.name}", f"{device.type}, {precision}")
 
 
-def _text_and_context(options: Options, checkpoint: Path) -> tuple[str | None, int]:
-    """The text and the context length that were asked for, or else those of training; LineartimeError if nothing tells them."""
+def _text_and_context(options: Options, checkpoint: Path) -> tuple[tuple[str, ...], str, int]:
+    """The text, its column and the context length that were asked for, or else those of training.
+
+    Raises:
+        LineartimeError: if nothing tells them.
+    """
     from lineartime.checkpoint import has_training_state
     from lineartime.training.resuming import saved_config
 
-    if options.data is not None and options.context_length is not None:
-        return options.data, options.context_length
+    if options.data and options.context_length is not None:
+        return options.data, options.text_column or TEXT_COLUMN, options.context_length
     if not has_training_state(checkpoint):
-        missing = [name for name in ("data", "context_length") if getattr(options, name) is None]
+        missing = [name for name in ("data", "context_length") if not getattr(options, name)]
         others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
         raise ArgumentError(
             missing[0],
@@ -123,7 +132,8 @@ def _text_and_context(options: Options, checkpoint: Path) -> tuple[str | None, i
             ".",
         )
     trained = saved_config(checkpoint)
-    return options.data or trained.data, options.context_length or trained.context_length
+    column = options.text_column or (TEXT_COLUMN if options.data else trained.text_column)
+    return options.data or trained.data, column, options.context_length or trained.context_length
 
 
 def _print(evaluation: "Evaluation", what: str, where: str) -> None:

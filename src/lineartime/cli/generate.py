@@ -50,8 +50,7 @@ def run(options: Options) -> None:
 
 
 def _generate(options: Options) -> None:
-    from lineartime.checkpoint import find_checkpoint, load
-    from lineartime.data import load_tokenizer
+    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
     from lineartime.generation import Sampling, generate
     from lineartime.layers.checks import check_positive
     from lineartime.machine import autocast, choose_device

@@ -21,6 +21,7 @@ class Options(TrainConfig):
 
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
@@ -30,8 +31,9 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     from lineartime.training.resuming import complete
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
-        options = tyro.cli(Options, prog="lineartime train", args=arguments, default=Options(**vars(defaults)))
-        return TrainConfig(**vars(options))
+        usual = Options(**{**vars(defaults), "data": ()})  # texts that are given replace the default ones
+        options = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
+        return TrainConfig(**{**vars(options), "data": options.data or defaults.data})
 
     config, left_out = complete(TrainConfig(**vars(options)), reparse)
     run = config.run_directory

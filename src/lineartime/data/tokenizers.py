@@ -10,8 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.data.hub import first_line
+from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 from lineartime.files import TOKENIZER_FILE
+
+_HUB = "hub:"
 
 
 class StreamDecoder(Protocol):
@@ -44,7 +47,7 @@ class Tokenizer(Protocol):
         """A decoder of tokens that arrive one by one."""
 
     def to_json(self) -> str:
-        """A text from which `load_tokenizer` makes an equal tokenizer."""
+        """A text from which `read_tokenizer` makes an equal tokenizer."""
 
 
 class ByteTokenizer:
@@ -170,8 +173,41 @@ class _JsonStreamDecoder:
         return text[len(before) :]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file or a checkpoint folder.
+def names_hub_tokenizer(choice: str) -> bool:
+    """Whether this names a tokenizer of the hub."""
+    return choice.startswith(_HUB)
+
+
+def hub_tokenizer(choice: str) -> "JsonTokenizer":
+    """The tokenizer of a repository of the Hugging Face hub, such as hub:gpt2.
+
+    Raises:
+        ArgumentError: if there is none of that name, or it cannot be reached.
+    """
+    try:
+        import huggingface_hub
+        import tokenizers
+    except ImportError:
+        raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
+    name = choice.removeprefix(_HUB)
+    try:
+        # Fails at once without a network; the download alone would retry.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
+        definition: str = tokenizers.Tokenizer.from_pretrained(name).to_str()
+    except Exception as error:  # of the network, of the hub, and of the library, which raises plain Exception
+        try:
+            definition = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE))).read_text(encoding="utf-8")
+        except (OSError, ValueError):  # it is not there, or the name cannot be one
+            raise ArgumentError(
+                "tokenizer",
+                f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
+                "network, or give the path of a tokenizer.json.",
+            ) from None
+    return JsonTokenizer(definition, choice)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file, or in a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 
     Raises:
         LineartimeError: if the file cannot be read or is not a tokenizer.

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import VOCAB_SIZE, TokenizerKind
-from lineartime.data.corpora import Corpus
+from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, whole_lines
-from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    hub_tokenizer,
+    names_hub_tokenizer,
+    read_tokenizer,
+    whole_lines,
+)
+from lineartime.errors import ArgumentError, cannot, missing_extra
 from lineartime.files import write_atomically
 
 _FORMAT = 1  # part of every cached file's name: raise it when the same text would give another tokenizer
@@ -54,7 +62,7 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
         first = next(texts, None)
         if first is None:
-            raise LineartimeError(f"There is no text in the train split of {corpus.name}: give more text.")
+            raise no_text(f"the train split of {corpus.name}")
         train = _train_bpe if kind == "bpe" else _train_unigram
         definition = train(tokenizers, chain([first], texts), vocab_size)
     return JsonTokenizer(definition, f"{kind} of {corpus.name}")
@@ -105,7 +113,7 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
 
 def names_tokenizer(choice: str) -> bool:
     """Whether `tokenizer_for` reads this as a name, not as a path."""
-    return choice == "bytes" or _to_train(choice) is not None
+    return choice == "bytes" or names_hub_tokenizer(choice) or _to_train(choice) is not None
 
 
 def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
@@ -120,7 +128,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
 
     Args:
         choice: "bytes" or None; a file or a checkpoint folder; or "bpe-32000" or "unigram-32000", with any number, to train
-            one on the training split of the corpus the first time and keep it in the cache.
+            one on the training split of the corpus the first time and keep it in the cache; or "hub:gpt2", for any of the hub.
         corpus: the text to train on.
         cache: the folder of trained tokenizers.
 
@@ -131,13 +139,15 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
         return ByteTokenizer()
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
+        if isinstance(choice, str) and names_hub_tokenizer(choice):
+            return hub_tokenizer(choice)
         if isinstance(choice, str) and not Path(choice).exists():
             raise ArgumentError(
                 "tokenizer",
-                f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE} or the "
-                "path of a tokenizer.json.",
+                f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
+                "hub:NAME or the path of a tokenizer.json.",
             )
-        return load_tokenizer(Path(choice))
+        return read_tokenizer(Path(choice))
     kind, vocab_size = wanted
     if vocab_size < _SMALLEST[kind]:
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")
@@ -150,4 +160,4 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
             write_atomically(file, definition)
         except OSError as error:
             raise cannot("write", file, error) from None
-    return load_tokenizer(file)
+    return read_tokenizer(file)

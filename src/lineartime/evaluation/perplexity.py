@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.data.batches import causal_batch, masked_batch, read_window
+from lineartime.data.corpora import no_text
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
@@ -151,7 +152,7 @@ def carried(
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
     if len(stream) == 0:
-        raise LineartimeError(f"There is no text in {stream.name}: give a longer text.")
+        raise no_text(stream.name)
     return min(len(stream), max_tokens or len(stream))
 
 

@@ -115,7 +115,9 @@ def _title(run: Path) -> str:
         options = read_record(run)["options"]
     except LineartimeError:
         return run.name
-    text = Path(options["data"]).name if options.get("data") else default_text()
+    data = options.get("data") or []
+    texts = [Path(text).name for text in ([data] if isinstance(data, str) else data)]
+    text = ", ".join(texts) or default_text()
     return f"{options.get('preset')} on {text}"
 
 

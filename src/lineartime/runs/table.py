@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.cells import cell_len
 
+from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import cannot
 from lineartime.runs.curve import counted, default_text
 from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
 """The most columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "track")
+_NOT_COMPARED = ("preset", "data", "text_column", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
 """The options that must be equal for losses to compare, and what to call them."""
@@ -78,7 +79,7 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
 
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     """The runs in groups of one text, tokenizer and task; those with unknown options are the last group."""
-    groups: dict[tuple[str, ...], list[RunSummary]] = {}
+    groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
     for run in runs:
         groups.setdefault(_compared_by(run), []).append(run)
     known = sorted(key for key in groups if key)
@@ -90,12 +91,15 @@ def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     return [*found, *unknown]
 
 
-def _compared_by(run: RunSummary) -> tuple[str, ...]:
-    """The text, tokenizer and task of a run; empty if unknown."""
+def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
+    """The texts, the tokenizer and the task of a run; empty if unknown."""
     if not run.options:
         return ()
-    given = {name: run.options.get(name) for name in _GROUPED_BY}
-    return str(given["data"] or default_text()), str(given["tokenizer"] or "bytes"), str(given["task"] or "clm")
+    given = run.options.get
+    data, column = given("data") or default_text(), given("text_column")
+    texts = [data] if isinstance(data, str) else data
+    in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
+    return (*map(str, texts), *in_column), (str(given("tokenizer") or "bytes"),), (str(given("task") or "clm"),)
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -140,14 +144,18 @@ def _cells(values: Sequence[Any]) -> list[str]:
     """The values of an option as cells, in full where different ones would look alike."""
     short = [_value(value) for value in values]
     alike = {cell: {json.dumps(value) for value, other in zip(values, short, strict=True) if other == cell} for cell in short}
-    return [cell if len(alike[cell]) == 1 else str(value) for value, cell in zip(values, short, strict=True)]
+    return [cell if len(alike[cell]) == 1 else _in_full(value) for value, cell in zip(values, short, strict=True)]
+
+
+def _in_full(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _value(value: Any) -> str:
     """The value of an option as a cell: of a path, the last part."""
     if value is None:
         return "-"
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return " ".join(map(_value, value)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"

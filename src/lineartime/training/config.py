@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lineartime.choices import Device, Precision, Task
+from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import check_fields, from_fields
 
@@ -35,10 +34,12 @@ class TrainConfig:
     """Other values for fields of the model, for instance chunk_size=64 dropout=0.1"""
     task: Task = "clm"
     """What to learn: clm, the next token, or mlm, masked tokens."""
-    data: str | None = None
-    """Text file, folder, or name of a corpus (docs/data.md); the default is the source of Python's standard library."""
+    data: tuple[str, ...] = ()
+    """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
+    text_column: str = TEXT_COLUMN
+    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
     tokenizer: str | None = None
-    """tokenizer.json, or bpe-32000 or unigram-32000 (or another size) to train one on the text; the default is bytes."""
+    """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
     lanes: int = 8
@@ -112,7 +113,13 @@ class TrainConfig:
             given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
         if isinstance(given["track"], str):
             given["track"] = [given["track"]]
-        for name in ("override", "track"):
+        if isinstance(given["data"], (str, Path)):
+            given["data"] = [given["data"]]
+        if isinstance(given["data"], (list, tuple)):
+            given["data"] = [_absolute(item, names_corpus) for item in given["data"]]
+        elif given["data"] is None:
+            given["data"] = []
+        for name in ("override", "track", "data"):
             if isinstance(given[name], list):
                 object.__setattr__(self, name, tuple(given[name]))
         for name in ("like", "cache", "out"):
@@ -121,11 +128,7 @@ class TrainConfig:
         # A resumed run has to find its text from any working directory.
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())
-        for name in ("data", "tokenizer"):
-            value = given[name]
-            named = isinstance(value, str) and (names_corpus(value) or names_tokenizer(value) or not _is_path(value))
-            if isinstance(value, (str, Path)) and not named:
-                object.__setattr__(self, name, str(Path(value).absolute()))
+        object.__setattr__(self, "tokenizer", _absolute(self.tokenizer, names_tokenizer))
         check_fields(self)
 
     @property
@@ -222,7 +225,9 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
+        # One text is written as earlier versions wrote it, and as whoever reads the file expects it.
+        return {**values, "data": list(self.data) if len(self.data) > 1 else next(iter(self.data), None)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainConfig":
@@ -243,9 +248,11 @@ def errors_in_override() -> Iterator[None]:
         raise ArgumentError("override", f"does not fit the model: {error}") from None
 
 
-def _is_path(text: str) -> bool:
-    """Whether a text that is not a known name is meant as a path; a misspelt name is not."""
-    return os.sep in text or Path(text).exists()
+def _absolute(value: Any, is_name: Callable[[str], bool]) -> Any:
+    """A path without the working directory; a name, and a path where nothing is, stay as they are."""
+    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and Path(value).exists()):
+        return str(Path(value).absolute())
+    return value
 
 
 def _read(item: str) -> tuple[str, Any]:

@@ -118,7 +118,7 @@ class Trainer:
             self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
-        self.notes = [*notes, setup.summary(world)]
+        self.notes = [*notes, *self.text.splits, setup.summary(world)]
         if start is not None:
             restore_moments(start, self.model, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")

@@ -16,6 +16,7 @@ from lineartime.training.recipes import recipe_config
 
 _MAY_CHANGE = (
     "data",  # another path to the same text, which is checked
+    "text_column",
     "device",
     "precision",
     "threads",

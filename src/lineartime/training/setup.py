@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, tokenizer_for
+from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
 from lineartime.errors import Argument, ArgumentError
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
@@ -68,9 +68,9 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or default_cache()
-    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
+    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data, config.text_column))
     tokenizer: Tokenizer = world.first_on_each_machine(
-        "the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache) if start is None else load_tokenizer(start)
+        "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
     with world.failing_together():
         model_config = config.model_config(tokenizer.vocab_size)
@@ -98,6 +98,13 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
     return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step)
+
+
+def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
+    """The tokenizer of a name or a path, which may be the folder of another run."""
+    if choice is not None and not names_tokenizer(choice) and Path(choice).is_dir():
+        return checkpoints.load_tokenizer(choice)
+    return tokenizer_for(choice, corpus, cache)
 
 
 def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
