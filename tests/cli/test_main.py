@@ -17,7 +17,7 @@ from lineartime.errors import ArgumentError
 Fails = Callable[..., None]
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "runs", "tokenize", "presets", "bench", "info"])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "info"])
 def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from lineartime.errors import ArgumentError, LineartimeError, ReportedError, cannot
 
-_COMMANDS = ("train", "eval", "generate", "runs", "tokenize", "presets", "bench", "info")
+_COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "info")
 """The modules of this room. Each is imported only for its command, or for a list of all commands."""
 
 
