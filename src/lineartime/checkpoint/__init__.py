@@ -18,6 +18,7 @@ from lineartime.checkpoint.format import (
     DamagedCheckpointError,
     TrainingState,
     checkpoint_path,
+    has_training_state,
     hidden,
     is_checkpoint,
     list_checkpoints,
@@ -25,6 +26,7 @@ from lineartime.checkpoint.format import (
     read_training_state,
     verify,
 )
+from lineartime.checkpoint.saving import save
 from lineartime.errors import LineartimeError, reporting
 from lineartime.models.heads import CausalLM, MaskedLM
 
@@ -33,6 +35,7 @@ __all__ = [
     "best_checkpoint",
     "checkpoint_path",
     "find_checkpoint",
+    "has_training_state",
     "is_checkpoint",
     "last_checkpoint",
     "last_whole_checkpoint",
@@ -41,6 +44,7 @@ __all__ = [
     "prune",
     "read_training_state",
     "remove_partial",
+    "save",
     "set_aside",
     "verify",
 ]

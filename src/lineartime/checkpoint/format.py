@@ -131,6 +131,11 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     return TrainingState(**values)
 
 
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint tells more than its model: it does not if the model alone was saved."""
+    return (checkpoint / _TRAINING).exists()
+
+
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
     if not (checkpoint / _MANIFEST).is_file():
@@ -183,9 +188,15 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 
 
 def write_files(
-    checkpoint: Path, weights: Mapping[str, Tensor], config: ModelConfig, tokenizer: Tokenizer, state: TrainingState
+    checkpoint: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    state: TrainingState | None = None,
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
+
+    Without a state, that is the model alone.
 
     Raises:
         OSError, SafetensorError: if that fails.
@@ -196,7 +207,8 @@ def write_files(
     synchronise(checkpoint / _WEIGHTS)
     _write_json(checkpoint / _MODEL, config.to_dict())
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
-    _write_json(checkpoint / _TRAINING, vars(state))
+    if state is not None:
+        _write_json(checkpoint / _TRAINING, vars(state))
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
     _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
     for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):

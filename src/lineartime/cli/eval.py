@@ -4,21 +4,16 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.checkpoint import find_checkpoint
 from lineartime.data.readers import Split
-from lineartime.errors import ArgumentError
-from lineartime.evaluation import Evaluation, carried, windowed
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, Precision, choose_device, choose_precision
-from lineartime.models import CausalLM
-from lineartime.training.resuming import saved_config
+from lineartime.evaluation import Evaluation, evaluate
+from lineartime.evaluation.corpus import Context
+from lineartime.machine import Device, Precision
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Options:
     """Part of the text to measure on."""
     data: str | None = None
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
-    context: Literal["windowed", "carried"] = "windowed"
+    context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
     """Tokens in a window, or read at a time if carried; the default is the context the model was trained with."""
@@ -53,46 +48,31 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    names = ("context_length", "max_tokens", "batch_size")
-    check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
-    device = choose_device(options.device)
     checkpoint = find_checkpoint(options.checkpoint)
-    model = load(checkpoint, device)
-    trained = saved_config(checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data)
-    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
-    bf16 = choose_precision(options.precision, device) == "bf16"
-    length = options.context_length or trained.context_length
-    if options.context == "carried":
-        if not isinstance(model, CausalLM):
-            raise ArgumentError("context", f"is carried, which needs a causal model, but {checkpoint} is masked: use windowed.")
-        if options.stride is not None:
-            raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
-        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=options.max_tokens)
-    else:
-        evaluation = windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if options.stride is None else options.stride,
-            batch_size=options.batch_size,
-            bf16=bf16,
-            max_tokens=options.max_tokens,
-        )
+    evaluation = evaluate(
+        checkpoint,
+        options.data,
+        split=options.split,
+        context=options.context,
+        context_length=options.context_length,
+        stride=options.stride,
+        max_tokens=options.max_tokens,
+        batch_size=options.batch_size,
+        device=options.device,
+        precision=options.precision,
+        cache=options.cache,
+    )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, perplexity: evaluation.perplexity}
+        facts = {"checkpoint": str(checkpoint), perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
-        _print(evaluation, str(checkpoint), stream.name)
+        _print(evaluation, str(checkpoint))
 
 
-def _print(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
+def _print(evaluation: Evaluation, checkpoint: str) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
+    console.print(f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")

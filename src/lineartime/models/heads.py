@@ -158,13 +158,14 @@ def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
 Kind = TypeVar("Kind", bound=LanguageModel)
 
 
-def check_model(model: object, kind: type[Kind], action: str) -> Kind:
-    """The model, if it is of a kind and computes the same logits every time.
+def check_model(model: object, kind: type[Kind], action: str, computes: bool = True) -> Kind:
+    """The model, if it is of a kind and, where it computes, has the same logits every time.
 
     Args:
         model: what a caller gave.
         kind: `LanguageModel`, `CausalLM` or `MaskedLM`.
         action: what it is needed for, after "cannot".
+        computes: whether it is needed to compute logits.
 
     Raises:
         ArgumentError: for anything else, a model of another task, or one in training mode whose dropout would be at work.
@@ -177,6 +178,6 @@ def check_model(model: object, kind: type[Kind], action: str) -> Kind:
     if not isinstance(inner, kind):
         found, task = ("masked", "clm") if isinstance(inner, MaskedLM) else ("causal", "mlm")
         raise ArgumentError("model", f"is a {found} language model, which cannot {action}: train one with task={task!r}.")
-    if inner.training and inner.config.dropout > 0:
+    if computes and inner.training and inner.config.dropout > 0:
         raise ArgumentError("model", "is in training mode, in which dropout changes its logits: call model.eval() first.")
     return inner

@@ -1,0 +1,94 @@
+"""Evaluate a model, or the model of a run, on a split of a text."""
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lineartime.checkpoint import find_checkpoint, has_training_state, load, read_training_state
+from lineartime.data import Tokenizer, default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.data.readers import Split
+from lineartime.data.tokenizers import check_vocabulary
+from lineartime.errors import ArgumentError
+from lineartime.evaluation.perplexity import Evaluation, carried, windowed
+from lineartime.layers.checks import check_positive
+from lineartime.machine import Device, Precision, choose_device, choose_precision
+from lineartime.models.heads import CausalLM, LanguageModel, check_model
+from lineartime.ops.activations import check_choice
+
+Context = Literal["windowed", "carried"]
+
+
+def evaluate(
+    model: LanguageModel | str | Path,
+    data: str | Path | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    split: Split = "test",
+    context: Context = "windowed",
+    context_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int = 8,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    cache: str | Path | None = None,
+) -> Evaluation:
+    """Measure a model on a split of a text: `evaluate("runs/books")`, or `evaluate(model, "books/", tokenizer=...)`.
+
+    Args:
+        model: the folder of a run (its best checkpoint is used), of a checkpoint or of a saved model; or a model in memory.
+        data: name of a corpus, or a file or folder, which is split as for training; the default is what a run was trained on.
+        tokenizer: the model's own; the folder of a run holds it.
+        split: the part of the text to measure on.
+        context: "windowed" for independent windows, or "carried" for the split as one sequence, every token having all earlier
+            ones as context.
+        context_length: tokens in a window, or read at a time if carried; the default is the context of a run's training.
+        stride: tokens from one window to the next; the default is a whole window.
+        max_tokens: measure only on this many tokens from the beginning of the split.
+        batch_size: windows computed at once.
+        device: where to load the model of a run; a model in memory stays where it is.
+        precision: of matrix products.
+        cache: folder for encoded text; the default is lineartime in the user's cache folder.
+
+    Raises:
+        LineartimeError: for anything the user can fix, such as a text that is missing or too short.
+    """
+    given = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size}
+    check_positive(**{name: size for name, size in given.items() if size is not None})
+    check_choice("split", split, get_args(Split))
+    check_choice("context", context, get_args(Context))
+    trained: dict[str, Any] | None = None
+    if isinstance(model, (str, Path)):
+        checkpoint = find_checkpoint(Path(model))
+        model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
+        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else None
+    elif device != "auto":
+        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
+    model = check_model(model, LanguageModel, "be measured")
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    assert tokenizer is not None
+    if trained is None:
+        for name, value in (("data", data), ("context_length", context_length)):
+            if value is None:
+                raise ArgumentError(name, "is missing: only the checkpoint of a run tells what its model was trained on.")
+        trained = {}
+    corpus = load_corpus(trained["data"] if data is None else data)
+    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
+    stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else Path(cache), max_tokens)
+    bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
+    length: int = trained["context_length"] if context_length is None else context_length
+    if context == "windowed":
+        return windowed(
+            model,
+            stream,
+            tokenizer,
+            context_length=length,
+            stride=length if stride is None else stride,
+            batch_size=batch_size,
+            bf16=bf16,
+            max_tokens=max_tokens,
+        )
+    if not isinstance(model, CausalLM):
+        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+    if stride is not None:
+        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+    return carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
