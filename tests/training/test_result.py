@@ -41,8 +41,8 @@ def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, A
     ids = torch.zeros(1, 5, dtype=torch.long)
     with torch.no_grad():
         assert torch.equal(result.model(ids), lineartime.load(result.run)(ids))
-    assert result.draw_curve() == result.run / "loss.png"
     assert (result.run / "loss.png").is_file()
+    assert result.draw_curve() == result.run / "loss.png"
 
 
 def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
