@@ -14,6 +14,7 @@ from lineartime.machine import Device, Precision
 from lineartime.models.config import ModelConfig, Task
 from lineartime.models.fields import check_fields, from_fields
 from lineartime.models.presets import resolve
+from lineartime.training.given_model import options_of
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -100,8 +101,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
-        if isinstance(given["override"], Mapping):
-            given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
+        override = given["override"]
+        if isinstance(override, Mapping):
+            override = _items(override)
+        if not isinstance(self.preset, str):
+            given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
+            override = [*_items(given["override"]), *override]
+            for name in ("preset", "task"):
+                object.__setattr__(self, name, given[name])
+        given["override"] = override
         if isinstance(given["track"], str):
             given["track"] = [given["track"]]
         for name in ("override", "track"):
@@ -181,9 +189,15 @@ class TrainConfig:
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The model that these options describe; LineartimeError, naming the argument, if they describe none."""
         values = dict(_read(item) for item in self.override)
-        for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
-            if name in values:
-                raise ArgumentError("override", f"cannot set {name}: {instead}.")
+        if "task" in values:
+            raise ArgumentError("override", "cannot set task: use the option task.")
+        asked = values.pop("vocab_size", vocab_size)  # that of a `ModelConfig`
+        if asked != vocab_size:
+            raise ArgumentError(
+                "override",
+                f"cannot set vocab_size to {asked}: it follows from the tokenizer, which has {vocab_size} tokens; choose "
+                f"another tokenizer, or vocab_size={vocab_size}.",
+            )
         config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
@@ -234,6 +248,11 @@ def _read(item: str) -> tuple[str, Any]:
         with suppress(ValueError):
             return name, convert(text)
     return name, text
+
+
+def _items(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a model as the command line writes them: NAME=VALUE."""
+    return [f"{name}={_written(value)}" for name, value in values.items()]
 
 
 def _written(value: object) -> str:

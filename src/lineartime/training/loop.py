@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
     Args:
         config: options; the default is `TrainConfig()`.
-        **options: fields of `TrainConfig`; they replace those of the config. `recipe`, `like` and `resume` set the defaults of
-            all options that are not given, as on the command line; a config gives the options that differ from `TrainConfig()`.
+        **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe`, `like`
+            and `resume` set the defaults of all options that are not given, as on the command line; a config gives the options
+            that differ from `TrainConfig()`.
 
     Raises:
         LineartimeError: for anything the user can fix; earlier checkpoints stay.
@@ -49,7 +51,15 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
             given = {name: value for name, value in given.items() if name not in ("recipe", "like")}
         options = {**given, **options}
-    return train_completed(*complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options)))
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    for name in options:
+        if name not in names:
+            like = get_close_matches(name, names, n=1)
+            raise TypeError(f"train has no option {name!r}" + (f": did you mean {like[0]!r}?" if like else "."))
+    asked = TrainConfig(**options)
+    if not isinstance(options.get("preset", ""), str):  # a model stands for several options
+        options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
+    return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
 
 
 def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
