@@ -7,10 +7,14 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.data import ByteTokenizer, local_text, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation import carried, evaluate, windowed
 from lineartime.models import CausalLM
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import read_metrics
+from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 
 TOKENIZER = ByteTokenizer()
@@ -95,3 +99,16 @@ def test_dropout_cannot_disturb_a_measurement_unnoticed(run: Path) -> None:
     model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, dropout=0.5)
     with pytest.raises(ArgumentError, match="model is in training mode, in which dropout"):
         evaluate(model, str(run.parent / "text.txt"), tokenizer=TOKENIZER, context_length=24)
+
+
+def test_every_path_may_be_a_text(run: Path) -> None:
+    text = str(run)
+    assert lineartime.load(text).config == lineartime.load(run).config
+    assert [str(path) for path in list_checkpoints(text)] == [f"{text}/step-00000000", f"{text}/step-00000002"]
+    assert find_checkpoint(text) == best_checkpoint(text) == find_checkpoint(str(best_checkpoint(text)))
+    assert last_checkpoint(text) == run / "step-00000002"
+    assert read_metrics(text) == read_metrics(run)
+    assert read_record(text) == read_record(run)
+    assert draw_curve(text) == run / "loss.png"
+    corpus = local_text(str(run.parent / "text.txt"))
+    assert len(token_stream(corpus, "test", TOKENIZER, str(run.parent / "cache"))) > 0

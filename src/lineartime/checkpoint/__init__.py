@@ -56,11 +56,12 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | Mas
     Raises:
         LineartimeError: if there is no checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
-    return read_model(find_checkpoint(Path(path))).to(device).eval()
+    return read_model(find_checkpoint(path)).to(device).eval()
 
 
-def last_checkpoint(run: Path) -> Path:
+def last_checkpoint(run: str | Path) -> Path:
     """The latest checkpoint in a run's folder; LineartimeError if there is none."""
+    run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         problem = "has no checkpoint" if run.is_dir() else "is no folder" if run.exists() else "does not exist"
@@ -68,7 +69,7 @@ def last_checkpoint(run: Path) -> Path:
     return checkpoints[-1]
 
 
-def best_checkpoint(run: Path) -> Path:
+def best_checkpoint(run: str | Path) -> Path:
     """The checkpoint with the lowest validation loss, or the last if no loss was measured; LineartimeError if there is none."""
     last = last_checkpoint(run)
     losses = {checkpoint: read_training_state(checkpoint).validation_loss for checkpoint in reversed(list_checkpoints(run))}
@@ -76,9 +77,9 @@ def best_checkpoint(run: Path) -> Path:
     return min(measured, key=measured.__getitem__, default=last)
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: str | Path) -> Path:
     """The path itself if it is a checkpoint, or the best checkpoint of the run there; LineartimeError if there is none."""
-    return path if is_checkpoint(path) else best_checkpoint(path)
+    return Path(path) if is_checkpoint(path) else best_checkpoint(path)
 
 
 def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:

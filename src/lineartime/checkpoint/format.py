@@ -69,17 +69,18 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
+    run = Path(run)
     if not run.is_dir():
         return []
     found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any((path / name).is_file() for name in (_WEIGHTS, _MODEL))
+    return any(Path(path, name).is_file() for name in (_WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:

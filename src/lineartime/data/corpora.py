@@ -112,7 +112,7 @@ def load_corpus(data: str | Path | None) -> Corpus:
         if os.sep not in data and not Path(data).exists():
             names = ", ".join(sorted([*HUB, *_HUTTER]))
             raise ArgumentError("data", f"is {data}, which is neither a file or folder nor the name of a corpus: {names}.")
-    return local_text(Path(data))
+    return local_text(data)
 
 
 def standard_library() -> LocalCorpus:
@@ -124,7 +124,7 @@ def standard_library() -> LocalCorpus:
     return LocalCorpus("the Python standard library", _split_by_file(root, files))
 
 
-def local_text(path: Path) -> LocalCorpus:
+def local_text(path: str | Path) -> LocalCorpus:
     """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines or Parquet.
 
     If every file of a folder is called train..., valid..., dev... or test..., or is in a subfolder called that, these are
@@ -133,6 +133,7 @@ def local_text(path: Path) -> LocalCorpus:
     Raises:
         LineartimeError: if there is no text.
     """
+    path = Path(path)
     try:
         files = [path]
         if path.is_dir():

@@ -58,7 +58,7 @@ def evaluate(
     check_choice("context", context, get_args(Context))
     trained: dict[str, Any] | None = None
     if isinstance(model, (str, Path)):
-        checkpoint = find_checkpoint(Path(model))
+        checkpoint = find_checkpoint(model)
         model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
         trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else None
     elif device != "auto":
@@ -73,7 +73,7 @@ def evaluate(
         trained = {}
     corpus = load_corpus(trained["data"] if data is None else data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else Path(cache), max_tokens)
+    stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     length: int = trained["context_length"] if context_length is None else context_length
     if context == "windowed":

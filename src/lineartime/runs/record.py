@@ -52,9 +52,9 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
         write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
-def read_record(run: Path) -> dict[str, Any]:
+def read_record(run: str | Path) -> dict[str, Any]:
     """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
-    file = run / RECORD_FILE
+    file = Path(run, RECORD_FILE)
     try:
         with reporting("read", file):
             record = json.loads(file.read_text(encoding="utf-8"))
