@@ -29,6 +29,8 @@ def save(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path
         ArgumentError: for something else than a model, a tokenizer that does not fit it, or a folder that cannot be taken.
         LineartimeError: if it cannot be written.
     """
+    from safetensors import SafetensorError
+
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
     folder = Path(folder)
@@ -37,8 +39,6 @@ def save(model: LanguageModel, tokenizer: Tokenizer, folder: str | Path) -> Path
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ArgumentError("folder", f"is {folder}, which exists already: delete it, or choose another folder.")
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    from safetensors import SafetensorError
-
     with reporting("write", folder):
         try:
             partial.mkdir(parents=True)

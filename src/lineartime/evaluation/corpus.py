@@ -52,43 +52,42 @@ def evaluate(
     Raises:
         LineartimeError: for anything the user can fix, such as a text that is missing or too short.
     """
-    given = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size}
-    check_positive(**{name: size for name, size in given.items() if size is not None})
+    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size}
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
     check_choice("split", split, get_args(Split))
     check_choice("context", context, get_args(Context))
-    trained: dict[str, Any] | None = None
+    trained: dict[str, Any] = {}
     if isinstance(model, (str, Path)):
         checkpoint = find_checkpoint(model)
         model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
-        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else None
+        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
-    if trained is None:
-        for name, value in (("data", data), ("context_length", context_length)):
-            if value is None:
-                raise ArgumentError(name, "is missing: only the checkpoint of a run tells what its model was trained on.")
-        trained = {}
+    for name, value in (("data", data), ("context_length", context_length)):
+        if value is None and name not in trained:
+            raise ArgumentError(name, "is missing: only the checkpoint of a run tells what its model was trained on.")
+    if context == "carried" and not isinstance(model, CausalLM):
+        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+    if context == "carried" and stride is not None:
+        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+
     corpus = load_corpus(trained["data"] if data is None else data)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     length: int = trained["context_length"] if context_length is None else context_length
-    if context == "windowed":
-        return windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if stride is None else stride,
-            batch_size=batch_size,
-            bf16=bf16,
-            max_tokens=max_tokens,
-        )
-    if not isinstance(model, CausalLM):
-        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
-    if stride is not None:
-        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
-    return carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+    if context == "carried" and isinstance(model, CausalLM):
+        return carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+    return windowed(
+        model,
+        stream,
+        tokenizer,
+        context_length=length,
+        stride=length if stride is None else stride,
+        batch_size=batch_size,
+        bf16=bf16,
+        max_tokens=max_tokens,
+    )
