@@ -142,6 +142,7 @@ def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonToken
         ((model, tokenizer, "a", 0), {}, "max_tokens is 0"),
         ((model, tokenizer, "a", 1), {"stop": ""}, "stop holds '', but must hold texts of at least one character"),
         ((model, tokenizer, "a", 1), {"stop": ["b", 3]}, "stop holds 3, but must hold texts"),
+        ((model, tokenizer, "a", 1), {"stop": None}, "stop is None, but must be a text, or a list of texts"),
     ]
     for arguments, options, message in wrong:
         with pytest.raises(ArgumentError, match=message):

@@ -190,6 +190,8 @@ def _checked(
     """The ids of the prompt, and the stop texts; ArgumentError for what cannot be used."""
     vocabulary = check_model(model, CausalLM, "generate").config.vocab_size
     check_vocabulary(tokenizer, vocabulary)
+    if not isinstance(stop, (str, list, tuple)):
+        raise ArgumentError("stop", f"is {stop!r}, but must be a text, or a list of texts.")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stops:
         if not isinstance(text, str) or not text:

@@ -81,6 +81,9 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
         (run, {"context": "all"}, "context is 'all', but must be one of 'windowed', 'carried'"),
         (run, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
         (run, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
+        (run, {"stride": "3"}, "stride is '3', but must be a whole number"),
+        (run, {"precision": "fp8"}, "precision is 'fp8', but must be one of 'auto'"),
+        (run, {"device": "tpu"}, "device is 'tpu', but must be one of 'auto'"),
         (
             masked,
             {"data": text, "tokenizer": TOKENIZER, "context": "carried"},

@@ -52,10 +52,15 @@ def evaluate(
     Raises:
         LineartimeError: for anything the user can fix, such as a text that is missing or too short.
     """
-    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size}
+    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
-    check_choice("split", split, get_args(Split))
-    check_choice("context", context, get_args(Context))
+    for name, choice, allowed in (
+        ("split", split, Split),
+        ("context", context, Context),
+        ("device", device, Device),
+        ("precision", precision, Precision),
+    ):
+        check_choice(name, choice, get_args(allowed))
     trained: dict[str, Any] = {}
     if isinstance(model, (str, Path)):
         checkpoint = find_checkpoint(model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.machine import choose_device
 from lineartime.runs.record import write_record
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
@@ -46,6 +46,11 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         TypeError: for an option that does not exist.
     """
     if config is not None:
+        if not isinstance(config, TrainConfig):
+            kind = type(config).__name__
+            raise ArgumentError(
+                "config", f"is of type {kind}, but must be a TrainConfig: give options by name, train(steps=100)."
+            )
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
