@@ -140,6 +140,7 @@ def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonToken
         ((model, tokenizer, [1, 2], 1), {}, "prompt is of type list, but must be a text"),
         ((model, tokenizer, "\udcff", 1), {}, "prompt is not UTF-8 text"),
         ((model, tokenizer, "a", 0), {}, "max_tokens is 0"),
+        ((model, tokenizer, "a", 1), {"sampling": 0.5}, "sampling is 0.5, but must be a Sampling"),
         ((model, tokenizer, "a", 1), {"stop": ""}, "stop holds '', but must hold texts of at least one character"),
         ((model, tokenizer, "a", 1), {"stop": ["b", 3]}, "stop holds 3, but must hold texts"),
         ((model, tokenizer, "a", 1), {"stop": None}, "stop is None, but must be a text, or a list of texts"),
@@ -147,7 +148,8 @@ def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonToken
     for arguments, options, message in wrong:
         with pytest.raises(ArgumentError, match=message):
             generate_text(*arguments, **options)
-        with pytest.raises(ArgumentError, match=message):
-            generate_samples(*arguments[:3], 2, *arguments[3:], **options)
+        for samples in (1, 2):
+            with pytest.raises(ArgumentError, match=message):
+                generate_samples(*arguments[:3], samples, *arguments[3:], **options)
     with pytest.raises(ArgumentError, match="samples is 0, but must be at least 1"):
         generate_samples(model, tokenizer, "a", 0, 1)

@@ -161,8 +161,7 @@ def _checked(
     """The ids of each prompt, and how to draw; ArgumentError for what `generate` cannot work with."""
     known = check_model(model, CausalLM, "generate").config
     check_positive(max_tokens=max_tokens)
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise ArgumentError("sampling", f"is {sampling!r}, but must be a Sampling, for instance Sampling(temperature=0.8).")
+    sampling = chosen(sampling)
     if stop_token is not None:
         token_ids("stop_token", [stop_token], known.vocab_size)
     found = [token_ids("prompt", prompt, known.vocab_size) for prompt in prompts]
@@ -177,7 +176,14 @@ def _checked(
                 f"is {max_tokens} after a prompt of {len(ids)} tokens, which makes {tokens} tokens to read, but this model "
                 f"reads at most {longest}: ask for fewer, or shorten the prompt.",
             )
-    return found, sampling or Sampling()
+    return found, sampling
+
+
+def chosen(sampling: Sampling | None) -> Sampling:
+    """The sampling that was given, or the usual one; ArgumentError for anything else."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ArgumentError("sampling", f"is {sampling!r}, but must be a Sampling, for instance Sampling(temperature=0.8).")
+    return Sampling() if sampling is None else sampling
 
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.generation import Sampling, generate, generate_batch
+from lineartime.generation import Sampling, chosen, generate, generate_batch
 from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
 
@@ -77,7 +77,7 @@ def generate_samples(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop)
     check_positive(samples=samples, max_tokens=max_tokens)
-    sampling, end = sampling or Sampling(), tokenizer.end_of_document
+    sampling, end = chosen(sampling), tokenizer.end_of_document
     writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
     if samples > 1 and model.can_step:
         generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))

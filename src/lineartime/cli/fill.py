@@ -4,17 +4,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import load_tokenizer
-from lineartime.filling import Candidate, fill_mask
-from lineartime.machine import Device, choose_device
-from lineartime.models.heads import MaskedLM, check_model
+from lineartime.machine import Device
+
+if TYPE_CHECKING:
+    from lineartime.filling import Candidate
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class Options:
 
 def run(options: Options) -> None:
     """Print the candidates for each mask."""
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import load_tokenizer
+    from lineartime.filling import fill_mask
+    from lineartime.machine import choose_device
+    from lineartime.models.heads import MaskedLM, check_model
+
     checkpoint = find_checkpoint(options.checkpoint)
     model = check_model(load(checkpoint, choose_device(options.device)), MaskedLM, "fill masks")
     masks = fill_mask(model, load_tokenizer(checkpoint), options.text, options.top)
@@ -47,7 +53,7 @@ def run(options: Options) -> None:
         console.print(_table(f"mask {number} of {len(masks)}", candidates))
 
 
-def _table(title: str, candidates: list[Candidate]) -> Table:
+def _table(title: str, candidates: "list[Candidate]") -> Table:
     right = [Column(header, justify="right") for header in ("probability", "id")]
     table = Table(*right, "token", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for candidate in candidates:

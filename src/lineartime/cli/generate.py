@@ -9,13 +9,8 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import load_tokenizer
 from lineartime.errors import ArgumentError, reporting
-from lineartime.generation import Sampling
-from lineartime.machine import Device, choose_device
-from lineartime.models.heads import CausalLM, check_model
-from lineartime.text_generation import generate_samples, generate_text
+from lineartime.machine import Device
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,13 @@ class Options:
 
 def run(options: Options) -> None:
     """Write the prompt and its continuation to standard output, token by token; several continuations one after another."""
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.data import load_tokenizer
+    from lineartime.generation import Sampling
+    from lineartime.machine import choose_device
+    from lineartime.models.heads import CausalLM, check_model
+    from lineartime.text_generation import generate_samples, generate_text
+
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     prompt = _prompt(options)
     checkpoint = find_checkpoint(options.checkpoint)
