@@ -7,6 +7,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 Task = Literal["clm", "mlm"]
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
+Context = Literal["windowed", "carried"]
 TokenizerKind = Literal["bpe", "unigram"]
 
 TEXT_COLUMN = "text"

@@ -128,7 +128,7 @@ def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message)
     message = "--context-length is 40, but this model reads at most 30 tokens"
     fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message)
-    message = "--prompt and --max-tokens make 31 tokens to read, but this model reads at most 30: ask for fewer"
+    message = "--max-tokens is 28 after a prompt of 4 tokens, which makes 31 tokens to read, but this model reads at most 30"
     fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message)
     assert main(["generate", run, "--prompt", "the ", "--max-tokens", "27", "--temperature", "0"]) == 0
 
@@ -140,7 +140,7 @@ def test_a_masked_model_cannot_generate_or_carry(
     assert main(["train", *options, "--out", run, "--steps", "1", "--task", "mlm"]) == 0
     assert main(["eval", run]) == 0
     assert " per masked token" in capsys.readouterr().out
-    fails(["generate", run], "is a masked language model, which cannot generate: train with --task clm")
+    fails(["generate", run], "model is a masked language model, which cannot generate: train one with task='clm'")
     fails(["eval", run, "--context", "carried"], "--context is carried, which needs a causal model")
 
 

@@ -484,7 +484,10 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
-        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size: it follows from tokenizer"),
+        (
+            {"override": ("vocab_size=3",)},
+            "override cannot set vocab_size to 3: it follows from tokenizer, which has 258",
+        ),
         ({"override": ("task=mlm",)}, "override cannot set task: use task"),
         ({"override": ("self=1",)}, "override does not fit the model: self is not an option of this model"),
         ({"override": ("d_model=15",)}, "override does not fit the model: d_model is 15, but must be even"),

@@ -15,7 +15,10 @@ import torch
 import lineartime
 from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.models import LayerConfig, presets
+from lineartime.models.config import Task
 from lineartime.runs import curve
+from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.loop import train
@@ -43,8 +46,8 @@ def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, A
     ids = torch.zeros(1, 5, dtype=torch.long)
     with torch.no_grad():
         assert torch.equal(result.model(ids), lineartime.load(result.run)(ids))
-    assert result.draw_curve() == result.run / "loss.png"
     assert (result.run / "loss.png").is_file()
+    assert result.draw_curve() == result.run / "loss.png"
 
 
 def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
@@ -86,8 +89,55 @@ def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dic
     assert again.training_losses == first.training_losses
     with pytest.raises(ArgumentError, match="like cannot be combined with recipe"):
         train(like=str(first.run), recipe="lm-pg19")
-    with pytest.raises(TypeError, match="stepz"):
+
+
+def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match="train has no option 'stepz': did you mean 'steps'"):
         train(stepz=3)
+    with pytest.raises(TypeError, match=r"train has no option 'qqqq'\.$"):
+        train(qqqq=3)
+    with pytest.raises(ArgumentError, match="config is of type dict, but must be a TrainConfig: give options by name"):
+        train({"steps": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> None:
+    for name in [name for name in presets(task) if name.endswith(("-tiny", "-large"))]:
+        preset = presets(task)[name]
+        changed = preset.override(d_model=preset.d_model * 2, n_blocks=3, dropout=0.1, norm="rmsnorm", vocab_size=77)
+        for model in (preset, changed):
+            config = TrainConfig(preset=model, context_length=100)  # type: ignore[arg-type]
+            kept = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+            assert kept.model_config(model.vocab_size) == model, name
+            everything = TrainConfig(preset=model, recipe="lm-pg19", context_length=100)  # type: ignore[arg-type]
+            assert everything.model_config(model.vocab_size) == model, name
+    assert TrainConfig(preset=presets("clm")["flash-base"]).override == ("vocab_size=32000",)  # type: ignore[arg-type]
+
+
+def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
+    model = presets()["flash-tiny"].override(**options.pop("override"), activation="laplace")
+    result = train(**options, preset=model)
+    assert result.model.config == model
+    assert read_record(result.run)["options"]["preset"] == "flash-tiny"
+    assert train(out=str(result.run), resume=True, preset=model).finished
+    like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
+    assert like.model.config == model.override(chunk_size=4)
+    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*the tokenizer, which has 258 tokens"):
+        train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
+
+
+def test_what_is_no_model_is_named() -> None:
+    flash = LayerConfig("flash")
+    mixed = presets()["flash-tiny"].override(feed_forward=LayerConfig("mlp"))
+    wrong: list[tuple[Any, Any, str]] = [
+        (flash, "clm", r"preset is LayerConfig\('flash', .*\), which describes one layer: give a ModelConfig that has it"),
+        (mixed, "clm", "preset is a ModelConfig with the mixer 'flash' and the feed-forward layer 'mlp', which no preset has"),
+        (3, "clm", "preset is of type int, but must be the name of a preset, or a ModelConfig"),
+        (presets()["flash-tiny"], "mlm", "task is 'mlm', but that of the ModelConfig is 'clm': leave one of them out"),
+    ]
+    for preset, task, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            train(preset=preset, task=task)
 
 
 def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from lineartime.checkpoint.format import (
     read_validation_loss,
     verify,
 )
+from lineartime.checkpoint.saving import save
 from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE
 
@@ -58,6 +59,7 @@ __all__ = [
     "read_training_state",
     "read_validation_loss",
     "remove_partial",
+    "save",
     "set_aside",
     "verify",
 ]
@@ -78,7 +80,7 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
     Raises:
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
-    return read_model(find_checkpoint(Path(path), checkpoint)).to(device).eval()
+    return read_model(find_checkpoint(path, checkpoint)).to(device).eval()
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -95,8 +97,9 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     return read_tokenizer(path)
 
 
-def last_checkpoint(run: Path) -> Path:
+def last_checkpoint(run: str | Path) -> Path:
     """The latest checkpoint in a run's folder; LineartimeError if there is none."""
+    run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         problem = "has no checkpoint" if run.is_dir() else "is no folder" if run.exists() else "does not exist"
@@ -104,7 +107,7 @@ def last_checkpoint(run: Path) -> Path:
     return checkpoints[-1]
 
 
-def best_checkpoint(run: Path) -> Path:
+def best_checkpoint(run: str | Path) -> Path:
     """The checkpoint with the lowest validation loss, or the last if no loss was measured; LineartimeError if there is none.
 
     The untrained model of step 0 is the best only where it is the only one.
@@ -116,13 +119,14 @@ def best_checkpoint(run: Path) -> Path:
     return min(measured, key=measured.__getitem__, default=last)
 
 
-def find_checkpoint(path: Path, which: Which | None = None) -> Path:
+def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
     """The path itself if it is a checkpoint, or a checkpoint of the run there: the best one by default.
 
     Raises:
         LineartimeError: if there is no such checkpoint.
         ArgumentError: naming `checkpoint`, if `which` is wrong, or is given though the path is a checkpoint.
     """
+    path = Path(path)
     if is_checkpoint(path):
         if which is not None:
             raise ArgumentError(

@@ -72,17 +72,18 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
+    run = Path(run)
     if not run.is_dir():
         return []
     found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=checkpoint_step)
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any((path / name).is_file() for name in (_WEIGHTS, _MODEL))
+    return any(Path(path, name).is_file() for name in (_WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:
@@ -241,9 +242,15 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 
 
 def write_files(
-    checkpoint: Path, weights: "Mapping[str, Tensor]", config: "ModelConfig", tokenizer: "Tokenizer", state: TrainingState
+    checkpoint: Path,
+    weights: "Mapping[str, Tensor]",
+    config: "ModelConfig",
+    tokenizer: "Tokenizer",
+    state: TrainingState | None = None,
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
+
+    Without a state, that is the model alone.
 
     Raises:
         OSError, SafetensorError: if that fails.
@@ -254,7 +261,8 @@ def write_files(
     synchronise(checkpoint / _WEIGHTS)
     _write_json(checkpoint / _MODEL, config.to_dict())
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
-    _write_json(checkpoint / _TRAINING, vars(state))
+    if state is not None:
+        _write_json(checkpoint / _TRAINING, vars(state))
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
     _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
     for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):

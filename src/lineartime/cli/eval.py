@@ -5,15 +5,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
-from lineartime.choices import TEXT_COLUMN, Device, Precision, Split
-from lineartime.errors import Argument, ArgumentError
+from lineartime.choices import Context, Device, Precision, Split
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Evaluation
@@ -33,7 +32,7 @@ class Options:
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     text_column: str | None = None
     """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
-    context: Literal["windowed", "carried"] = "windowed"
+    context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
     """Tokens in a window, or read at a time if carried; the default is the context the model was trained with."""
@@ -57,88 +56,41 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    from lineartime.machine import using_threads
+    from lineartime.checkpoint import find_checkpoint
+    from lineartime.evaluation import evaluate
+    from lineartime.machine import choose_device, choose_precision, using_threads
 
-    with using_threads(options.threads):
-        _evaluate(options)
-
-
-def _evaluate(options: Options) -> None:
-    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
-    from lineartime.data import default_cache, describe_splits, load_corpus, token_stream
-    from lineartime.evaluation import carried, windowed
-    from lineartime.layers.checks import check_positive
-    from lineartime.machine import choose_device, choose_precision
-    from lineartime.models import CausalLM
-
-    names = ("context_length", "max_tokens", "batch_size")
-    check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
-    device = choose_device(options.device)
     checkpoint = find_checkpoint(options.run, options.checkpoint)
-    data, column, length = _text_and_context(options, checkpoint)
-    model = load(checkpoint, device)
-    tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(data, column)
-    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
-    for line in describe_splits(corpus, {options.split: stream}):
-        print(line, file=sys.stderr)
+    device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    bf16 = precision == "bf16"
-    if options.context == "carried":
-        if not isinstance(model, CausalLM):
-            raise ArgumentError("context", f"is carried, which needs a causal model, but {checkpoint} is masked: use windowed.")
-        if options.stride is not None:
-            raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
-        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=options.max_tokens)
-    else:
-        evaluation = windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if options.stride is None else options.stride,
-            batch_size=options.batch_size,
-            bf16=bf16,
+    with using_threads(options.threads):
+        evaluation = evaluate(
+            checkpoint,
+            options.data,
+            text_column=options.text_column,
+            split=options.split,
+            context=options.context,
+            context_length=options.context_length,
+            stride=options.stride,
             max_tokens=options.max_tokens,
+            batch_size=options.batch_size,
+            device=options.device,
+            precision=precision,
+            cache=options.cache,
+            say=lambda line: print(line, file=sys.stderr),
         )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, "precision": precision, perplexity: evaluation.perplexity}
+        facts = {"checkpoint": str(checkpoint), "precision": precision, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
-        _print(evaluation, f"{checkpoint} on {stream.name}", f"{device.type}, {precision}")
+        _print(evaluation, checkpoint, f"{device.type}, {precision}")
 
 
-def _text_and_context(options: Options, checkpoint: Path) -> tuple[tuple[str, ...], str, int]:
-    """The text, its column and the context length that were asked for, or else those of training.
-
-    Raises:
-        LineartimeError: if nothing tells them.
-    """
-    from lineartime.checkpoint import has_training_state
-    from lineartime.training.resuming import saved_config
-
-    if options.data and options.context_length is not None:
-        return options.data, options.text_column or TEXT_COLUMN, options.context_length
-    if not has_training_state(checkpoint):
-        missing = [name for name in ("data", "context_length") if not getattr(options, name)]
-        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
-        raise ArgumentError(
-            missing[0],
-            f"is missing, but {checkpoint} has no training.json, which tells what the model was trained on: give ",
-            Argument(missing[0]),
-            *others,
-            ".",
-        )
-    trained = saved_config(checkpoint)
-    column = options.text_column or (TEXT_COLUMN if options.data else trained.text_column)
-    return options.data or trained.data, column, options.context_length or trained.context_length
-
-
-def _print(evaluation: "Evaluation", what: str, where: str) -> None:
+def _print(evaluation: "Evaluation", checkpoint: Path, where: str) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(f"{what}, {evaluation.tokens:,} tokens; computed on {where}", soft_wrap=True)
+    what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
+    console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")

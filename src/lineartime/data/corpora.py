@@ -210,7 +210,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
 
 
-def local_text(path: Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
+def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
     """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines, JSON or Parquet.
 
     If the names of all files, or of the folders they are in, tell splits (`named_split`), these are the splits, and a missing
@@ -220,6 +220,7 @@ def local_text(path: Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
     Raises:
         LineartimeError: if there is no text.
     """
+    path = Path(path)
     files = _files(path, text_column)
     splits, note = _named(path, files)
     return _unnamed(path, files, note) if splits is None else LocalCorpus(str(path), completed(splits))

@@ -120,7 +120,9 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
 
 
-def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path, max_tokens: int | None = None) -> TokenStream:
+def token_stream(
+    corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: str | Path, max_tokens: int | None = None
+) -> TokenStream:
     """The tokens of a split, encoded only if the cache does not hold them.
 
     Args:
@@ -133,7 +135,7 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
     Raises:
         LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
-    folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
+    folder = Path(cache) / _key(corpus.identity(split), tokenizer, max_tokens)
     name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     if not (folder / FACTS).exists():
         _write(folder, corpus, split, tokenizer, max_tokens)

@@ -37,6 +37,7 @@ class Evaluation:
     """The result of evaluating a model on a stream of tokens.
 
     Attributes:
+        text: what was measured, in words.
         context: how much context the tokens had, in words.
         loss: mean over the tokens, in nats.
         tokens: how many tokens the mean is over.
@@ -48,6 +49,7 @@ class Evaluation:
             the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
     """
 
+    text: str
     context: str
     loss: float
     tokens: int
@@ -206,4 +208,4 @@ class _Positions:
         n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)
         per_word = None if masked else word_perplexity(loss, count, n_words)
-        return Evaluation(context, loss, count, masked, bits, per_word, by_position)
+        return Evaluation(stream.name, context, loss, count, masked, bits, per_word, by_position)

@@ -1,5 +1,6 @@
 """Models that can be built by name: a system at a size, named system-size."""
 
+import dataclasses
 from typing import Any, Literal, get_args, overload
 
 from lineartime.choices import Task
@@ -122,6 +123,42 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
         problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
         raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
     return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
+
+
+def values_of(config: ModelConfig) -> dict[str, Any]:
+    """All values of a config by the names that `ModelConfig.override` takes, but its task and its layers themselves."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    layers = [layer for layer in (fields.pop("mixer"), fields.pop("feed_forward")) if layer is not None]
+    del fields["task"]
+    return {**fields, **{name: value for layer in layers for name, value in layer.options.items()}}
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset with the same layers that needs the fewest overrides to be this config.
+
+    `resolve(nearest_preset(config), config.task, **values_of(config))` is the config.
+
+    Raises:
+        ArgumentError: if no preset is made of these layers.
+    """
+
+    def kinds(other: ModelConfig) -> tuple[str, str | None]:
+        return other.mixer.kind, None if other.feed_forward is None else other.feed_forward.kind
+
+    def differences(name: str) -> int:
+        values = values_of(alike[name])
+        return sum(values[field] != value for field, value in values_of(config).items())
+
+    every = {name: model_of(system_of(name), size, config.task) for name, (_, size) in PRESETS.items()}
+    alike = {name: other for name, other in every.items() if kinds(other) == kinds(config)}
+    if not alike:
+        mixer, feed_forward = kinds(config)
+        raise ArgumentError(
+            "preset",
+            f"is a ModelConfig with the mixer {mixer!r} and the feed-forward layer {feed_forward!r}, which no preset has "
+            "together: add a row to the table of systems (docs/systems.md), or train the model in a loop of your own.",
+        )
+    return min(alike, key=differences)
 
 
 @overload

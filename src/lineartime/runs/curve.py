@@ -17,11 +17,12 @@ _MOST_POINTS = 2000
 """Points of a curve in a comparison: more than a picture has pixels across."""
 
 
-def draw_curve(run: Path, title: str | None = None) -> Path:
+def draw_curve(run: str | Path, title: str | None = None) -> Path:
     """Draw the training and validation losses of a run into its folder and return the picture's path.
 
     The default title names the model and the text. LineartimeError without matplotlib, or if a file cannot be read or written.
     """
+    run = Path(run)
     figure = _figure("The loss curve", 7, 4.2)
     with reporting("read", run / METRICS_FILE):
         lines = read_metrics(run)

@@ -93,9 +93,9 @@ def last_error(record: Mapping[str, Any]) -> str | None:
     return error if isinstance(error, str) else None
 
 
-def read_record(run: Path) -> dict[str, Any]:
+def read_record(run: str | Path) -> dict[str, Any]:
     """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
-    file = run / RECORD_FILE
+    file = Path(run, RECORD_FILE)
     try:
         with reporting("read", file):
             record = json.loads(file.read_text(encoding="utf-8"))

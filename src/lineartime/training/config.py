@@ -109,8 +109,17 @@ class TrainConfig:
         from lineartime.data import names_corpus, names_tokenizer
 
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
-        if isinstance(given["override"], Mapping):
-            given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
+        override = given["override"]
+        if isinstance(override, Mapping):
+            override = _items(override)
+        if not isinstance(self.preset, str):
+            from lineartime.training.given_model import options_of
+
+            given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
+            override = [*_items(given["override"]), *override]
+            for name in ("preset", "task"):
+                object.__setattr__(self, name, given[name])
+        given["override"] = override
         if isinstance(given["track"], str):
             given["track"] = [given["track"]]
         if isinstance(given["data"], (str, Path)):
@@ -205,10 +214,16 @@ class TrainConfig:
         from lineartime.models.presets import resolve
 
         values = dict(_read(item) for item in self.override)
-        if "vocab_size" in values:
-            raise ArgumentError("override", "cannot set vocab_size: it follows from ", Argument("tokenizer"), ".")
         if "task" in values:
             raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
+        asked = values.pop("vocab_size", vocab_size)  # that of a `ModelConfig`
+        if asked != vocab_size:
+            raise ArgumentError(
+                "override",
+                f"cannot set vocab_size to {asked}: it follows from ",
+                Argument("tokenizer"),
+                f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}.",
+            )
         config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
@@ -269,6 +284,11 @@ def _read(item: str) -> tuple[str, Any]:
         with suppress(ValueError):
             return name, convert(text)
     return name, text
+
+
+def _items(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a model as the command line writes them: NAME=VALUE."""
+    return [f"{name}={_written(value)}" for name, value in values.items()]
 
 
 def _written(value: object) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import Argument, LineartimeError, Part
+from lineartime.errors import Argument, ArgumentError, LineartimeError, Part, did_you_mean
 from lineartime.files import removed_on_failure
 from lineartime.machine import choose_device, using_threads
 from lineartime.runs.record import RunRecord
@@ -42,20 +42,33 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
     Args:
         config: options; the default is `TrainConfig()`.
-        **options: fields of `TrainConfig`; they replace those of the config. `recipe`, `like` and `resume` set the defaults of
-            all options that are not given, as on the command line; a config gives the options that differ from `TrainConfig()`.
+        **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe`, `like`
+            and `resume` set the defaults of all options that are not given, as on the command line; a config gives the options
+            that differ from `TrainConfig()`.
 
     Raises:
         LineartimeError: for anything the user can fix; earlier checkpoints stay.
         TypeError: for an option that does not exist.
     """
     if config is not None:
+        if not isinstance(config, TrainConfig):
+            kind = type(config).__name__
+            raise ArgumentError(
+                "config", f"is of type {kind}, but must be a TrainConfig: give options by name, train(steps=100)."
+            )
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
             given = {name: value for name, value in given.items() if name not in ("recipe", "like")}
         options = {**given, **options}
-    return train_completed(*complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options)))
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
+    asked = TrainConfig(**options)
+    if not isinstance(options.get("preset", ""), str):  # a model stands for several options
+        options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
+    return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
 
 
 def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
