@@ -104,5 +104,5 @@ class BenchConfig:
 
     def lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
         """The option that holds the lengths of a measure, and these."""
-        name = "positions" if measure == "decode" else "contextlengths"
+        name = "positions" if measure == "decode" else "context_lengths"
         return name, getattr(self, name)
