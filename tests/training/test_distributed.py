@@ -292,7 +292,7 @@ def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_parallel": 2}, "context_length is 24, but must be a multiple of context_parallel 2 x chunk_size 8 = 16"),
+        ({"context_parallel": 2}, "context_length is 24, but must be a multiple of 16: 2 processes"),
         (
             {"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)},
             "context_parallel needs a model of FLASH, but GAU reads",
