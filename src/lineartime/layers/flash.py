@@ -40,7 +40,7 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """All between the two dense maps as one operation."""
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and layout.context is None:
             return exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 

@@ -228,14 +228,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         mask = as_mask("mask", mask, x.shape[0], x.shape[1])
         if state is None:
             state = self.init_state(x.shape[0])
+        self._check_state(state, x.shape[0])
         if mask is None and not isinstance(state, RaggedState):
             return self._extend_together(x, state)
-        self._check_state(state, x.shape[0])
         return extend_ragged(self._extend_together, x, state, mask)
 
     def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """`extend` for streams at one position, by tokens without padding."""
-        self._check_state(state, x.shape[0])
         return self.mix_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:

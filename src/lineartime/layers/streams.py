@@ -26,10 +26,8 @@ class RaggedState(NamedTuple):
     @property
     def position(self) -> list[int]:
         """The number of tokens that each stream has read."""
-        return [position for _, position in sorted(self._positions())]
-
-    def _positions(self) -> list[tuple[int, int]]:
-        return [(row, state.position) for rows, state in zip(self.rows, self.states, strict=True) for row in rows]
+        positions = [(row, state.position) for rows, state in zip(self.rows, self.states, strict=True) for row in rows]
+        return [position for _, position in sorted(positions)]
 
 
 def extend_ragged(

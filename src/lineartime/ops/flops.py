@@ -107,13 +107,13 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
 def _register(counter: ModuleType) -> None:
     """Register all formulas with torch.utils.flop_counter."""
     modules = ["lineartime.ops.cross_entropy"]
-    if importlib.util.find_spec("triton") is not None:  # the counter has imported it
+    if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():  # the kernels may run
         modules += ["lineartime.ops.triton.mixed_chunk", "lineartime.ops.triton.quadratic"]
     for module in modules:
         importlib.import_module(module)  # defines its operators
     for name, formula in FORMULAS.items():
         operator = getattr(torch.ops.lineartime, name, None)
-        if operator is not None:  # no kernels without Triton
+        if operator is not None and operator not in counter.flop_registry:  # without kernels, there are none of theirs
             counter.register_flop_formula(operator)(_by_name(operator, formula))
 
 
@@ -149,7 +149,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def register_formulas() -> None:
-    """Register the formulas now if the counter has been imported, else when it is."""
+    """Register the formulas of all operators there are: now if the counter has been imported, else when it is."""
     if COUNTER in sys.modules:
         _register(sys.modules[COUNTER])
     else:
