@@ -158,8 +158,8 @@ def test_what_is_called_otherwise_in_python_is_shown_as_it_is_written_on_the_com
 
     monkeypatch.setattr(bench, "run", run)
     assert main(["bench"]) == 1
-    # The benchmark cannot be resumed: there is no flag to show.
-    assert capsys.readouterr().err == "error: --no-memory, --rounds 3, resume=True, `lineartime info`\n"
+    # The benchmark cannot be resumed: the flag is that of `train`, of which errors give advice.
+    assert capsys.readouterr().err == "error: --no-memory, --rounds 3, --resume, `lineartime info`\n"
 
 
 def test_the_help_lists_the_version(capsys: pytest.CaptureFixture[str]) -> None:
