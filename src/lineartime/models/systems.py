@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lineartime.baselines.combiner import Combiner
+from lineartime.baselines.combiner_fixed import CombinerFixed
 from lineartime.baselines.efficient import Efficient
 from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
@@ -131,6 +132,7 @@ SYSTEMS: dict[str, System] = {
         Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
     ),
     "combiner": System(Combiner, MLP),
+    "combiner-fixed": System(CombinerFixed, MLP),
     "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
     "flash-local": System(FLASHLocal),
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
