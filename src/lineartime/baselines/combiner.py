@@ -164,9 +164,15 @@ def _close_row(state: CombinerState, key_summary: KeySummary) -> CombinerState:
     o = scaled_products(state.q, state.k).softmax(-1).to(state.v.dtype) @ state.v
     positions = torch.arange(state.position - chunk_size, state.position, device=o.device)
     k_sum = key_summary(merge_heads(o), state.x, positions).transpose(1, 2)
-    rows = {"k_sum": torch.cat([state.k_sum, k_sum[:, :, None]], 2), "o": torch.cat([state.o, o[:, :, None]], 2)}
-    empty = {name: torch.zeros_like(getattr(state, name)) for name in ("q", "k", "v", "x")}
-    return state._replace(**rows, **empty)
+    return CombinerState(
+        k_sum=torch.cat([state.k_sum, k_sum[:, :, None]], 2),
+        o=torch.cat([state.o, o[:, :, None]], 2),
+        q=torch.zeros_like(state.q),
+        k=torch.zeros_like(state.k),
+        v=torch.zeros_like(state.v),
+        x=torch.zeros_like(state.x),
+        position=state.position,
+    )
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------

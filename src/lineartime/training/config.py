@@ -62,7 +62,7 @@ class TrainConfig:
     epsilon: float = 1e-6
     """AdamW: small number added to the denominator."""
     weight_decay: float = 0.01
-    """AdamW: decay of matrices; vectors and scalars are never decayed."""
+    """AdamW: decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"

@@ -10,6 +10,7 @@ from torch import nn
 
 from lineartime.data import Batch
 from lineartime.machine import autocast
+from lineartime.models.matrices import matrices_of
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -17,8 +18,8 @@ from lineartime.training.parallel import Parallel, part_of
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays only matrices: the weights of linear maps and embeddings."""
-    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    """AdamW that decays only the matrices of a model."""
+    matrices = {id(parameter) for parameter in matrices_of(model)}
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
