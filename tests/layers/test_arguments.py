@@ -32,6 +32,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_landmarks": (5, {}),
     "n_buckets": (4, {}),
     "n_rounds": (1, {}),
+    "rotated": ("features", {}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values()]
 D_MODEL, LENGTH = 24, 10
