@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.linformer import Linformer
 from lineartime.baselines.reformer import Reformer
 from lineartime.baselines.sparse import Sparse
@@ -93,7 +94,9 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module], activa
         (GAU, {"d_qk": 0}, "d_qk is 0, but must be at least 1"),
         (GAU, {"max_length": 0}, "max_length is 0"),
         (GAU, {"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
-        (FLASH, {"normalization": "none"}, "normalization is 'none', but must be one of 'count', 'paper'"),
+        (FLASH, {"normalization": "none"}, "normalization is 'none', but must be one of 'count', 'paper', 'paper_sum'"),
+        (GAU, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
+        (FLASHWeighted, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
         (FLASH, {"chunk_size": 0}, "chunk_size is 0"),
         (FLASH, {"chunk_size": 16.0}, "chunk_size is 16.0, but must be a whole number"),
         (FLASH, {"expansion": 0}, "expansion is 0"),

@@ -20,11 +20,17 @@ SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such
 
 # One row a mechanism: its name and the options that it is tested with. Every case is held to every test below.
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "flash": [{}, {"normalization": "paper"}, {"activation": "softmax"}, {"chunk_size": 513}],  # 513: the rotary bias
+    "flash": [
+        {},
+        {"normalization": "paper"},
+        {"normalization": "paper_sum"},
+        {"activation": "softmax"},
+        {"chunk_size": 513},
+    ],  # 513: the rotary bias
     "gau": [{}, {"max_length": 128}, {"normalization": "paper"}, {"activation": "softmax_plus"}, {"activation": "laplace"}],
     "attention": [{}],
     "flash-local": [{}],
-    "flash-global": [{}],
+    "flash-global": [{}, {"normalization": "paper_sum"}],
     "flash-overlapping": [{}],
     "flash-weighted": [{}],
     "flash-first-to-all": [{}],

@@ -13,6 +13,7 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.positions import RotaryBias, build_relative_bias
 from lineartime.layers.residual import State
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
@@ -30,6 +31,7 @@ class ChunkedUnit(GatedUnit[State]):
     """
 
     n_maps = 4
+    normalizations = CHUNK_NORMALIZATIONS
     bias_chunks: ClassVar[int] = 1
     """How many chunks in a row the relative bias spans."""
 
