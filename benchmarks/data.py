@@ -29,8 +29,8 @@ from lineartime.data import (
     Rows,
     StreamingLoader,
     Tokenizer,
-    load_tokenizer,
     local_text,
+    read_tokenizer,
     token_stream,
     train_tokenizer,
 )
@@ -56,7 +56,7 @@ def make_text(file: Path, size: int) -> None:
 
 
 def tokenizer_of(name: str, folder: Path) -> Tokenizer:
-    return ByteTokenizer() if name == "bytes" else load_tokenizer(folder / "tokenizer.json")
+    return ByteTokenizer() if name == "bytes" else read_tokenizer(folder / "tokenizer.json")
 
 
 def encode(file: Path, folder: Path, name: str) -> dict[str, Any]:

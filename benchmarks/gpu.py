@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 import lineartime
+from lineartime.bench.config import Dtype, Mode, Peer
 from lineartime.bench.measure import median_seconds, peak_flops, release, synchronized
-from lineartime.bench.peers import Peer, check_peer
-from lineartime.bench.subjects import Case, Dtype, Mode, Subject, forward_flops_per_token, prepare, state_after
+from lineartime.bench.peers import check_peer
+from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation import recorded_step
 from lineartime.models import CausalLM

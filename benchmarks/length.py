@@ -16,6 +16,7 @@ from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.machine import choose_precision
 from lineartime.models.presets import resolve
+from lineartime.runs.ticks import label_axes
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -63,14 +64,12 @@ def draw(rows: list[dict[str, object]]) -> None:
         for name in PRESETS:
             points = [(row["length"], row["us_per_token"]) for row in rows if (row["what"], row["preset"]) == (what, name)]
             axes.plot(*zip(*points, strict=True), "o-", label=name)
-        lengths = LENGTHS if what == "training" else POSITIONS
-        axes.set(xscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths], title=what)
-        axes.set(yscale="log", ylim=(50, 5000) if what == "training" else (1000, 1_000_000))
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.minorticks_off()
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", title=what)
         axes.set(xlabel="tokens in a sequence" if what == "training" else "tokens already read", ylabel="µs per token")
         axes.grid(alpha=0.3)
         axes.legend()
+        label_axes(axes, x_values=LENGTHS if what == "training" else POSITIONS)
     figure.savefig(Path(__file__).parents[1] / "docs" / "length.png", dpi=110)
 
 

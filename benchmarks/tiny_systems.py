@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from measure import markdown, save
 
-from lineartime.checkpoint import list_checkpoints
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
+from lineartime.checkpoint import list_checkpoints, load_tokenizer
+from lineartime.data import default_cache, load_corpus, token_stream
 from lineartime.evaluation import windowed
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.config import TrainConfig

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState
+from lineartime.checkpoint import TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
-from lineartime.data import ByteTokenizer, load_tokenizer
-from lineartime.errors import LineartimeError
+from lineartime.data import ByteTokenizer
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
 from lineartime.models import CausalLM
 
@@ -61,12 +61,66 @@ def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_
     assert isinstance(load_tokenizer(path), ByteTokenizer)
 
 
+def test_a_tokenizer_is_loaded_from_whatever_a_model_is(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 1)
+    for place in (tmp_path / "run", str(tmp_path / "run"), path, str(path), path / "tokenizer.json"):
+        assert isinstance(lineartime.load_tokenizer(place), ByteTokenizer)
+    with pytest.raises(LineartimeError, match=r"has no checkpoint: give the folder of a run"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(LineartimeError, match=r"Cannot read .*missing"):
+        load_tokenizer(tmp_path / "missing")
+
+
 def test_a_run_is_loaded_by_its_best_checkpoint(tmp_path: Path) -> None:
     best = tiny()
     save(tmp_path, 1, loss=2.0, model=best)
     save(tmp_path, 2, loss=3.0)
     assert torch.equal(lineartime.load(tmp_path).backbone.embedding.weight, best.backbone.embedding.weight)
     assert lineartime.load(str(tmp_path)).config == best.config
+
+
+def test_the_untrained_step_0_is_best_only_where_it_is_alone(tmp_path: Path) -> None:
+    untrained = save(tmp_path, 0, loss=0.5)
+    assert checkpoints.best_checkpoint(tmp_path) == untrained
+    interrupted = save(tmp_path, 7, loss=None)
+    assert checkpoints.best_checkpoint(tmp_path) == interrupted
+    evaluated = save(tmp_path, 9, loss=2.0)
+    save(tmp_path, 11, loss=None)
+    assert checkpoints.best_checkpoint(tmp_path) == evaluated
+
+
+def test_a_checkpoint_of_a_run_is_chosen_by_quality_or_step(tmp_path: Path) -> None:
+    for step, loss in ((3, 1.0), (20, 2.0), (100, 3.0)):
+        save(tmp_path, step, loss)
+    chosen: dict[checkpoints.Which | None, int] = {None: 3, "best": 3, "last": 100, 20: 20}
+    for which, step in chosen.items():
+        assert checkpoints.find_checkpoint(tmp_path, which) == checkpoints.checkpoint_path(tmp_path, step)
+        expected = lineartime.load(checkpoints.checkpoint_path(tmp_path, step)).backbone.embedding.weight
+        assert torch.equal(lineartime.load(tmp_path, checkpoint=which).backbone.embedding.weight, expected)
+
+
+def test_a_choice_among_checkpoints_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    for step in (3, 20):
+        save(tmp_path, step)
+    for which in (4, True, "worst"):
+        with pytest.raises(ArgumentError, match=rf"is {which!r}, but must be best, last, or the step .*, which has 3, 20\."):
+            lineartime.load(tmp_path, checkpoint=which)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"is last, but .*step-00000003 is a checkpoint itself: leave it out"):
+        lineartime.load(checkpoints.checkpoint_path(tmp_path, 3), checkpoint="last")
+
+
+def test_a_loss_that_is_measured_after_saving_is_added_and_its_damage_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 2, loss=1.0)
+    later = save(tmp_path, 3, loss=None)
+    checkpoints.add_validation_loss(later, 0.5)
+    checkpoints.verify(later)
+    assert checkpoints.read_validation_loss(later) == 0.5
+    assert checkpoints.best_checkpoint(tmp_path) == later
+    for content in ("{", "{}", '{"validation_loss": "low"}'):
+        (later / "validation.json").write_text(content)
+        with pytest.raises(LineartimeError, match=r"is damaged \(.*validation.json.*\): use step-00000002"):
+            checkpoints.best_checkpoint(tmp_path)
+        assert checkpoints.last_whole_checkpoint(tmp_path)[0].name == "step-00000002"
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,10 +1,12 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lineartime
 from lineartime import generation
+from lineartime.errors import ArgumentError
 from lineartime.generation import Sampling, draw, generate, generate_batch
 from lineartime.models import CausalLM
 
@@ -128,6 +130,95 @@ def test_sampling_options_out_of_range_are_named(options: dict[str, Any], messag
         Sampling(**options)
 
 
-def test_an_empty_prompt_is_named(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
-        next(generate(model, [], 1, GREEDY))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "0.8"}, "temperature is '0.8', but must be a number"),
+        ({"top_k": 1.5}, "top_k is 1.5, but must be a whole number"),
+        ({"top_p": None}, "top_p is None, but must be a number"),
+        ({"seed": "1"}, "seed is '1', but must be a whole number or None"),
+    ],
+)
+def test_sampling_options_of_a_wrong_type_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_a_prompt_may_be_what_an_encoder_returns(model: CausalLM) -> None:
+    prompt = [3, 1, 4]
+    expected = list(generate(model, prompt, 8, GREEDY))
+    arrays = [np.array(prompt), np.array(prompt, dtype=np.uint16), torch.tensor(prompt), tuple(prompt), list(np.array(prompt))]
+    for given in arrays:
+        assert list(generate(model, given, 8, GREEDY)) == expected
+    assert generate_batch(model, arrays, 8, GREEDY) == [list(text) for text in [expected] * len(arrays)]
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty, but must hold at least one token"),
+        (np.zeros(0, dtype=np.int64), "prompt is empty"),
+        ([1, 40], "prompt holds the id 40, but this model's vocabulary has 40 tokens: ids are from 0 to 39"),
+        ([-1], "prompt holds the id -1, but this model's vocabulary has 40 tokens"),
+        (torch.tensor([[1, 2]]), r"prompt has shape \[1, 2\], but must be the token ids of one text, \[N\]"),
+        ([[1, 2]], r"prompt holds \[1, 2\], but must hold token ids"),
+        ([1.0], "prompt holds 1.0, but must hold token ids"),
+        (torch.tensor([1.0]), "prompt holds 1.0, but must hold token ids"),
+        ([True], "prompt holds True, but must hold token ids"),
+        ("The ", "prompt is a text, but must be token ids: encode it with the model's tokenizer"),
+        (7, "prompt is 7, but must be a sequence of token ids"),
+        (None, "prompt is None, but must be a sequence of token ids"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_no_token_ids_is_named_before_the_first_token(model: CausalLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        generate(model, prompt, 1, GREEDY)
+    with pytest.raises(ArgumentError, match=message):
+        generate_batch(model, [[1], prompt], 1, GREEDY)
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_other_arguments_of_generate_that_cannot_be_used_are_named(model: CausalLM) -> None:
+    some: Any = model
+    with pytest.raises(ArgumentError, match=r"sampling is \{'seed': 0\}, but must be a Sampling"):
+        generate(some, [1], 1, {"seed": 0})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="max_tokens is 0, but must be at least 1"):
+        generate(some, [1], 0)
+    with pytest.raises(ArgumentError, match="stop_token holds the id 40"):
+        generate(some, [1], 1, stop_token=40)
+    with pytest.raises(ArgumentError, match="model is of type str, but must be a language model"):
+        generate("runs/books", [1], 1)  # type: ignore[arg-type]
+    masked: Any = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8)
+    with pytest.raises(ArgumentError, match="model is a masked language model, which cannot generate"):
+        generate(masked, [1], 1)
+    short = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, max_positions=10)
+    with pytest.raises(ArgumentError, match="max_tokens is 8 after a prompt of 4 tokens, which makes 11 tokens to read"):
+        generate(short, [1, 2, 3, 4], 8)
+    assert len(list(generate(short, [1, 2, 3, 4], 7))) == 7
+
+
+def test_dropout_cannot_disturb_a_text_unnoticed() -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, dropout=0.5)
+    with pytest.raises(ArgumentError, match="model is in training mode, in which dropout changes its logits: call"):
+        generate(model, [1], 1)
+    assert len(list(generate(model.eval(), [1], 1))) == 1
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_a_text_of_a_batch_ends_where_its_caller_says(model: CausalLM) -> None:
+    model.double()
+    whole = generate_batch(model, [[1], [2, 3]], 10, GREEDY)
+    cut = generate_batch(model, [[1], [2, 3]], 10, GREEDY, ended=lambda text, token: text == 1)
+    assert cut == [whole[0], whole[1][:1]]
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    prefill = generation.prefill
+    monkeypatch.setattr(generation, "prefill", lambda model, prompt: read.append(prompt) or prefill(model, prompt))
+    generate_batch(model, [[1, 2], [3], [1, 2]], 2, Sampling(seed=0))
+    assert read == [(1, 2), (3,)]

@@ -1,25 +1,83 @@
+"""What the machine has decides what "auto" takes, and nothing else does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from lineartime import machine
+from lineartime import host, machine
 from lineartime.errors import LineartimeError
-from lineartime.machine import choose_compile, choose_device, choose_precision, faster_precision
+from lineartime.machine import autocast, choose_compile, choose_device, choose_precision, faster_precision, using_threads
+from lineartime.ops.backends import choose_backend
+from lineartime.training.distributed import join_world
 
-CPU = torch.device("cpu")
-
-
-def test_auto_precision_is_bf16_only_where_bf16_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bf16, expected in ((1.0, "bf16"), (3.9, "fp32"), (40.0, "fp32")):
-        times = {torch.bfloat16: bf16, torch.float32: 4.0}
-        monkeypatch.setattr(machine, "product_seconds", times.__getitem__)
-        assert choose_precision("auto", CPU) == expected
-        assert choose_precision("fp32", CPU) == "fp32"
-        assert choose_precision("bf16", CPU) == "bf16"
+CPU, MPS = torch.device("cpu"), torch.device("mps")
 
 
-def test_the_reason_for_a_precision_names_the_speed_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "product_seconds", {torch.bfloat16: 8.0, torch.float32: 4.0}.__getitem__)
-    assert faster_precision(CPU) == ("fp32", "products in bf16 are 2.0 times slower than in fp32 here")
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """`processor("flags : avx2")`: what the system tells of the processor from now on."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(host, "CPUINFO", file)
+    return file.write_text  # type: ignore[return-value]
+
+
+X86, ARM = (
+    "processor\t: 0\nmodel name\t: Fast: CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16\n",
+    "Features : asimd bf16 i8mm\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("described", "expected", "reason"),
+    [
+        (X86, "bf16", "the processor has units for bf16 (avx512_bf16)"),
+        (ARM, "bf16", "the processor has units for bf16 (bf16)"),
+        ("flags : fpu avx512f avx512_vnni\n", "fp32", "the processor has no units for bf16"),
+        ("", "fp32", "the system does not tell whether the processor has units for bf16"),
+    ],
+)
+def test_auto_precision_follows_from_what_the_processor_has(
+    described: str, expected: str, reason: str, processor: Callable[[str], None]
+) -> None:
+    processor(described)
+    assert [faster_precision(CPU) for _ in range(3)] == [(expected, reason)] * 3
+    assert [choose_precision(asked, CPU) for asked in ("auto", "fp32", "bf16")] == [expected, "fp32", "bf16"]
+
+
+def test_units_that_onednn_must_not_use_or_pytorch_cannot_use_do_not_count(
+    processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor(X86)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core")
+    assert faster_precision(CPU) == (
+        "fp32",
+        "the processor has units for bf16 (avx512_bf16), but ONEDNN_MAX_CPU_ISA is avx512_core",
+    )
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    assert choose_precision("auto", CPU) == "bf16"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert choose_precision("auto", CPU) == "fp32"
+
+
+def test_the_precision_does_not_flip_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: pytest.fail("it must not be measured"))
+    assert len({choose_precision("auto", CPU) for _ in range(20)}) == 1
+
+
+def test_threads_are_set_for_a_block_alone() -> None:
+    before = torch.get_num_threads()
+    with using_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with using_threads(None):
+        assert torch.get_num_threads() == before
+    with pytest.raises(LineartimeError, match=r"^threads is 0, but must be at least 1"), using_threads(0):
+        pass
 
 
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +90,35 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_device("auto", local_rank=1) == torch.device("cuda", 1)
     with pytest.raises(LineartimeError, match=r"^device is auto, but process 2 has no GPU: start at most 2 processes"):
         choose_device("auto", local_rank=2)
+
+
+def test_a_gpu_of_apple_is_taken_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LineartimeError, match=r"^device is mps, but PyTorch sees no GPU of Apple here: use cpu"):
+        choose_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("mps") == MPS
+    assert choose_device("cpu") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto") == torch.device("cuda", 0)
+
+
+def test_on_a_gpu_of_apple_auto_takes_nothing_that_is_untested_there() -> None:
+    assert choose_precision("auto", MPS) == "fp32"
+    assert not choose_compile("auto", MPS, 10**9, 10**12)
+    for dtype in (torch.float32, torch.bfloat16):
+        like: Any = SimpleNamespace(device=MPS)
+        assert choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2") == "torch"
+    for bf16 in (False, True):
+        with autocast(MPS, bf16):
+            assert torch.is_autocast_enabled("mps") == bf16
+
+
+def test_several_processes_cannot_share_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LineartimeError, match=r"^device is mps, on which one process computes"), join_world(MPS, timeout=1):
+        pass
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

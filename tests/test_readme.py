@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import lineartime
 from lineartime.cli import parse
 from lineartime.models.catalogue import systems_table
 
@@ -19,15 +20,34 @@ def code_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    found = re.findall(r"^(?:    |\$ )?(lineartime (?:train|eval|generate|runs|presets|bench|info)\b.*)$", text, re.MULTILINE)
+    found = re.findall(
+        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|runs|presets|bench|info)\b.*)$", text, re.MULTILINE
+    )
     return [line.split("  #")[0] for line in found]
 
 
 @every_document
 def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where runs may be left
+    session: dict[str, object] = {"__name__": "__main__"}
     for block in code_blocks(document.read_text()):
-        exec(compile(block, document.name, "exec"), {"__name__": "__main__"})
+        # Every block stands for itself, but those of the page on Python, which says that they are one session.
+        exec(compile(block, document.name, "exec"), session if document.name == "python.md" else dict(session))
+
+
+def test_the_page_on_python_shows_every_public_function() -> None:
+    blocks = "".join(code_blocks((ROOT / "docs" / "python.md").read_text()))
+    functions = [name for name in lineartime.__all__ if name[0].islower() and name != "build"]
+    assert {"train", "evaluate", "save", "fill_mask", "generate_text"} <= set(functions)
+    for name in functions:
+        assert f"lineartime.{name}(" in blocks, name
+
+
+def test_errors_that_the_page_on_python_quotes_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    *_, block = code_blocks((ROOT / "docs" / "python.md").read_text())
+    quoted = block.split("print(error)  # ")[1].strip()
+    exec(block, {"lineartime": lineartime, "model": lineartime.build("flash-tiny", n_blocks=1)})
+    assert capsys.readouterr().out.strip() == quoted
 
 
 @every_document

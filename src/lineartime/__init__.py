@@ -4,11 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lineartime.checkpoint import load
+    from lineartime.checkpoint import load, load_tokenizer, save
     from lineartime.errors import LineartimeError
+    from lineartime.evaluation import evaluate
+    from lineartime.filling import fill_mask
     from lineartime.generation import Sampling, generate
     from lineartime.layers import FLASH, GAU
-    from lineartime.models import ModelConfig, build, presets
+    from lineartime.models import LayerConfig, ModelConfig, build, presets
+    from lineartime.text_generation import generate_text
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import train
 
@@ -17,32 +20,58 @@ if TYPE_CHECKING:
 __all__ = [
     "FLASH",
     "GAU",
+    "LayerConfig",
     "LineartimeError",
     "ModelConfig",
     "Sampling",
     "TrainConfig",
     "__version__",
     "build",
+    "evaluate",
+    "fill_mask",
     "generate",
+    "generate_text",
     "load",
+    "load_tokenizer",
     "presets",
+    "save",
     "train",
 ]
 
 _HOMES = {
     "FLASH": "layers",
     "GAU": "layers",
+    "LayerConfig": "models",
     "LineartimeError": "errors",
     "ModelConfig": "models",
     "Sampling": "generation",
     "TrainConfig": "training.config",
     "build": "models",
+    "evaluate": "evaluation",
+    "fill_mask": "filling",
     "generate": "generation",
+    "generate_text": "text_generation",
     "load": "checkpoint",
+    "load_tokenizer": "checkpoint",
     "presets": "models",
+    "save": "checkpoint",
     "train": "training.loop",
 }
-_ROOMS = ("baselines", "bench", "checkpoint", "data", "evaluation", "generation", "layers", "models", "ops", "runs", "training")
+_ROOMS = (
+    "baselines",
+    "bench",
+    "checkpoint",
+    "data",
+    "evaluation",
+    "filling",
+    "generation",
+    "layers",
+    "models",
+    "ops",
+    "runs",
+    "text_generation",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"lineartime.{name}")
     if name == "__version__":
-        from lineartime.machine import installed_version
+        from lineartime.host import installed_version
 
         return installed_version("lineartime") or "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

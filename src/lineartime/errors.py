@@ -1,32 +1,74 @@
-"""Errors that a user can fix. The command line shows them without a traceback."""
+"""Errors that a user can fix. The command line shows them without a traceback.
+
+A message is a list of parts. What a user writes in another way on the command line than in Python is a part of its own, an
+`Argument` or a `Call`: "resume=True" is "--resume" there.
+"""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument in a message, perhaps with a value: "steps", "steps=600"."""
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return self.name if self.value is None else f"{self.name}={self.value!r}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function in a message that is a command too: "presets()"."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}()"
+
+
+Part = str | Argument | Call
 
 
 class LineartimeError(Exception):
-    """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do."""
+    """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do.
+
+    Args:
+        *parts: of the message.
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        super().__init__(*parts)
+        self.parts = parts
+
+    def __str__(self) -> str:
+        return self.message(str)
+
+    def message(self, written: Callable[[Argument | Call], str]) -> str:
+        """The message with arguments and calls as `written` writes them."""
+        return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 
 
 class ArgumentError(LineartimeError, ValueError):
     """An argument has a value that is not allowed.
 
-    The message is the argument, then the predicate: "batch_size is 0, but must be at least 1." The command line puts the
-    argument's flag in its place.
+    The message is the argument, then the predicate: "batch_size is 0, but must be at least 1."
 
     Args:
         argument: the name of the argument in Python.
-        predicate: the rest of the sentence: the value, what is allowed, what to do.
+        *predicate: parts of the rest of the sentence: the value, what is allowed, what to do.
     """
 
-    def __init__(self, argument: str, predicate: str) -> None:
-        super().__init__(argument, predicate)  # both, so that a copy sent to another process is complete
+    def __init__(self, argument: str, *predicate: Part) -> None:
+        super().__init__(Argument(argument), " ", *predicate)
+        self.args = (argument, *predicate)  # from which a copy is made in another process
         self.argument = argument
         self.predicate = predicate
-
-    def __str__(self) -> str:
-        return f"{self.argument} {self.predicate}"
 
 
 class ReportedError(LineartimeError):
@@ -38,17 +80,24 @@ def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
     return LineartimeError(f"{purpose} needs {package}, which is not installed: pip install 'lineartime[{extra}]'.")
 
 
-def cannot(action: str, path: object, error: OSError, then: str = "run the command again") -> LineartimeError:
-    """The error for a file that the system does not let us read or write (`action`), with what to do `then`."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known names that are most like a wrong one, in parentheses for a message; nothing if none is like it."""
+    like = get_close_matches(name, list(known), n=3, cutoff=0.75)
+    return f" (did you mean {' or '.join(like)}?)" if like else ""
+
+
+def cannot(action: str, path: object, error: OSError, *then: Part) -> LineartimeError:
+    """The error for a file that the system does not let us read or write (`action`), with what to do `then`: try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
-    return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then {then}.")
+    then = then or ("try again",)
+    return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then ", *then, ".")
 
 
 @contextmanager
-def reporting(action: str, path: object, then: str = "run the command again") -> Iterator[None]:
+def reporting(action: str, path: object, *then: Part) -> Iterator[None]:
     """Turn an OSError of a block into the LineartimeError of `cannot`."""
     try:
         yield
     except OSError as error:
-        raise cannot(action, path, error, then) from None
+        raise cannot(action, path, error, *then) from None

@@ -1,9 +1,15 @@
-"""Atomic writes, synchronised writes and checksums."""
+"""Atomic writes, synchronised writes, removal after a failure, and checksums."""
 
 import hashlib
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer in a folder, as the tokenizers library calls it."""
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -29,6 +35,21 @@ def synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove what a `with` block that fails has added to a folder."""
+    before = set(folder.iterdir()) if folder.is_dir() else set()
+    try:
+        yield
+    except BaseException:
+        for added in set(folder.iterdir()) - before if folder.is_dir() else ():
+            if added.is_dir() and not added.is_symlink():
+                shutil.rmtree(added, ignore_errors=True)
+            else:
+                added.unlink(missing_ok=True)
+        raise
 
 
 def sha256(file: Path) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 import lineartime
-from lineartime.machine import choose_device, compiler_missing, faster_precision, processor_name
+from lineartime.host import processor_name
+from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
 
 EXTRAS = {
@@ -35,11 +36,13 @@ class Fact:
 
 
 def describe_machine() -> Iterator[Fact]:
-    """Everything that "auto" decides on this machine. Takes about a second, because it times products in each precision."""
+    """Everything that "auto" decides on this machine."""
     yield Fact("lineartime", lineartime.__version__, f"torch {torch.__version__}, Python {platform.python_version()}")
     device = choose_device("auto")
     if device.type == "cuda":
         yield Fact("device", "cuda", torch.cuda.get_device_name())
+    elif device.type == "mps":
+        yield Fact("device", "mps", f"the GPU of {processor_name()}")
     else:
         threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
         cpu = f"{processor_name()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"

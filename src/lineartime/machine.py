@@ -1,19 +1,16 @@
 """Device, precision and compilation: what suits this machine, and so what "auto" chooses."""
 
-import platform
+import os
 import shutil
-import timeit
-from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
 
+from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError
-
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
+from lineartime.host import processor_features
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
 """The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
@@ -21,20 +18,30 @@ _COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
 """The share of a step that compiling saves: on a CPU, measured on Transformer++ (FLASH gains less); on a GPU, an estimate."""
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 """Operations per second of eager training steps, to estimate how long a run takes."""
-_FASTER = 0.8
-"""bf16 is faster below this share of the time in fp32. CPUs gain a factor of 4 or lose up to 90, so noise does no harm."""
+_BF16_FEATURES = ("avx512_bf16", "bf16")
+"""The units for bf16 of a CPU, by the names of Linux: on x86 (AMX comes with them) and on Arm."""
+_ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN emulates bf16."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
-    """The device to compute on: of several GPUs, the one of this process.
+    """The device to compute on, of several GPUs the one of this process; "auto" takes CUDA, then MPS, then the CPU.
 
     Raises:
-        ArgumentError: if PyTorch sees no GPU, or none for this process.
+        ArgumentError: if PyTorch sees no such device, or none for this process.
     """
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ArgumentError("device", "is mps, but PyTorch sees no GPU of Apple here: use cpu.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", "is cuda, but PyTorch sees no GPU here: use cpu.")
-    if device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        return _gpu_of_process(device, local_rank)
+    if device in ("auto", "mps") and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _gpu_of_process(device: Device, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ArgumentError(
@@ -50,12 +57,26 @@ def choose_precision(precision: Precision, device: torch.device) -> Literal["fp3
 
 
 def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str]:
-    """The precision in which the device multiplies matrices faster, and the reason; on a CPU, a short trial decides."""
+    """The precision in which the device multiplies matrices faster, and the reason.
+
+    What the device has decides, not a measurement, which would depend on what else runs: the answer is always the same.
+    """
     if device.type == "cuda":
         return ("bf16", "the GPU has units for bf16") if supports_bf16(device) else ("fp32", "the GPU has no units for bf16")
-    bf16, fp32 = product_seconds(torch.bfloat16), product_seconds(torch.float32)
-    comparison = f"{fp32 / bf16:.1f} times faster" if bf16 < fp32 else f"{bf16 / fp32:.1f} times slower"
-    return "bf16" if bf16 < _FASTER * fp32 else "fp32", f"products in bf16 are {comparison} than in fp32 here"
+    if device.type != "cpu":
+        return "fp32", f"bf16 has not been measured on {device.type}"
+    features = processor_features()
+    if features is None:
+        return "fp32", "the system does not tell whether the processor has units for bf16"
+    units = next((feature for feature in _BF16_FEATURES if feature in features), None)
+    if units is None:
+        return "fp32", "the processor has no units for bf16"
+    if not torch.backends.mkldnn.is_available():
+        return "fp32", f"the processor has units for bf16 ({units}), but PyTorch was built without oneDNN, which uses them"
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    if limit.upper() in _ISAS_WITHOUT_BF16:
+        return "fp32", f"the processor has units for bf16 ({units}), but ONEDNN_MAX_CPU_ISA is {limit}"
+    return "bf16", f"the processor has units for bf16 ({units})"
 
 
 def supports_bf16(device: torch.device) -> bool:
@@ -68,10 +89,24 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
-def product_seconds(dtype: torch.dtype) -> float:
-    """The shortest time of several in which the CPU multiplies two matrices of 512 x 512."""
-    a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    return min(timeit.repeat(lambda: a @ b, number=1, repeat=8))
+@contextmanager
+def using_threads(threads: int | None) -> Iterator[None]:
+    """Compute with so many threads of the CPU, or with PyTorch's own number, for the time of a `with` block.
+
+    Raises:
+        ArgumentError: for a number below 1.
+    """
+    if threads is None:
+        yield
+        return
+    if threads < 1:
+        raise ArgumentError("threads", f"is {threads}, but must be at least 1.")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> bool:
@@ -89,7 +124,7 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
     missing = compiler_missing(device)
     if choice == "on" and missing:
         raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
-    if choice != "auto":
+    if choice != "auto" or device.type not in _EAGER_FLOPS:
         return choice == "on"
     seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
     return not missing and seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
@@ -99,18 +134,3 @@ def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "" if present else "there is no C++ compiler here"
-
-
-def installed_version(package: str) -> str | None:
-    """The version of a Python package, or None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def processor_name() -> str:
-    """The model name of the CPU where the system tells it, otherwise its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

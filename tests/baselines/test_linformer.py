@@ -51,7 +51,7 @@ def test_causal_is_refused_with_the_reason() -> None:
 
 def test_streaming_is_refused_with_the_reason() -> None:
     layer = Linformer(16, n_heads=2)
-    message = "Linformer has causal=False and cannot stream, nor can it be built with causal=True: every landmark"
+    message = "causal is False, so that Linformer cannot stream, nor can it be built with causal=True: every landmark"
     with pytest.raises(ValueError, match=message):
         layer.init_state(1)
     with pytest.raises(ValueError, match=message):
@@ -62,7 +62,7 @@ def test_streaming_is_refused_with_the_reason() -> None:
 def test_only_the_longest_sequence_has_to_fit(packed: bool) -> None:
     layer = Linformer(16, n_heads=2, n_landmarks=3, max_length=8)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 1, 10])} if packed else {}
-    with pytest.raises(ValueError, match="The sequence has 9 tokens, but this Linformer reads at most max_length = 8"):
+    with pytest.raises(ValueError, match="max_length is 8 in this Linformer, but the sequence has 9 tokens"):
         layer(torch.zeros(1, 10 if packed else 9, 16), **options)
     assert layer(torch.zeros(1, 10, 16), cu_seqlens=torch.tensor([0, 2, 10])).shape == (1, 10, 16)
 

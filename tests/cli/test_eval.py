@@ -20,6 +20,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
         shown = capsys.readouterr().out
         for word in (
             "the test split of",
+            "computed on cpu, ",
             "nats per token",
             "bits per byte",
             "perplexity",
@@ -34,6 +35,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
 def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache")]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["precision"] in ("fp32", "bf16")
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert sum(position["count"] for position in result["by_position"]) == result["tokens"]
 
@@ -49,6 +51,72 @@ def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.Ca
     assert "windows of 10 tokens, one every 5, the last 5 tokens of each counted" in shown
 
 
+def test_another_checkpoint_than_the_best_can_be_chosen(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    run = str(folder / "run")
+    for which, step in (("best", "4"), ("last", "4"), ("2", "2")):
+        assert main(["eval", run, "--checkpoint", which, "--cache", str(folder / "cache")]) == 0
+        assert f"step-0000000{step} on the test split" in capsys.readouterr().out
+    for command in ("eval", "generate"):
+        fails([command, run, "--checkpoint", "3"], "--checkpoint is 3, but must be best, last, or the step .*, which has 2, 4")
+        fails([command, f"{run}/step-00000004", "--checkpoint", "last"], "--checkpoint is last, but .* is a checkpoint itself")
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
+    folder: Path, tmp_path: Path, fails: Fails, with_manifest: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "model.json", "tokenizer.json", *(["manifest.json"] if with_manifest else [])):
+        (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
+    message = "is missing, but .*model has no training.json, which tells what the model was trained on: give "
+    fails(["eval", str(model)], f"--data {message}--data and --context-length")
+    fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}--context-length")
+    losses = []
+    for which in (folder / "run", model):
+        arguments = ["--data", str(folder / "text.txt"), "--context-length", "24", "--cache", str(folder / "cache")]
+        assert main(["eval", str(which), *arguments, "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1]
+    assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
+
+
+def test_all_of_a_text_is_measured_if_it_is_asked_for_or_is_a_test_split(
+    folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
+) -> None:
+    arguments = ["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache"), "--data"]
+    for name, split in (("book.txt", "all"), ("my_test.txt", "test"), ("my_test.txt", "all")):
+        (folder / name).write_text("something else\n" * 100)
+        capsys.readouterr()
+        assert main([*arguments, str(folder / name), "--split", split]) == 0
+        shown = capsys.readouterr()
+        (line,) = shown.out.splitlines()  # what the splits are is said elsewhere
+        assert json.loads(line)["tokens"] == 1501
+        assert "1 document, 1,501 tokens" in shown.err
+    message = "--data is .*my_test.txt, which by its names has a test split and no validation split: choose a split"
+    fails([*arguments, str(folder / "my_test.txt"), "--split", "validation"], message)
+
+
+def test_several_texts_are_measured_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.jsonl").write_text('{"body": "abc"}\n' * 40)
+    (folder / "b.txt").write_text("something else\n" * 100)
+    arguments = ["--data", str(folder / "a.jsonl"), "--data", str(folder / "b.txt"), "--text-column", "body"]
+    assert main(["eval", *arguments, "--split", "all", "--cache", str(folder / "cache"), str(folder / "run")]) == 0
+    assert "all:        the whole text: 41 documents, 1,661 tokens" in capsys.readouterr().err
+
+
+def test_the_column_of_the_training_text_is_not_looked_for_in_another(
+    folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "body.jsonl").write_text('{"body": "some text of a body"}\n' * 100)
+    arguments = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2"]
+    train = ["train", *arguments, "--data", "body.jsonl", "--text-column", "body", "--steps", "1", "--out", "run"]
+    assert main(train) == 0
+    assert main(["eval", "run"]) == 0
+    assert "5% of body.jsonl: 5 documents" in capsys.readouterr().err
+    assert main(["eval", "run", "--data", str(folder / "text.txt")]) == 0
+
+
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:
@@ -60,7 +128,7 @@ def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message)
     message = "--context-length is 40, but this model reads at most 30 tokens"
     fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message)
-    message = "--prompt and --max-tokens make 31 tokens to read, but this model reads at most 30: ask for fewer"
+    message = "--max-tokens is 28 after a prompt of 4 tokens, which makes 31 tokens to read, but this model reads at most 30"
     fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message)
     assert main(["generate", run, "--prompt", "the ", "--max-tokens", "27", "--temperature", "0"]) == 0
 
@@ -72,7 +140,7 @@ def test_a_masked_model_cannot_generate_or_carry(
     assert main(["train", *options, "--out", run, "--steps", "1", "--task", "mlm"]) == 0
     assert main(["eval", run]) == 0
     assert " per masked token" in capsys.readouterr().out
-    fails(["generate", run], "is a masked language model, which cannot generate: train with --task clm")
+    fails(["generate", run], "model is a masked language model, which cannot generate: train one with task='clm'")
     fails(["eval", run, "--context", "carried"], "--context is carried, which needs a causal model")
 
 

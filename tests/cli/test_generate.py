@@ -1,15 +1,20 @@
 """`lineartime generate`."""
 
+import io
+import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lineartime.cli import main
 
+Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -20,6 +25,85 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Pa
         shown.append(capsys.readouterr().out)
     assert all(text.startswith("the square") for text in shown)
     assert shown[0] == shown[1] != shown[2]
+
+
+def test_the_text_is_alone_on_standard_output_and_the_precision_is_told_on_standard_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "5", "--temperature", "0"]
+    for precision in ("fp32", "bf16"):
+        assert main([*arguments, "--precision", precision]) == 0
+        shown = capsys.readouterr()
+        assert (shown.out.startswith("the"), "cpu" in shown.out) == (True, False)
+        assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
+
+
+def test_generation_computes_in_the_precision_and_with_the_threads_that_are_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen = torch.get_num_threads(), []
+    multiply = torch.nn.functional.linear
+
+    def linear(*arguments: torch.Tensor) -> torch.Tensor:
+        out = multiply(*arguments)
+        seen.append((out.dtype, torch.get_num_threads()))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        asked = ["--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
+        assert main(["generate", str(folder / "run"), *asked]) == 0
+        assert set(seen) == {(dtype, before + 1)}
+        seen.clear()
+    assert torch.get_num_threads() == before
+
+
+def test_several_samples_are_printed_with_headers_or_as_a_line_of_json_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "9", "--seed", "1"]
+    assert main([*arguments, "--samples", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("--- ")] == [f"--- sample {n} of 3 ---" for n in (1, 2, 3)]
+    assert main([*arguments, "--samples", "3", "--json"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["sample"] for sample in samples] == [1, 2, 3]
+    assert shown == "".join(f"--- sample {n} of 3 ---\nthe {sample['text']}\n" for n, sample in enumerate(samples, 1))
+    assert all(sample["prompt"] == "the " and sample["tokens"] <= 9 for sample in samples)
+    assert main(arguments) == 0
+    streamed = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert streamed == "the " + json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+def test_the_prompt_may_come_from_a_file_or_from_standard_input(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    arguments = ["generate", str(folder / "run"), "--max-tokens", "5", "--temperature", "0", "--json"]
+    text = "the square\r\nof é\n"
+    assert main([*arguments, "--prompt", text]) == 0
+    expected = capsys.readouterr().out
+    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    assert main([*arguments, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
+    assert capsys.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main([*arguments, "--prompt-file", "-"]) == 0
+    assert capsys.readouterr().out == expected
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    fails([*arguments, "--prompt-file", str(tmp_path / "latin.txt")], "--prompt-file is .*latin.txt, which is not UTF-8 text")
+    fails([*arguments, "--prompt-file", str(tmp_path / "none.txt")], "Cannot read .*none.txt: No such file")
+    fails([*arguments, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with --prompt")
+
+
+def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "40", "--seed", "1"]
+    assert main(arguments) == 0
+    whole = capsys.readouterr().out.removeprefix("the ").removesuffix("\n")
+    stop = whole[10:12]
+    assert main([*arguments, "--stop", "no such text", stop]) == 0
+    assert capsys.readouterr().out == f"the {whole[: whole.index(stop)]}\n"
+    fails([*arguments, "--stop", ""], "--stop holds '', but must hold texts of at least one character")
+    fails([*arguments, "--samples", "0"], "--samples is 0, but must be at least 1")
 
 
 @pytest.mark.slow

@@ -42,6 +42,64 @@ def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, fails: Fai
     fails(arguments, r"There are 5 tokens in .*empty.txt, fewer than a context and the token after it \(513\): give more text")
 
 
+@pytest.mark.parametrize("command", ["train", "eval", "tokenize"])
+def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(
+    command: str, folder: Path, tmp_path: Path, fails: Fails
+) -> None:
+    common = {"eval": [str(folder / "run")], "train": ["--out", str(tmp_path / "run")], "tokenize": []}[command]
+
+    def wrong(data: str, message: str, *more: str) -> None:
+        fails([command, *common, "--data", data, *more], message)
+
+    wrong("missing.txt", "error: --data is missing.txt, which is neither a file or folder nor the name of a corpus: c4,")
+    wrong(str(tmp_path / "nothing" / "a"), "--data is .*nothing/a, which is neither a file or folder nor the name of a corpus")
+    (tmp_path / "empty.txt").touch()
+    wrong("empty.txt", "--data is .*empty.txt, which holds no text: give a text file or a folder of text files")
+    (tmp_path / "nothing.jsonl").write_text('{"text": ""}\n')
+    wrong("nothing.jsonl", r"There is no text in the \w+ split of .*nothing.jsonl: give more text, or files called train")
+    (tmp_path / "body.jsonl").write_text('{"body": "a"}\n' * 40)
+    wrong("body.jsonl", "--text-column is text, but .*body.jsonl, line 1, has the columns body: name the one")
+    wrong(str(folder / "text.txt"), "--data has .*text.txt twice: leave one out", "--data", str(folder / "text.txt"))
+    wrong("hub:", "--data is hub:, but must be hub:ORG/NAME or")
+
+
+def test_training_says_what_the_splits_are_and_refuses_text_for_testing(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], fails: Fails
+) -> None:
+    assert main(["train", *options, "--out", str(tmp_path / "run"), "--steps", "1"]) == 0
+    shown = capsys.readouterr().err
+    for line in (
+        "train: +90% of text.txt: 1 document, [0-9,]+ tokens",
+        "validation: 5% of text.txt: ",
+        "test: +5% of text.txt$",
+    ):
+        assert re.search(f"^{line}", shown, re.MULTILINE), shown
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.txt").write_text((folder / "text.txt").read_text())
+    arguments = [*options[: options.index("--data")], "--data", "test", "--out", str(tmp_path / "other")]
+    fails(
+        ["train", *arguments], "--data is .*/test, which by its names has a test split and no train split: give text to train"
+    )
+
+
+def test_texts_that_are_given_replace_those_of_a_recipe_or_a_run(
+    folder: Path, tmp_path: Path, options: list[str], fails: Fails
+) -> None:
+    (tmp_path / "a.txt").write_text((folder / "text.txt").read_text())
+    data = ["--data", "a.txt", "--data", str(folder / "text.txt")]
+    small = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2", "--steps", "1"]
+    recipe = ["--recipe", "lm-wiki40b", "--tokenizer", "bytes", "--tokens-per-batch", "48", "--warmup-steps", "0"]
+    assert main(["train", *small, *data, *recipe, "--out", "run"]) == 0
+    both = [str(tmp_path / "a.txt"), str(folder / "text.txt")]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["options"]["data"] == both
+    assert main(["train", "--like", "run", "--out", "again"]) == 0
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["options"]["data"] == both
+    assert main(["train", "--like", "run", "--out", "one", "--data", "a.txt"]) == 0
+    assert json.loads((tmp_path / "one" / "run.json").read_text())["options"]["data"] == str(tmp_path / "a.txt")
+    assert main(["train", "--like", "run", "--out", "tokens", "--tokenizer", "run"]) == 0  # that of another run
+    fails(["train", "--resume", "--out", "run", "--data", "a.txt"], "The text of the run in run has changed")
+
+
 def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_defaults(tmp_path: Path, options: list[str]) -> None:
     run = str(tmp_path / "run")
     given = ["--recompute", "--max-skipped", "3", "--parallel", "fsdp"]
@@ -79,7 +137,7 @@ def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: l
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(["train", *options, "--out", str(first), "--steps", "3", "--seed", "4"]) == 0
     assert main(["train", "--like", str(first), "--out", str(again)]) == 0
-    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5"]) == 0
+    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5", "--override", "d_qk=4"]) == 0
 
     def losses(run: Path) -> list[str]:
         return re.findall(r'"loss": ([^,]*)', (run / "metrics.jsonl").read_text())
@@ -87,7 +145,9 @@ def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: l
     assert len(losses(first)) == 3
     assert losses(again) == losses(first)
     assert losses(other) != losses(first)
-    assert json.loads((other / "run.json").read_text())["options"]["seed"] == 5
+    options_of_other = json.loads((other / "run.json").read_text())["options"]
+    assert options_of_other["seed"] == 5
+    assert options_of_other["override"] == ["d_model=16", "n_blocks=1", "d_qk=4", "chunk_size=8"]
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
-from lineartime.data import ByteTokenizer, Corpus, load_corpus, local_text, standard_library, token_stream
-from lineartime.data.readers import SPLITS, Split
+from lineartime.choices import Split
+from lineartime.data import ByteTokenizer, Corpus, describe_splits, load_corpus, local_text, standard_library, token_stream
+from lineartime.data.readers import SPLITS
+from lineartime.data.splits import split_of_path
 from lineartime.errors import LineartimeError
 
 
@@ -99,6 +101,131 @@ def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
     assert sorted(text for split in SPLITS for text in documents(corpus, split)) == ["loop.py", "test_loop.py", "train.py"]
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("wikitext2_train.txt.xz", "train"),
+        ("wiki.valid.tokens", "validation"),
+        ("enwik8-dev.txt", "validation"),
+        ("val2.txt", "validation"),
+        ("Testing.TXT", "test"),
+        ("test/part-0.jsonl", "test"),
+        ("wiki_test/en/part-0.jsonl", "test"),
+        ("training_notes.txt", "train"),
+        ("training_data/test.txt", "test"),
+        ("latest.txt", None),
+        ("contest", None),
+        ("tests/a.txt", None),
+        ("constrain.txt", None),
+        ("devices.txt", None),
+        ("étest.txt", None),
+        ("train-test.txt", None),
+    ],
+)
+def test_a_split_is_a_whole_word_in_the_nearest_name(name: str, split: Split | None) -> None:
+    assert split_of_path(PurePath(name)) == split
+
+
+@pytest.mark.parametrize("pattern", ["wikitext2_{}.txt", "wiki.{}.tokens", "data-{}/part-0.txt"])
+def test_files_with_splits_within_their_names_are_not_dealt_out_by_hash(tmp_path: Path, pattern: str) -> None:
+    for word in ("train", "valid", "test"):
+        file = tmp_path / pattern.format(word)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(word)
+    assert [documents(local_text(tmp_path), split) for split in SPLITS] == [["train"], ["valid"], ["test"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("test.txt", "test.txt"),
+        ("folder/test.txt", "folder"),
+        ("folder/my_test_0.txt", "folder"),
+        ("test/a.txt", "test"),
+        ("folder/test/en/a.txt", "folder"),
+    ],
+)
+def test_a_text_that_is_a_test_split_is_all_of_it_and_nothing_else(tmp_path: Path, name: str, given: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("line\n" * 100)
+    corpus = load_corpus(tmp_path / given)
+    assert documents(corpus, "test") == documents(corpus, "all") == ["line\n" * 100]
+    with pytest.raises(LineartimeError, match=r"^data is .*, which by its names has a test split and no train split: give"):
+        corpus.identity("train")
+    with pytest.raises(LineartimeError, match=r"no validation split: choose a split that there is, or all"):
+        list(corpus.documents("validation"))
+
+
+def test_a_file_called_train_still_has_something_held_out(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name in ("train.txt", "train/a.txt"):
+        (tmp_path / name).write_text("line\n" * 100)
+        corpus = load_corpus((tmp_path / name) if name == "train.txt" else tmp_path / "train")
+        assert [len(documents(corpus, split)[0]) for split in SPLITS] == [455, 25, 20]
+
+
+def test_a_folder_that_happens_to_have_test_in_its_name_is_a_text_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "my-test").mkdir()
+    (tmp_path / "my-test" / "a.txt").write_text("line\n" * 100)
+    assert len(documents(load_corpus(tmp_path / "my-test"), "train")[0]) == 455
+
+
+def test_names_of_splits_that_are_ignored_are_said_to_be(tmp_path: Path) -> None:
+    for name in ("notes.txt", "test.txt", "train.txt"):
+        (tmp_path / name).write_text(name)
+        lines = describe_splits(load_corpus(tmp_path))
+        ignored = "are ignored, because notes.txt has none: rename it, or leave it out, to use them." in lines[0]
+        assert ignored == (name != "notes.txt")
+    (tmp_path / "notes.txt").unlink()
+    assert describe_splits(load_corpus(tmp_path)) == [
+        "train:      95% of train.txt",
+        "validation: 5% of train.txt",
+        "test:       test.txt",
+    ]
+
+
+def test_all_is_every_file_once_and_whole(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).write_text(f"{name}\n" * 50)
+    corpus = load_corpus(tmp_path)
+    assert sorted(documents(corpus, "all")) == [f"{name}\n" * 50 for name in "abcd"]
+    assert documents(load_corpus(tmp_path / "a"), "all") == ["a\n" * 50]
+    assert corpus.identity("all") != corpus.identity("train")
+
+
+def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text(name[0] * 1000)
+    Path("test.txt").write_text("test")
+    corpus = load_corpus(["a.txt", Path("b.txt"), "test.txt"])
+    assert documents(corpus, "train") == ["a" * 900, "b" * 900]
+    assert documents(corpus, "test") == ["test", "a" * 50, "b" * 50]
+    assert documents(corpus, "all") == ["test", "a" * 1000, "b" * 1000]
+    assert corpus.name == "test.txt, a.txt, b.txt"
+    assert describe_splits(corpus)[2] == "test:       test.txt + 5% of a.txt + 5% of b.txt"
+    assert corpus.identity("train") != load_corpus("a.txt").identity("train")
+    for twice in (["a.txt", "a.txt"], [".", "a.txt"], ["test.txt", Path("test.txt")], ["c4", "c4"]):
+        with pytest.raises(LineartimeError, match=r"^data has .*(a.txt|test.txt|c4) twice: leave one out"):
+            load_corpus(twice)
+
+
+def test_files_given_one_by_one_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
+    for word in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{word}.txt").write_text(word)
+    corpus = load_corpus([tmp_path / f"wiki.{word}.txt" for word in ("train", "valid", "test")])
+    assert [documents(corpus, split) for split in SPLITS] == [["train"], ["valid"], ["test"]]
+
+
+def test_a_column_of_a_text_without_columns_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    with pytest.raises(LineartimeError, match=r"^text_column is body, but .*a.txt has no columns: leave it at text"):
+        load_corpus(tmp_path / "a.txt", "body")
+    assert documents(load_corpus([tmp_path / "a.txt", tmp_path / "a.jsonl"], "body"), "all") == ["text", "text"]
+
+
 @pytest.mark.parametrize("given", ["validation", "test"])
 def test_a_split_that_is_missing_is_taken_from_the_training_files(tmp_path: Path, given: Split) -> None:
     lines = [f"line {i}\n" for i in range(100)]
@@ -119,7 +246,7 @@ def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
     (tmp_path / "empty.txt").touch()
     with pytest.raises(LineartimeError, match="holds no text"):
         local_text(tmp_path / "empty.txt")
-    with pytest.raises(LineartimeError, match=r"Cannot read .*missing.*No such file"):
+    with pytest.raises(LineartimeError, match=r"^data is .*missing, which is neither a file or folder nor the name of"):
         local_text(tmp_path / "missing")
 
 

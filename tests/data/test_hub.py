@@ -8,9 +8,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lineartime.data import load_corpus
+from lineartime.choices import Split
+from lineartime.data import Corpus, describe_splits, load_corpus
 from lineartime.data.hub import HUB, HubCorpus
-from lineartime.data.readers import SPLITS, Split
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 
 ARTICLE = (
@@ -122,6 +123,17 @@ def test_the_documents_of_wikitext_are_articles() -> None:
     ]
 
 
+def test_wikitext_by_its_name_on_the_hub_has_articles_too(mirror: Path) -> None:
+    for split in SPLITS:
+        write(
+            mirror / f"Salesforce/wikitext/wikitext-2-raw-v1/{split}-00000-of-00001.parquet", [{"text": line} for line in LINES]
+        )
+    for config in ("103", "2"):
+        assert texts(f"hub:Salesforce/wikitext/wikitext-{config}-raw-v1", "test") == texts("wikitext", "test")
+    with pytest.raises(LineartimeError, match=r"text_column is line, but hub:Salesforce/.* has no columns: leave it at text"):
+        load_corpus("hub:Salesforce/wikitext/wikitext-2-raw-v1", "line")
+
+
 def test_the_identity_follows_the_files_of_the_split(mirror: Path) -> None:
     corpus = load_corpus("wiki40b")
     before = {split: corpus.identity(split) for split in SPLITS}
@@ -186,3 +198,124 @@ def test_a_missing_package_is_named_with_its_extra(mirror: Path, monkeypatch: py
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(LineartimeError, match=r"needs datasets.*pip install 'lineartime\[data\]'"):
         texts("wiki40b", "train")
+
+
+@pytest.fixture
+def stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mirror with data sets that have no name of their own here."""
+    for split in ("train", "validation"):
+        write(tmp_path / f"org/stories/data/{split}-00000-of-00001.parquet", [{"body": f"{split} {i}"} for i in range(100)])
+    for config in ("en", "de"):
+        write(tmp_path / f"org/articles/{config}/train-00000-of-00001.parquet", [{"text": config}])
+        write(tmp_path / f"org/articles/{config}/test_matched-00000-of-00001.parquet", [{"text": f"{config} test"}])
+    configs = [
+        {
+            "config_name": f"lang-{config}",
+            "data_files": [
+                {"split": "train", "path": f"{config}/train-*"},
+                {"split": "dev", "path": f"{config}/test_*"},
+                {"split": "test_matched", "path": f"{config}/test_*"},
+                {"split": "test_other", "path": f"{config}/train-*"},
+                {"split": "unlabelled", "path": f"{config}/train-*"},
+            ],
+        }
+        for config in ("en", "de")
+    ]
+    (tmp_path / "org/articles/README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
+    write(tmp_path / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
+    return tmp_path
+
+
+def read(corpus: Corpus, split: Split) -> list[str]:
+    return ["".join(blocks) for blocks in corpus.documents(split)]
+
+
+@pytest.mark.usefixtures("stories")
+def test_any_data_set_of_the_hub_is_read_by_its_name() -> None:
+    corpus = load_corpus("hub:org/stories", "body")
+    assert read(corpus, "validation") == [f"validation {i}" for i in range(100)]
+    train, test = read(corpus, "train"), read(corpus, "test")
+    assert 1 <= len(test) <= 10
+    assert sorted(train + test) == sorted(f"train {i}" for i in range(100))
+    assert len(read(corpus, "all")) == 200
+    assert describe_splits(corpus) == [
+        "train:      95% of split train of hub:org/stories",
+        "validation: split validation of hub:org/stories",
+        "test:       5% of split train of hub:org/stories",
+    ]
+
+
+@pytest.mark.usefixtures("stories")
+def test_the_third_part_of_a_name_is_a_configuration() -> None:
+    corpus = load_corpus("hub:org/articles/lang-de")
+    assert [read(corpus, split) for split in SPLITS] == [["de"], ["de test"], ["de test", "de"]]
+    assert read(load_corpus("hub:org/articles/en"), "test") == ["en test"]  # of a mirror, a folder will do
+    message = "^data is hub:org/articles{}, but must name one of the configurations lang-en, lang-de: hub:org/articles/lang-en."
+    for wrong in ("", "/lang-fr"):
+        with pytest.raises(LineartimeError, match=message.format(wrong)):
+            read(load_corpus(f"hub:org/articles{wrong}"), "train")
+    for name in ("hub:", "hub:org/", "hub:a/b/c/d"):
+        with pytest.raises(LineartimeError, match=f"^data is {name}, but must be hub:ORG/NAME or hub:ORG/NAME/CONFIG"):
+            load_corpus(name)
+
+
+@pytest.mark.usefixtures("stories")
+def test_documents_are_held_out_of_a_data_set_without_splits_wherever_they_stand() -> None:
+    corpus = load_corpus("hub:plain")
+    parts = [read(corpus, split) for split in SPLITS]
+    assert [len(part) for part in parts] == [182, 11, 7]
+    assert sorted(text for part in parts for text in part) == sorted(f"row {i}" for i in range(200))
+
+
+def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(stories: Path) -> None:
+    with pytest.raises(LineartimeError, match=r"^text_column is text, but hub:org/stories has the columns body: name the one"):
+        read(load_corpus("hub:org/stories"), "validation")
+    write(stories / "org/chat/train.parquet", [{"text": ["a", "b"]}])
+    with pytest.raises(LineartimeError, match=r'^The column "text" of hub:org/chat has no text, but \[.*: choose another'):
+        read(load_corpus("hub:org/chat"), "all")
+
+
+def test_the_identity_of_a_data_set_follows_its_files_and_its_column(stories: Path) -> None:
+    seen = {load_corpus("hub:org/stories", column).identity(split) for column in ("text", "body") for split in SPLITS}
+    write(stories / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])
+    assert len(seen | {load_corpus("hub:org/stories").identity("train")}) == 7
+
+
+def test_a_data_set_is_asked_of_the_hub_at_the_newest_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def splits(*arguments: Any, **options: Any) -> list[str]:
+        asked.append((arguments, options))
+        return ["train", "test"]
+
+    def load(*arguments: Any, **options: Any) -> list[dict[str, str | None]]:
+        asked.append((arguments, options))
+        return [{"text": "a"}, {"text": None}]
+
+    monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "/cache/snapshots/abc123/.gitattributes")
+    monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    corpus = load_corpus("hub:org/name/config")
+    assert read(corpus, "test") == ["a"]
+    assert asked == [
+        (("org/name", "config"), {"revision": "abc123"}),
+        (("org/name",), {"name": "config", "revision": "abc123", "split": "test", "streaming": True}),
+    ]
+    assert corpus.identity("test") == "hub:org/name/config:text:test:abc123"
+
+
+def test_a_data_set_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    corpus = load_corpus("hub:org/name")
+    message = r"^Cannot reach org/name on the Hugging Face hub \(ConnectionError: .*\): check the name and the network, or set"
+    for ask in (lambda: corpus.identity("train"), lambda: read(corpus, "train")):
+        with pytest.raises(LineartimeError, match=message):
+            ask()
+    assert describe_splits(corpus)[0] == "train:      hub:org/name"

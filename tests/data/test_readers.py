@@ -62,9 +62,69 @@ def test_json_lines_are_documents(tmp_path: Path, kind: str, suffix: str) -> Non
 
 
 def test_other_json_is_text(tmp_path: Path) -> None:
-    for content in ('{\n"text": 1}', '{"name": "x"}', "[1]"):
+    for content in ('{\n"text": 1}', '{"name": "x"}', '{"paths": ["a", "b"]}', '"a"', "{oops"):
         (tmp_path / "a.json").write_text(content)
         assert read(Part(tmp_path / "a.json")) == [content]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_json_is_no_text_with_braces_in_it(tmp_path: Path, indent: int | None, suffix: str) -> None:
+    file = tmp_path / f"a.json{suffix}"
+    file.write_bytes(COMPRESS[suffix](b"\n" + json.dumps([{"text": text} for text in TEXTS], indent=indent).encode()))
+    assert read(Part(file)) == TEXTS
+    file.write_bytes(COMPRESS[suffix](json.dumps(TEXTS, indent=indent).encode()))
+    assert read(Part(file)) == TEXTS
+
+
+def test_one_object_of_json_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"id": 1, "text": "one\ntwo"}, indent=1))
+    assert read(Part(tmp_path / "a.json")) == ["one\ntwo"]
+
+
+def test_an_array_is_encoded_again_where_an_earlier_version_took_it_for_text(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('["a"]')
+    assert Part(tmp_path / "a.json").identity().endswith(":json")
+    (tmp_path / "b.json").write_text('{"text": "a"}\n')
+    fact = (tmp_path / "b.json").stat()
+    assert Part(tmp_path / "b.json").identity().endswith(f"/b.json:None:True:({fact.st_size}, {fact.st_mtime_ns})")  # as ever
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", r"a.json, record 1, is 1, but must be an object with a \"text\""),
+        ('[{"text": "a"}, {"body": "b"}]', "text_column is text, but .*a.json, record 2, has the columns body: name"),
+        ('[{"text": null}]', r'a.json, record 1, has no text in "text", but None'),
+        ('[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
+        (
+            '{"version": 1, "data": [{"text": "a"}]}',
+            'a.json is a JSON object with its records in "data": write that list',
+        ),
+        ('{"version": 1,\n "data": [{"text": "a"}]}', 'a.json is a JSON object with its records in "data": write that list'),
+        ('{"body": "a"}\n{"body": "b"}\n', "text_column is text, but .*a.json, line 1, has the columns body: name the one"),
+    ],
+)
+def test_json_that_holds_text_where_it_is_not_looked_for_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(LineartimeError, match=message):
+        read(Part(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "b.json", "a.parquet"])
+def test_the_text_may_be_in_a_column_of_another_name(tmp_path: Path, name: str) -> None:
+    rows = [{"id": i, "text": "other", "body": text} for i, text in enumerate(TEXTS)]
+    if name == "a.parquet":
+        write_parquet(tmp_path / name, body=TEXTS, text=["other"] * len(TEXTS))
+    elif name == "b.json":
+        (tmp_path / name).write_text(json.dumps(rows))
+    else:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part = Part(tmp_path / name, column="body")
+    assert read(part) == TEXTS
+    assert part.identity() != Part(tmp_path / name).identity()
+    with pytest.raises(LineartimeError, match=r"^text_column is txt, but .* has the columns .*body"):
+        read(Part(tmp_path / name, column="txt"))
 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
@@ -127,10 +187,10 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{oops", r"line 3, is not JSON \(Expecting property name.*\): every line must be an object"),
-        (b'["text"]', 'line 3, has no text: every line must be an object with a "text"'),
-        (b'{"txt": "a"}', "line 3, has no text"),
-        (b'{"text": 3}', "line 3, has no text"),
+        (b"{oops", r"line 3, is not JSON \(Expecting property name.*\): correct it, or leave it out"),
+        (b'["text"]', r"line 3, is \['text'\], but must be an object"),
+        (b'{"txt": "a", "id": 1}', "line 3, has the columns txt, id: name the one that holds the text"),
+        (b'{"text": 3}', 'line 3, has no text in "text", but 3'),
         (b'{"text": "\\ud800"}', "line 3, has half a character in its text"),
         (b"[" * 100_000, r"line 3, is not JSON"),
         (b'{"text": "caf\xe9"}', r"line 3, is not UTF-8 text \(byte 0xe9 at offset 45\)"),
@@ -143,9 +203,9 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, messag
 
 
 def test_parquet_without_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LineartimeError, match="has no column text, but body, id: rename"):
+    with pytest.raises(LineartimeError, match=r"text_column is text, but .*a.parquet has the columns body, id: name the one"):
         read(Part(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
-    with pytest.raises(LineartimeError, match=r"b.parquet, row 1, has no text, but None"):
+    with pytest.raises(LineartimeError, match=r'b.parquet, row 1, has no text in "text", but None'):
         read(Part(write_parquet(tmp_path / "b.parquet", text=["x", None])))
 
 

@@ -58,14 +58,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_json_lines(root / name, ["text"])
     for name in ("parquet/valid.parquet", "parquet/test.parquet"):
         write_parquet(root / name, ["text"])
+    write_json_lines(root / "first/train.jsonl", FILES[0])
+    for number, texts in enumerate(FILES[1:]):
+        write_parquet(root / f"mirror/org/rest/train-{number:05d}-of-00002.parquet", texts)
+    for split in ("validation", "test"):
+        write_parquet(root / f"mirror/org/rest/{split}.parquet", ["text"])
+        write_json_lines(root / f"first/{split}.jsonl", ["text"])
+    write_parquet(root / "mirror/org/whole/data.parquet", [f"text {i}" for i in range(100)])
     return root
 
 
-@pytest.fixture(params=["hub", "json", "parquet"])
+@pytest.fixture(params=["hub", "json", "parquet", "several"])
 def corpus(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
     if request.param == "hub":
-        monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
         return load_corpus("pg19")
+    if request.param == "several":
+        return load_corpus([folder / "first", "hub:org/rest"])
     return local_text(folder / request.param)
 
 
@@ -87,6 +96,28 @@ def test_a_lane_resumes_after_any_document(corpus: Corpus, lanes: int) -> None:
         for index, (_, state) in enumerate(whole):
             again = read(corpus, lane, lanes, json.loads(json.dumps(state)))
             assert [text for text, _ in again] == [text for text, _ in whole[index + 1 :]]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_a_data_set_of_the_hub_holds_out_is_in_no_lane(folder: Path, monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
+    corpus = load_corpus("hub:org/whole")
+    held_out = ["".join(blocks) for split in ("validation", "test") for blocks in corpus.documents(split)]  # type: ignore[arg-type]
+    assert len(held_out) > 3
+    seen = []
+    for lane in range(lanes):
+        whole = read(corpus, lane, lanes)
+        seen += [text for text, _ in whole]
+        middle = len(whole) // 2
+        again = read(corpus, lane, lanes, json.loads(json.dumps(whole[middle][1])))
+        assert [text for text, _ in again] == [text for text, _ in whole[middle + 1 :]]
+    assert sorted(seen + held_out) == sorted(f"text {i}" for i in range(100))
+
+
+def test_lanes_begin_with_different_texts_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
+    corpus = load_corpus([folder / "first", "hub:org/rest"])
+    assert [read(corpus, lane, 2)[0][0][:2] for lane in range(2)] == ["<0", "<2"]
 
 
 def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
@@ -202,5 +233,5 @@ def test_one_long_text_cannot_be_streamed(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_document_is_named_while_streaming(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
-    with pytest.raises(LineartimeError, match=r"a.jsonl, line 2, has no text"):
+    with pytest.raises(LineartimeError, match=r"a.jsonl, line 2, has the columns txt"):
         loader(local_text(tmp_path / "a.jsonl"), 1).next_step()

@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
+import tokenizers
 
-from lineartime.data import ByteTokenizer, JsonTokenizer, load_tokenizer
-from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
+from lineartime.data.tokenizers import Tokenizer, hub_tokenizer, whole_lines
 from lineartime.errors import LineartimeError
 
 TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
@@ -32,7 +35,7 @@ def json_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["bytes", "json"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return ByteTokenizer() if request.param == "bytes" else load_tokenizer(request.getfixturevalue("json_file"))
+    return ByteTokenizer() if request.param == "bytes" else read_tokenizer(request.getfixturevalue("json_file"))
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
@@ -68,7 +71,7 @@ def test_streamed_text_is_the_decoded_text_even_where_it_breaks(tokenizer: Token
 
 def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    again = load_tokenizer(tmp_path)
+    again = read_tokenizer(tmp_path)
     assert type(again) is type(tokenizer)
     assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
 
@@ -98,7 +101,7 @@ def test_text_that_a_tokenizer_has_no_token_for_is_named() -> None:
 
 
 def test_a_json_tokenizer_keeps_its_own_end_of_document(json_file: Path) -> None:
-    tokenizer = load_tokenizer(json_file)
+    tokenizer = read_tokenizer(json_file)
     assert isinstance(tokenizer, JsonTokenizer)
     assert tokenizer.end_of_document == json.loads(json_file.read_text())["model"]["vocab"]["<|endoftext|>"]
 
@@ -112,13 +115,54 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path, content: bytes | 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(LineartimeError, match=message):
-        load_tokenizer(file)
+        read_tokenizer(file)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(LineartimeError, match=r"pip install 'lineartime\[tokenizers\]'"):
         JsonTokenizer("{}", "x.json")
+
+
+def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, asked = tokenizers.Tokenizer, []
+
+    def found(name: str) -> tokenizers.Tokenizer:
+        asked.append(name)
+        return library.from_file(str(json_file))
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_pretrained=found, from_str=library.from_str))
+    tokenizer = hub_tokenizer("hub:org/name")
+    assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "org/name"]
+    assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(url: str) -> None:
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_sentence(
+    json_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"gpt2": str(json_file)}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: seen.get(name))
+    assert hub_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
+    message = r"^tokenizer is hub:gpt3, which cannot be read .* \(ConnectionError: Name or service not known\): check the name"
+    with pytest.raises(LineartimeError, match=message):
+        hub_tokenizer("hub:gpt3")
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["hub:", "hub:a/b/c", "hub:a b"])
+def test_what_cannot_be_a_name_of_the_hub_is_one_sentence(name: str) -> None:
+    with pytest.raises(LineartimeError, match=rf"^tokenizer is {name}, which cannot be read from the Hugging Face hub \(.+\)"):
+        hub_tokenizer(name)
 
 
 def test_bytes_are_their_own_tokens() -> None:

@@ -1,19 +1,21 @@
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, local_text, token_stream
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
-from lineartime.data.readers import Part, Split
+from lineartime.data.corpora import Source
+from lineartime.data.readers import Part
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()
@@ -37,10 +39,11 @@ class Blocks:
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         return (iter(blocks) for blocks in self.content)
 
-    def examples(self, split: Split) -> Any:
-        raise NotImplementedError
+    def describe(self, split: Split) -> str:
+        return self.name
 
-    def texts(self, example: dict[str, Any]) -> list[str]:
+    @property
+    def sources(self) -> Sequence[Source]:
         raise NotImplementedError
 
 
@@ -116,6 +119,19 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
     assert stream.tokens[:].tolist() == whole[:most]
     assert stream.n_bytes == sum(token < 256 for token in whole[:most])
     assert stream.n_words == len(BYTES.decode([32 if token == 256 else token for token in whole[:most]]).split())
+
+
+def test_documents_are_counted_unless_an_earlier_version_encoded_them(tmp_path: Path) -> None:
+    corpus = Blocks(["ab", "cd"], [], ["ef"], ["gh"])
+    counts = {most: encode(corpus, tmp_path, most) for most in (None, 3, 5, 6, 9, 20)}
+    assert {most: stream.n_documents for most, stream in counts.items()} == {None: 3, 3: 1, 5: 1, 6: 2, 9: 3, 20: 3}
+    assert [most for most, stream in counts.items() if stream.is_cut] == [3, 5, 6, 9]
+    for facts in tmp_path.glob("*/facts.json"):
+        facts.write_text(
+            json.dumps({name: fact for name, fact in json.loads(facts.read_text()).items() if name != "n_documents"})
+        )
+    assert encode(corpus, tmp_path).n_documents is None
+    assert encode(corpus, tmp_path).digest == counts[None].digest
 
 
 def test_text_is_encoded_once_and_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ def output(layer: type[nn.Module], arguments: dict[str, Any]) -> tuple[Tensor, i
 
 def arguments_of(layer: type[nn.Module]) -> list[str]:
     # Asking a layer that only looks both ways for causal=True is an error. `causal_sums` changes what a Performer costs, not
-    # what it computes: see tests/baselines/test_kernel_attention.py.
-    left_out = {"causal_sums", *(["causal"] if getattr(layer, "why_not_causal", None) is not None else [])}
+    # what it computes: see tests/baselines/test_kernel_attention.py; device and dtype have a test of their own below.
+    left_out = {"causal_sums", "device", "dtype", *(["causal"] if getattr(layer, "why_not_causal", None) is not None else [])}
     return [name for name in constructor_options(layer) if name not in left_out]
 
 

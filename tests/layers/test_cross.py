@@ -92,7 +92,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", constructor_options(CrossGAU))
+@pytest.mark.parametrize("name", sorted(constructor_options(CrossGAU).keys() - {"device", "dtype"}))
 def test_every_argument_changes_something(name: str) -> None:
     x, source = make_inputs()
     default, other = make_layer(), make_layer(**{name: OTHER[name]})

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer
+from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
+from lineartime.ops.cache import KVCache
+from lineartime.ops.linear import LinearState
 
 D_MODEL, CHUNK = 16, 8
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such an option, and its row does not say otherwise
@@ -64,10 +68,10 @@ every_mixer_in_both_directions = pytest.mark.parametrize(("name", "causal"), DIR
 LENGTH = 3 * CHUNK + 5
 
 
-def fresh(name: str, causal: bool) -> Mixer:
+def fresh(name: str, causal: bool, d_model: int = D_MODEL) -> Mixer:
     mixer, options = CASES[name]
     small = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
-    return mixer(D_MODEL, causal=causal, **{**small, **options})
+    return mixer(d_model, causal=causal, **{**small, **options})
 
 
 def build(name: str, causal: bool) -> Mixer:
@@ -130,6 +134,67 @@ def test_extend_over_any_cutting_is_the_forward_pass(name: str, cuts: list[int])
         start += size
     close(torch.cat(pieces, 1), mixer(x))
     assert state.position == sum(cuts)
+
+
+@every_causal_mixer
+def test_no_state_begins_streams(name: str) -> None:
+    mixer = build(name, causal=True)
+    x = torch.randn(2, LENGTH, D_MODEL)
+    first, state = mixer.extend(x[:, :10], None)
+    rest, state = mixer.extend(x[:, 10:], state)
+    close(torch.cat([first, rest], 1), mixer(x))
+    assert state.position == LENGTH
+
+
+@every_causal_mixer
+def test_left_padded_prompts_are_continued_as_each_would_be_alone(name: str) -> None:
+    mixer = build(name, causal=True).double()
+    lengths = [LENGTH, 3, CHUNK, 0, 3]
+    x = torch.randn(5, LENGTH + 4, D_MODEL, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(LENGTH + 4) >= LENGTH - torch.tensor(lengths)[:, None]
+    prompts = x[:, :LENGTH].masked_fill(~mask[:, :LENGTH, None], torch.nan)  # whatever stands in padding
+    out, state = mixer.extend(prompts, None, mask=mask[:, :LENGTH].long())
+    assert state.position == lengths
+    assert not out[~mask[:, :LENGTH]].any()
+    pieces = [out]
+    for step in range(LENGTH, LENGTH + 4):
+        piece, state = mixer.extend(x[:, step : step + 1], state)
+        pieces.append(piece)
+    together = torch.cat(pieces, 1)
+    direction = torch.randn_like(together)
+    (gradient,) = torch.autograd.grad((together * direction).sum(), x)
+    for row, length in enumerate(lengths):
+        alone = x[row : row + 1, LENGTH - length :].detach().requires_grad_()
+        expected = mixer(alone)
+        torch.testing.assert_close(together[row : row + 1, LENGTH - length :], expected, atol=1e-10, rtol=0)
+        (wanted,) = torch.autograd.grad((expected * direction[row, LENGTH - length :]).sum(), alone)
+        torch.testing.assert_close(gradient[row : row + 1, LENGTH - length :], wanted, atol=1e-9, rtol=0)
+
+
+@every_causal_mixer
+def test_streams_may_pause_and_meet_again(name: str) -> None:
+    mixer = build(name, causal=True)
+    x = torch.randn(3, 12, D_MODEL)
+    masks = torch.tensor([[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]]), torch.tensor([[0], [1], [0]])
+    first, state = mixer.extend(x[:, :6], None, masks[0])
+    assert state.position == [5, 4, 5]
+    before = state
+    second, state = mixer.extend(x[:, 6:7], state, masks[1])
+    assert state.position == 5  # one position again, and the state that any stream has
+    rest, _ = mixer.extend(x[:, 7:], state)
+    close(torch.cat([first, second, rest], 1), mixer(x, mask=torch.cat([*masks, torch.ones(3, 5, dtype=torch.long)], 1)))
+    again, _ = mixer.extend(x[:, 6:7], before, masks[1])  # no state is changed
+    assert torch.equal(again, second)
+    none, state = mixer.extend(x[:0, :3], None, mask=torch.ones(0, 3, dtype=torch.bool))
+    assert none.shape == (0, 3, D_MODEL)
+
+
+@every_mixer
+def test_a_mask_of_zeros_and_ones_is_that_of_true_and_false(name: str) -> None:
+    mixer = build(name, causal=name in CAUSAL)
+    x, mask = torch.randn(2, LENGTH, D_MODEL), torch.rand(2, LENGTH) > 0.3
+    for dtype in (torch.long, torch.uint8):
+        assert torch.equal(mixer(x, mask=mask.to(dtype)), mixer(x, mask=mask))
 
 
 @every_mixer_in_both_directions
@@ -231,7 +296,7 @@ def test_streaming_under_autocast_keeps_its_state_in_float32(name: str) -> None:
 @every_causal_mixer
 def test_a_mixer_that_is_not_causal_says_so(name: str) -> None:
     mixer = build(name, causal=False)
-    with pytest.raises(ValueError, match="has causal=False and cannot stream: build it with causal=True"):
+    with pytest.raises(ValueError, match=r"causal is False, so that \w+ cannot stream: build it with causal=True"):
         mixer.init_state(1)
 
 
@@ -252,20 +317,53 @@ def test_a_mixer_that_cannot_be_causal_says_why(name: str) -> None:
     [
         ((torch.zeros(2, 3, D_MODEL + 1),), r"x has shape \[2, 3, 17\], but must be \[B, T, d_model\] with d_model = 16"),
         ((torch.zeros(3, D_MODEL),), "x has shape"),
+        (([[[0.0]]],), "x is a list, but must be a tensor"),
         ((torch.zeros(2, 3, D_MODEL), torch.ones(3, 2, dtype=torch.bool)), r"mask has shape \[3, 2\]"),
+        ((torch.zeros(2, 3, D_MODEL), 2 * torch.ones(2, 3, dtype=torch.long)), "mask holds other numbers than 0 and 1"),
+        (
+            (torch.zeros(2, 3, D_MODEL), torch.ones(2, 3)),
+            "mask has dtype torch.float32, but must be torch.bool, or whole numbers",
+        ),
         ((torch.zeros(1, 3, D_MODEL), None, torch.tensor([0, 4])), r"cu_seqlens is \[0, 4\]"),
+        (
+            (torch.zeros(1, 3, D_MODEL), None, torch.tensor([0, 2, 1, 3])),
+            r"cu_seqlens is \[0, 2, 1, 3\], but must rise from 0 to",
+        ),
+        (
+            (torch.zeros(2, 3, D_MODEL), None, torch.tensor([0, 3])),
+            "cu_seqlens packs documents into one row, but the batch has 2",
+        ),
     ],
 )
 def test_mistakes_are_named(name: str, arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         build(name, causal=name in CAUSAL)(*arguments)
 
 
 @every_causal_mixer
 def test_a_state_of_another_batch_size_is_named(name: str) -> None:
     mixer = build(name, causal=True)
-    with pytest.raises(ValueError, match=r"x has batch size 3, but its state was made for 2: call init_state\(3\)"):
+    message = r"x has batch size 3, but its state was made for 2: call init_state\(3\)"
+    with pytest.raises(ArgumentError, match=message):
         mixer.extend(torch.zeros(3, 1, D_MODEL), mixer.init_state(2))
+    _, ragged = mixer.extend(torch.zeros(2, 2, D_MODEL), None, mask=torch.tensor([[0, 1], [1, 1]]))
+    with pytest.raises(ArgumentError, match=message):
+        mixer.extend(torch.zeros(3, 1, D_MODEL), ragged)
+
+
+@every_causal_mixer
+def test_a_state_of_another_layer_is_named(name: str) -> None:
+    mixer = build(name, causal=True)
+    own = mixer.init_state(1)
+    wider = fresh(name, causal=True, d_model=2 * D_MODEL).init_state(1)
+    tokens = torch.zeros(1, 1, D_MODEL)
+    for state in (wider, RaggedState(((0,),), (wider,))):
+        with pytest.raises(ArgumentError, match=rf"^state\.[\w.]+ has shape .*, but {type(mixer).__name__} needs \[B, "):
+            mixer.extend(tokens, state)
+    other = LinearState(torch.zeros(1, 2), 0) if not isinstance(own, LinearState) else KVCache(torch.zeros(1), torch.zeros(1))
+    for wrong in (other, torch.zeros(1), "state"):
+        with pytest.raises(ArgumentError, match=rf"^state is a {type(wrong).__name__}, but {type(mixer).__name__} needs a "):
+            mixer.extend(tokens, wrong)  # type: ignore[arg-type]
 
 
 @every_mixer_in_both_directions

@@ -96,7 +96,7 @@ def test_a_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_
     ("kind", "options", "message"),
     [
         ("rnn", {}, "kind is 'rnn', but must be one of 'flash'"),
-        ("flash", {"chunks": 3}, "chunks is not an option of flash, which has d_qk, .*chunk_size"),
+        ("flash", {"chunks": 3}, "chunks is not an option of flash .did you mean chunk_size.*, which has d_qk, .*chunk_size"),
         ("flash", {"causal": True}, "causal is not an option of flash"),
         ("flash-global", {"activation": "softmax"}, "activation is not an option of flash-global"),
         ("gau-multi-head", {"max_length": 3}, "max_length is not an option of gau-multi-head"),
@@ -116,6 +116,8 @@ def test_options_defaults_and_types_are_those_of_constructors() -> None:
     assert {name: option.default for name, option in options.items()} == {
         "norm": "layernorm",
         "dropout": 0.0,
+        "device": None,
+        "dtype": None,
         "causal": False,
         "n_heads": 12,
         "rope": True,

@@ -1,9 +1,11 @@
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import lineartime
+from lineartime.errors import ArgumentError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
 from lineartime.models.presets import PRESETS, resolve
@@ -114,6 +116,30 @@ def test_dropout_and_position_switches_reach_the_model() -> None:
     assert not torch.equal(dropping(ids), dropping(ids))
     assert torch.equal(dropping.eval()(ids), dropping(ids))
     assert lineartime.build("flash-tiny", **FLASH, absolute_position="none").backbone.position is None
+
+
+def test_states_that_are_none_of_this_model_are_named() -> None:
+    model, other = causal("flash-tiny"), build_model(small("flash-tiny", "clm").override(n_blocks=3))
+    assert isinstance(other, CausalLM)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    some: Any = model
+    for state, message in (
+        (None, "state is of type NoneType, but must be a state, as init_state and extend return it"),
+        (torch.zeros(1), "state is of type Tensor"),
+        ((1, 2), "state is of type tuple"),
+        (other.init_state(1), "state is of a model with 3 blocks, but this model has 2"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            some.extend(ids, state)
+    with pytest.raises(ArgumentError, match="streams is of a model with 3 blocks"):
+        some.step(ids, other.join_streams([other.init_state(1)]))
+    with pytest.raises(ArgumentError, match="states is empty"):
+        some.join_streams([])
+    with pytest.raises(ArgumentError, match="states is of type list"):
+        some.join_streams([[1, 2]])
+    for wrong in ([[1, 2]], "text", torch.zeros(1, 2).numpy()):
+        with pytest.raises(ArgumentError, match=r"ids is of type .*, but must be a tensor \[B, T\] of whole numbers"):
+            some(wrong)
 
 
 def test_ids_that_are_no_ids_are_named() -> None:

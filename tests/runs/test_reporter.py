@@ -41,6 +41,34 @@ def test_metrics_hold_all_numbers(tmp_path: Path) -> None:
     ]
 
 
+def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path / "finished") as report:
+        take(report, 1)
+    assert (tmp_path / "finished" / "loss.png").is_file()
+    assert f"loss curve: {tmp_path / 'finished' / 'loss.png'}" in capsys.readouterr().err
+
+    def fail() -> None:
+        with reporter(tmp_path / "failed") as report:
+            take(report, 1)
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        fail()
+    assert (tmp_path / "failed" / "loss.png").is_file()
+    with reporter(tmp_path / "nothing"):
+        pass
+    assert not (tmp_path / "nothing" / "loss.png").exists()
+
+
+def test_a_run_without_matplotlib_says_why_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with reporter(tmp_path) as report:
+        take(report, 1)
+    assert "no loss curve: The loss curve needs matplotlib, which is not installed: pip install" in capsys.readouterr().err
+
+
 def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +135,7 @@ def test_a_skipped_step_is_said_and_counted_and_leaves_valid_json(tmp_path: Path
 def test_a_resumed_run_may_begin_with_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, first_step=1) as report:
         report.validation(1, 2.5, None)
-    assert capsys.readouterr().err == "step 1/2  training loss nan  validation loss 2.500\n"
+        assert capsys.readouterr().err == "step 1/2  validation loss 2.500\n"
 
 
 def test_the_null_reporter_takes_all_calls_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import ConsoleDimensions
 
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
@@ -13,9 +16,11 @@ from lineartime.runs.curve import counted
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
-from lineartime.runs.table import differing_options
+from lineartime.runs.table import differing_options, group_runs
+from lineartime.training import loop
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
+from lineartime.training.validation import Validation
 
 
 def make_run(run: Path, best: float = 2.0, steps: int = 40, taken: int = 40, **options: Any) -> Path:
@@ -41,6 +46,13 @@ def silence(run: Path, seconds: float) -> None:
 
 def shown(*folders: Path, **options: Any) -> None:
     runs.run(runs.Options(folders, **options))
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """As if standard output were a terminal of so many columns, without colours."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("rich.console.Console.size", ConsoleDimensions(columns, 25))
 
 
 def rows(text: str) -> list[list[str]]:
@@ -143,11 +155,35 @@ def test_only_some_of_many_options_are_shown_and_the_others_are_named(
 ) -> None:
     for value in (1, 2):
         make_run(tmp_path / str(value), **dict.fromkeys("abcdef", value))
-    monkeypatch.setenv("COLUMNS", "140")
+    on_a_terminal(monkeypatch, columns=140)
     shown(tmp_path)
     text = capsys.readouterr().out
     assert "2 more options differ: e, f (--json has everything)." in text
     assert rows(text)[0][-4:] == ["a", "b", "c", "d"]
+
+
+def test_what_tells_runs_apart_is_never_dropped_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("one", "two"):
+        make_run(tmp_path / f"a-run-with-a-very-long-name-{value}", **dict.fromkeys("abcdef", 30 * value))
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert rows(text)[0][-6:] == ["a", "b", "c", "d", "e", "f"]
+    assert "too narrow" not in text
+    assert text.count(30 * "one") == 6
+    assert "training" in rows(text)[0]
+
+
+def test_a_run_on_several_texts_names_all_of_them_beside_one_of_an_earlier_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", data=["/texts/books", "hub:org/news"], text_column="text")
+    make_run(tmp_path / "b")
+    shown(tmp_path)
+    text = capsys.readouterr().out
+    assert "text books news" in text  # the title of its group
+    assert "text_column" not in text
 
 
 def test_a_narrow_terminal_loses_columns_and_is_told_which(
@@ -155,8 +191,7 @@ def test_a_narrow_terminal_loses_columns_and_is_told_which(
 ) -> None:
     make_run(tmp_path / "a-run-with-a-name", learning_rate=0.1)
     make_run(tmp_path / "b", learning_rate=0.2)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")  # 80 columns, and no colours
+    on_a_terminal(monkeypatch, columns=80)
     shown(tmp_path)
     text = capsys.readouterr().out
     assert (
@@ -167,11 +202,109 @@ def test_a_narrow_terminal_loses_columns_and_is_told_which(
     assert rows(text)[0] == ["run", "model", "data", "step", "validation", "bits/byte", "state"]
 
 
-def test_runs_on_other_text_are_not_silently_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path / "a")
-    make_run(tmp_path / "b", data="/texts/code")
+def test_runs_are_ranked_only_beside_those_with_their_text_tokenizer_and_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "a", best=3.0)
+    make_run(tmp_path / "b", best=2.0)
+    make_run(tmp_path / "c", best=1.0, tokenizer="bpe-8000")
+    make_run(tmp_path / "d", best=0.5, task="mlm")
+    make_run(tmp_path / "e", best=0.2, data="/other/books")
     shown(tmp_path)
-    assert "Losses do not compare between runs with another data." in capsys.readouterr().out
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    found = [line.split("  ")[0] for line in lines if line.startswith(("text", "a ", "b ", "c ", "d ", "e "))]
+    assert found == [
+        *("text /other/books, tokenizer bytes, task clm", "e"),
+        *("text /texts/books, tokenizer bpe-8000, task clm", "c"),
+        *("text /texts/books, tokenizer bytes, task clm", "b", "a"),
+        *("text /texts/books, tokenizer bytes, task mlm", "d"),
+    ]
+
+
+def test_inside_a_group_bits_per_byte_rank_and_nats_where_a_run_has_none(tmp_path: Path) -> None:
+    def summary(name: str, nats: float | None, bits: float | None) -> RunSummary:
+        run, _ = summarize(make_run(tmp_path / name), name)
+        return dataclasses.replace(run, validation_loss=nats, bits_per_byte=bits)
+
+    runs = [summary("a", None, None), summary("b", 2.0, 4.0), summary("c", 3.0, 2.0)]
+    assert [run.name for run in group_runs(runs)[0].runs] == ["c", "b", "a"]
+    [group] = group_runs([*runs, summary("d", 1.0, None)])
+    assert [run.name for run in group.runs] == ["d", "b", "c", "a"]
+    assert group.title == ""
+
+
+def test_the_text_that_is_the_default_has_its_name_in_titles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a", data=None)
+    make_run(tmp_path / "b")
+    shown(tmp_path)
+    assert "text the Python standard library\n" in capsys.readouterr().out
+
+
+def test_different_values_never_look_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        make_run(tmp_path / name, cache_of=f"/{name}/folder", rate=0.1 if name == "one" else 0.1000000001)
+    shown(tmp_path)
+    _, first, second = rows(capsys.readouterr().out)
+    assert first[-2:] == ["/one/folder", "0.1"]
+    assert second[-2:] == ["/two/folder", "0.1000000001"]
+
+
+def test_a_run_that_an_error_ended_says_so_until_it_is_resumed(
+    config: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config().run_directory
+    message = "The validation loss became nan at step 2: start another run in another folder, with learning_rate below 0.003"
+    with monkeypatch.context() as patch:
+        values = iter([5.0, math.nan])
+        patch.setattr(Validation, "loss", lambda self, stop: next(values))
+        with pytest.raises(LineartimeError, match=message):
+            train(config(steps=2))
+    capsys.readouterr()
+    shown(run)
+    shown_text = capsys.readouterr().out
+    assert rows(shown_text)[1][-1] == "failed"  # and not finished, though it has taken all of its steps
+    assert f"{run} failed: {message}" in shown_text
+    shown(run, json=True)
+    [facts] = json.loads(capsys.readouterr().out)["runs"]
+    assert (facts["state"], facts["error"].startswith(message)) == ("failed", True)
+    with pytest.raises(
+        LineartimeError, match=r"already holds a run, which failed \(The validation loss .*\): give another out"
+    ):
+        train(config(steps=2))
+    assert summarize(run, "")[0].state == "failed"  # what was refused has not touched it
+    train(config(steps=2, resume=True))
+    assert (summarize(run, "")[0].state, summarize(run, "")[0].error) == ("finished", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("first line\nsecond"), "RuntimeError: first line"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (LineartimeError("The text is damaged: restore it."), "The text is damaged: restore it."),
+        (MemoryError(), "MemoryError: "),
+    ],
+)
+def test_whatever_ends_a_run_is_on_record(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "compute_gradient", fail)
+    with pytest.raises(type(error)):
+        train(config())
+    assert summarize(config().run_directory, "")[0].error == sentence.strip(": ")
+
+
+def test_one_option_that_has_no_column_is_one_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (1, 2):
+        make_run(tmp_path / str(value), **dict.fromkeys("abcde", value))
+    on_a_terminal(monkeypatch, columns=140)
+    shown(tmp_path)
+    assert "1 more option differs: e (--json has everything)." in capsys.readouterr().out
 
 
 def test_options_that_only_some_versions_know_differ(tmp_path: Path) -> None:
@@ -219,12 +352,12 @@ def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, ca
     (tmp_path / "three" / "metrics.jsonl").mkdir()
     shown(tmp_path)
     captured = capsys.readouterr()
-    assert [row[0] for row in rows(captured.out)[1:5]] == ["whole", "one", "two", "three"]
+    found = [row[0] for row in rows(captured.out)]
+    assert found == ["text", "run", "whole", "two", "three", "unknown", "run", "one"]  # two groups with titles and headers
     assert sorted(captured.err.splitlines()) == [
         f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it; training does not need it.",
         f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here: restore it from a copy if you have one.",
-        f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then run the command"
-        " again.",
+        f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then try again.",
     ]
 
 
@@ -244,7 +377,7 @@ def test_folders_without_runs_are_named_after_the_others_are_shown(tmp_path: Pat
     captured = capsys.readouterr()
     assert rows(captured.out)[1][0].endswith("runs/a")
     error = " ".join(captured.err.split())
-    assert f"error: Cannot read {tmp_path}/missing: No such file or directory" in error
+    assert f"error: {tmp_path}/missing does not exist: give the folder of a run, or one with runs in it." in error
     assert f"There is no run in {tmp_path}/empty: give the folder of a run, or one with runs in it." in error
     assert "Traceback" not in error
 

@@ -1,8 +1,11 @@
 import json
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,25 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
-from lineartime.checkpoint import best_checkpoint, last_checkpoint, list_checkpoints, read_training_state
+from lineartime import machine
+from lineartime.checkpoint import (
+    best_checkpoint,
+    last_checkpoint,
+    list_checkpoints,
+    read_training_state,
+    read_validation_loss,
+    verify,
+)
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import MaskedLM
+from lineartime.runs import trackers
+from lineartime.runs.record import read_record
+from lineartime.training import contention
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import prepare, train
+from lineartime.training.contention import Contention, Usage
+from lineartime.training.interrupts import Stop
+from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.resuming import saved_config
 from lineartime.training.validation import Validation
 
@@ -67,11 +83,72 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
 
 def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([9.0, 3.0, 5.0, 4.0])
-    monkeypatch.setattr(Validation, "loss", lambda self: next(values))
+    monkeypatch.setattr(Validation, "loss", lambda self, stop: next(values))
     run = trained(config(steps=6))
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000006"]
     assert best_checkpoint(run).name == "step-00000002"
     assert last_checkpoint(run).name == "step-00000006"
+
+
+def test_a_run_that_is_interrupted_before_its_first_evaluation_is_evaluated_and_its_last_step_is_the_best(
+    config: MakeConfig, interrupt_after: InterruptAfter
+) -> None:
+    with interrupt_after(1):
+        run = trained(config(eval_every=6))
+    assert best_checkpoint(run).name == "step-00000001"
+    [(step, loss)] = validations(run)
+    assert (step, read_validation_loss(best_checkpoint(run))) == (1, loss)
+    verify(best_checkpoint(run))
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_an_interrupted_step_is_saved_before_it_is_evaluated_and_another_interrupt_skips_only_that(
+    config: MakeConfig, interrupt_after: InterruptAfter, monkeypatch: pytest.MonkeyPatch, stop: int, tmp_path: Path
+) -> None:
+    whole = trained(config(out=tmp_path / "whole"))
+    found: list[str] = []
+    measure = Validation.loss
+
+    def interrupted(self: Validation, stop: Stop | None = None) -> float | None:
+        if stop is None:  # not the evaluation before the first step
+            found.append(last_checkpoint(config().run_directory).name)
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(self, stop)
+
+    with interrupt_after(stop), monkeypatch.context() as patch:
+        patch.setattr(Validation, "loss", interrupted)
+        result = train(config())
+    assert (result.step, result.finished) == (stop, False)
+    assert found == [f"step-0000000{stop}"]
+    assert validations(result.run) == []
+    trained(config(resume=True))
+    assert losses(result.run) == losses(whole)
+    assert validations(result.run) == validations(whole)  # with that of step 2, which was skipped
+
+
+def test_a_request_to_stop_ends_an_evaluation_so_that_its_step_is_saved_at_once(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = []
+    measure, save = Validation.loss, Trainer.save
+
+    def watched(self: Validation, stop: Stop | None = None) -> float | None:
+        if list_checkpoints(config().run_directory) and stop is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = measure(self, stop)
+        moments.append("stopped" if loss is None else "measured")
+        return loss
+
+    def watched_save(self: Trainer) -> None:
+        moments.append("saved")
+        save(self)
+        self.writer.finish()
+
+    monkeypatch.setattr(Validation, "loss", watched)
+    monkeypatch.setattr(Trainer, "save", watched_save)
+    run = trained(config())
+    assert moments == ["measured", "saved", "stopped", "saved", "measured"]
+    assert read_validation_loss(last_checkpoint(run)) == validations(run)[-1][1]
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -258,6 +335,110 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
         trained(config(out=last_checkpoint(run)))
 
 
+def test_a_resumed_run_keeps_its_schedule(config: MakeConfig, interrupt_after: InterruptAfter) -> None:
+    whole = trained(config(schedule="cosine", out=config().run_directory.with_name("whole")))
+    with interrupt_after(3):
+        trained(config(schedule="cosine"))
+    with pytest.raises(LineartimeError, match=r"schedule is linear, but the run in .* was started with cosine"):
+        train(out=config().run_directory, resume=True, schedule="linear")
+    assert losses(trained(config(resume=True, schedule="cosine"))) == losses(whole)
+
+
+BF16, FP32 = {"avx512_bf16"}, {"avx2"}
+
+
+def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(machine, "processor_features", lambda: BF16)
+    with interrupt_after(2):
+        run = trained(config(precision="auto"))
+    assert ", cpu, bf16; " in capsys.readouterr().err
+    assert (saved_config(last_checkpoint(run)).precision, read_record(run)["options"]["precision"]) == ("bf16", "bf16")
+    monkeypatch.setattr(machine, "processor_features", lambda: FP32)
+    with interrupt_after(4):
+        train(out=run, resume=True)
+    why = "a new run would compute in fp32 here, because the processor has no units for bf16"
+    assert f"Computing in bf16, as before; {why}." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "bf16"
+    train(out=run, resume=True, precision="fp32")
+    assert "Computing in fp32, and no longer in bf16." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "fp32"
+
+
+def test_a_run_whose_record_leaves_the_precision_open_resumes(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
+) -> None:
+    """As of a version that recorded the option and not what it resolved to."""
+    monkeypatch.setattr(machine, "processor_features", lambda: FP32)
+    with monkeypatch.context() as older, interrupt_after(2):
+        older.setattr(TrainConfig, "to_dict", lambda self, of=TrainConfig.to_dict: {**of(self), "precision": "auto"})
+        run = trained(config(precision="auto"))
+    assert saved_config(last_checkpoint(run)).precision == "auto"
+    capsys.readouterr()
+    train(out=run, resume=True)
+    assert "Computing in fp32: the processor has no units for bf16." in capsys.readouterr().err
+    assert saved_config(last_checkpoint(run)).precision == "fp32"
+
+
+def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses(*_: object) -> None:
+        (tmp_path / "run" / "wandb").mkdir()
+        raise RuntimeError("no key")
+
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
+    monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
+    monkeypatch.setattr(trackers, "WandB", refuses)
+    with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of track"):
+        trained(config(track=("tensorboard", "wandb")))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(LineartimeError, match="cannot start"):
+        trained(config(track="wandb"))
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name != ".lock"] == ["notes.txt"]
+    (tmp_path / "run" / ".lock").unlink(missing_ok=True)
+    trained(config(track=()))  # the same options start the run once the tracker is left out
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read_or_written(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LineartimeError, match="The tracker wandb needs wandb, which is not installed"):
+        trained(config(track="wandb", data=str(tmp_path / "nothing" / "here.txt")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), set[int]()
+    forward = Validation.loss
+
+    def loss(self: Validation, stop: Stop | None) -> float | None:
+        seen.add(torch.get_num_threads())
+        return forward(self, stop)
+
+    monkeypatch.setattr(Validation, "loss", loss)
+    run = trained(config(steps=1, threads=before + 1))
+    assert (seen, torch.get_num_threads()) == ({before + 1}, before)
+    assert read_record(run)["processes"][0]["machine"]["threads"] == before + 1
+
+
+def test_contention_is_told_once_in_a_run(
+    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contention, "WINDOW", 0.0)
+    clock = count()
+    busy = partial(Contention, read=lambda: Usage(tick := next(clock), 0.5 * tick, 1.5 * tick), cores=2)
+    monkeypatch.setattr("lineartime.training.loop.Contention", busy)
+    trained(config(threads=2))
+    told = "Other programs use 1.0 of 2 cores, so that 2 threads wait for each other"
+    assert capsys.readouterr().err.count(told) == 1
+
+
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:
     trained(config())
     text.write_text(text.read_text() + "more text\n" * 50)
@@ -300,11 +481,14 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"beta2": 1.0}, "beta2 is 1.0, but must be at least 0 and below 1"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
-        ({"preset": "flash-giant"}, "preset is 'flash-giant', but must be a name that"),
+        ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
-        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size: it follows from the tokenizer"),
-        ({"override": ("task=mlm",)}, "override cannot set task: use the option task"),
+        (
+            {"override": ("vocab_size=3",)},
+            "override cannot set vocab_size to 3: it follows from tokenizer, which has 258",
+        ),
+        ({"override": ("task=mlm",)}, "override cannot set task: use task"),
         ({"override": ("self=1",)}, "override does not fit the model: self is not an option of this model"),
         ({"override": ("d_model=15",)}, "override does not fit the model: d_model is 15, but must be even"),
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),
@@ -317,7 +501,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ),
         ({"override": ("d_qk=7",)}, "override does not fit the model: d_qk is 7, but must be even"),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
-        ({"data": "/does/not/exist"}, "Cannot read /does/not/exist: No such file"),
+        ({"data": "/does/not/exist"}, "data is /does/not/exist, which is neither a file or folder nor the name of"),
         ({"tokenizer": "/does/not/exist"}, "tokenizer is /does/not/exist, which is neither a file nor a name"),
         ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
         (

@@ -1,7 +1,8 @@
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -40,7 +41,7 @@ def completed(**options: Any) -> TrainConfig:
 def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
     config = completed(recipe=recipe, preset="flash-base", context_length=4096)
     assert {name: getattr(config, name) for name in SHARED} == SHARED
-    assert (config.data, config.task, config.context_length, config.preset) == (data, task, 4096, "flash-base")
+    assert (config.data, config.task, config.context_length, config.preset) == ((data,), task, 4096, "flash-base")
     model = config.model_config(vocab_size=32_000)
     assert model.mixer.options.get("chunk_size") == chunk_size
     assert model.dropout == 0
@@ -49,6 +50,10 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
         rows = config.rows(0, ranks)
         assert rows.per_step * 4096 == 2**18
     assert "dropout" not in " ".join(config.override)
+
+
+def test_recipes_keep_the_linear_schedule_of_the_paper() -> None:
+    assert {recipe_config(recipe).schedule for recipe in get_args(RecipeName)} == {"linear"}
 
 
 def test_only_the_vanilla_transformer_is_not_clipped() -> None:
@@ -70,9 +75,9 @@ def _override(recipe: RecipeName, preset: str) -> tuple[str, ...]:
 
 
 def test_an_unknown_preset_is_named(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="preset is 'flash-giant', but must be a name"):
+    with pytest.raises(ValueError, match="preset is 'flash-giant', which is no preset"):
         recipe_config("lm-pg19", "flash-giant")
-    with pytest.raises(LineartimeError, match="preset is 'flash-giant', but must be a name"):
+    with pytest.raises(LineartimeError, match="preset is 'flash-giant', which is no preset"):
         train(recipe="lm-pg19", preset="flash-giant", data=str(text), out=tmp_path / "run", tokenizer="bpe-300")
 
 
@@ -81,6 +86,21 @@ def test_options_beside_a_recipe_have_the_last_word() -> None:
     assert (config.steps, config.warmup_steps, config.clip) == (7, 2, "global")
     assert config.override == ("chunk_size=512", "dropout=0.1")
     assert config.learning_rate == 7e-4
+
+
+def test_an_override_beside_a_run_to_repeat_changes_one_field_and_keeps_the_others(config: Callable[..., TrainConfig]) -> None:
+    first = train(config(steps=1)).run  # which overrides d_model, n_blocks, d_qk and chunk_size
+    repeated = completed(like=first, override={"n_blocks": 1, "dropout": 0.1})
+    assert repeated.override == ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "dropout=0.1")
+    assert completed(like=first).override == config().override
+
+
+def test_another_model_takes_of_a_run_to_repeat_the_fields_that_it_has(config: Callable[..., TrainConfig]) -> None:
+    first = train(config(steps=1)).run
+    other = completed(like=first, preset="transformer++-tiny", override={"n_heads": 2})
+    assert other.override == ("d_model=16", "n_blocks=2", "n_heads=2")
+    with pytest.raises(LineartimeError, match="d_qk is not an option of this model"):  # what is asked for now is not left out
+        completed(like=first, preset="transformer++-tiny", override=("d_qk=8",)).model_config(258)
 
 
 def test_a_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`train` as it is called in a notebook: no terminal, in one process, again and again."""
 
 import dataclasses
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -14,6 +15,10 @@ import torch
 import lineartime
 from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.models import LayerConfig, presets
+from lineartime.models.config import Task
+from lineartime.runs import curve
+from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.loop import train
@@ -26,7 +31,7 @@ InterruptAfter = Callable[[int], AbstractContextManager[None]]
 def options(config: MakeConfig) -> dict[str, Any]:
     """The options of a run of a second, as somebody types them: paths are texts, fields of the model a dictionary."""
     values = {name: value for name, value in vars(config()).items() if value != getattr(TrainConfig(), name)}
-    values |= {name: str(values[name]) for name in ("data", "cache", "out")}
+    values |= {"data": values["data"][0], "cache": str(values["cache"]), "out": str(values["out"])}
     return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
 
 
@@ -41,8 +46,8 @@ def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, A
     ids = torch.zeros(1, 5, dtype=torch.long)
     with torch.no_grad():
         assert torch.equal(result.model(ids), lineartime.load(result.run)(ids))
-    assert result.draw_curve() == result.run / "loss.png"
     assert (result.run / "loss.png").is_file()
+    assert result.draw_curve() == result.run / "loss.png"
 
 
 def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
@@ -84,8 +89,55 @@ def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dic
     assert again.training_losses == first.training_losses
     with pytest.raises(ArgumentError, match="like cannot be combined with recipe"):
         train(like=str(first.run), recipe="lm-pg19")
-    with pytest.raises(TypeError, match="stepz"):
+
+
+def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match="train has no option 'stepz' .did you mean steps"):
         train(stepz=3)
+    with pytest.raises(TypeError, match=r"train has no option 'qqqq'\.$"):
+        train(qqqq=3)
+    with pytest.raises(ArgumentError, match="config is of type dict, but must be a TrainConfig: give options by name"):
+        train({"steps": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> None:
+    for name in [name for name in presets(task) if name.endswith(("-tiny", "-large"))]:
+        preset = presets(task)[name]
+        changed = preset.override(d_model=preset.d_model * 2, n_blocks=3, dropout=0.1, norm="rmsnorm", vocab_size=77)
+        for model in (preset, changed):
+            config = TrainConfig(preset=model, context_length=100)  # type: ignore[arg-type]
+            kept = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+            assert kept.model_config(model.vocab_size) == model, name
+            everything = TrainConfig(preset=model, recipe="lm-pg19", context_length=100)  # type: ignore[arg-type]
+            assert everything.model_config(model.vocab_size) == model, name
+    assert TrainConfig(preset=presets("clm")["flash-base"]).override == ("vocab_size=32000",)  # type: ignore[arg-type]
+
+
+def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
+    model = presets()["flash-tiny"].override(**options.pop("override"), activation="laplace")
+    result = train(**options, preset=model)
+    assert result.model.config == model
+    assert read_record(result.run)["options"]["preset"] == "flash-tiny"
+    assert train(out=str(result.run), resume=True, preset=model).finished
+    like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
+    assert like.model.config == model.override(chunk_size=4)
+    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*the tokenizer, which has 258 tokens"):
+        train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
+
+
+def test_what_is_no_model_is_named() -> None:
+    flash = LayerConfig("flash")
+    mixed = presets()["flash-tiny"].override(feed_forward=LayerConfig("mlp"))
+    wrong: list[tuple[Any, Any, str]] = [
+        (flash, "clm", r"preset is LayerConfig\('flash', .*\), which describes one layer: give a ModelConfig that has it"),
+        (mixed, "clm", "preset is a ModelConfig with the mixer 'flash' and the feed-forward layer 'mlp', which no preset has"),
+        (3, "clm", "preset is of type int, but must be the name of a preset, or a ModelConfig"),
+        (presets()["flash-tiny"], "mlm", "task is 'mlm', but that of the ModelConfig is 'clm': leave one of them out"),
+    ]
+    for preset, task, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            train(preset=preset, task=task)
 
 
 def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:
@@ -93,11 +145,48 @@ def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path
     config = TrainConfig(override=override, out="runs/x", like="runs/y", cache="c", track=["wandb"], data=tmp_path)  # type: ignore[arg-type]
     assert config.override == ("d_model=16", "dropout=0.1", "max_positions=none", "share=true", "absolute_position=none")
     assert (config.out, config.like, config.track) == (Path("runs/x"), Path("runs/y"), ("wandb",))
-    assert (config.cache, config.data) == (Path("c").absolute(), str(tmp_path))
+    assert (config.cache, config.data) == (Path("c").absolute(), (str(tmp_path),))
     config.check()
     assert TrainConfig.from_dict(config.to_dict()) == config
     kept = {name: value for name, value in config.to_dict().items() if name != "max_skipped"}  # of an older version
     assert TrainConfig.from_dict(kept) == config
+
+
+def test_texts_are_recorded_so_that_earlier_and_later_versions_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    given: list[tuple[Any, Any]] = [
+        (None, None),
+        ("a.txt", str(tmp_path / "a.txt")),
+        (Path("a.txt"), str(tmp_path / "a.txt")),
+        ("wiki40b", "wiki40b"),
+        ("hub:org/name", "hub:org/name"),
+        ("missing.txt", "missing.txt"),  # so that all commands name it as it was given
+        (["a.txt", "wiki40b"], [str(tmp_path / "a.txt"), "wiki40b"]),
+    ]
+    for data, recorded in given:
+        config = TrainConfig(data=data)
+        assert config.to_dict()["data"] == recorded
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ArgumentError, match=r"^data is 3, but must be a list, each item of which is a text"):
+        TrainConfig(data=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^data is \(3,\), but must be a list, each item of which is a text"):
+        TrainConfig(data=[3])  # type: ignore[arg-type]
+
+
+def test_a_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": f"the cube of {i} is {i**3}."}) + "\n" for i in range(300)))
+    options |= {"data": [options["data"], str(tmp_path / "b.jsonl")], "text_column": "body"}
+    whole = train(**options | {"out": str(tmp_path / "whole")})
+    train(**options)
+    last = tmp_path / "run" / "step-00000006"
+    last.rename(tmp_path / "away")
+    resumed = train(out=str(tmp_path / "run"), resume=True)
+    assert resumed.training_losses == whole.training_losses
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"] == {"resume": True}
+    assert " on text.txt, b.jsonl" in curve._title(tmp_path / "run")
 
 
 def test_an_override_of_one_value_is_the_same_in_both_forms(options: dict[str, Any]) -> None:
@@ -109,7 +198,7 @@ def test_an_override_of_one_value_is_the_same_in_both_forms(options: dict[str, A
 def test_an_error_about_an_argument_names_it_apart_from_what_is_wrong() -> None:
     with pytest.raises(ArgumentError) as caught:
         TrainConfig(batch_size=0).check()
-    assert (caught.value.argument, caught.value.predicate) == ("batch_size", "is 0, but must be at least 1.")
+    assert (caught.value.argument, str(caught.value)) == ("batch_size", "batch_size is 0, but must be at least 1.")
 
 
 def test_the_library_does_not_speak_command_line() -> None:

@@ -8,8 +8,8 @@ import torch
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState, format
-from lineartime.data import ByteTokenizer, load_tokenizer
+from lineartime.checkpoint import TrainingState, format, load_tokenizer
+from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
 from lineartime.training.distributed import World

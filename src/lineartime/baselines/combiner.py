@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.residual import init_dense
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import Layout, cut_chunks
 from lineartime.ops.positions import rope
@@ -189,9 +189,9 @@ class Combiner(ChunkedHeads[CombinerState]):
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)
-        self.summary_of_heads = init_dense(nn.Linear(d_model, d_model))
-        self.summary_norm = nn.LayerNorm(d_model)
-        self.summary_to_key = init_dense(nn.Linear(d_model, d_model))
+        self.summary_of_heads = Dense(d_model, d_model, **factory(options))
+        self.summary_norm = nn.LayerNorm(d_model, **factory(options))
+        self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, and values with the normed tokens, cut into heads, behind them: [B, H, T, h] twice, [B, H, T, 2 h]."""

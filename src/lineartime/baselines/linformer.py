@@ -16,7 +16,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.layers.residual import StreamState
 
@@ -43,9 +45,10 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
     """
     length = k.shape[-2]
     if length > e.shape[1]:
-        raise ValueError(
-            f"The sequence has {length} tokens, but this Linformer reads at most max_length = {e.shape[1]}: build it with "
-            "more, or give it shorter sequences."
+        raise ArgumentError(
+            "max_length",
+            f"is {e.shape[1]} in this Linformer, but the sequence has {length} tokens: build it with more, or give it shorter "
+            "sequences.",
         )
     keys = e[:, :length].to(k.dtype) @ k  # [R, H, m, h]
     values = f[:, :length].to(v.dtype) @ v
@@ -72,16 +75,22 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     def __init__(self, d_model: int, *, n_landmarks: int = 128, max_length: int = 512, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
         check_positive(n_landmarks=n_landmarks, max_length=max_length)
-        # E and F. A landmark is a sum of up to M tokens: this deviation keeps it about as large as one token.
-        self.mix_keys = nn.Parameter(torch.empty(n_landmarks, max_length))
-        self.mix_values = nn.Parameter(torch.empty(n_landmarks, max_length))
+        self.n_landmarks = n_landmarks
+        self.max_length = max_length
+        self.mix_keys = nn.Parameter(torch.empty(n_landmarks, max_length, **factory(options)))
+        self.mix_values = nn.Parameter(torch.empty(n_landmarks, max_length, **factory(options)))
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw E and F."""
+        # A landmark is a sum of up to M tokens: this deviation keeps it about as large as one token.
         for mix in (self.mix_keys, self.mix_values):
-            nn.init.normal_(mix, std=max_length**-0.5)
+            nn.init.normal_(mix, std=self.max_length**-0.5)
 
     @property
     def longest_sequence(self) -> int:
         """The number of positions that its maps mix."""
-        return self.mix_keys.shape[1]
+        return self.max_length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding is zero and adds nothing."""

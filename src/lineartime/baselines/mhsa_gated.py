@@ -5,12 +5,12 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "a
 """
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.attention import Attention
+from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import HeadOptions
-from lineartime.layers.residual import init_dense
 
 
 class MHSAGated(Attention):
@@ -23,7 +23,7 @@ class MHSAGated(Attention):
 
     def __init__(self, d_model: int, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
-        self.to_gate = init_dense(nn.Linear(d_model, d_model))
+        self.to_gate = Dense(d_model, d_model, **factory(options))
 
     def combine(self, x: Tensor, attended: Tensor) -> Tensor:
         """The gate, the output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""

@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
@@ -244,8 +245,15 @@ class Reformer(MultiHeadMixer[ReformerState]):
         check_even("every direction of a hash has a bucket at each of its ends", n_buckets=n_buckets)
         self.n_buckets = n_buckets
         self.chunk_size = chunk_size
+        self.n_rounds = n_rounds
         self.directions: Tensor
-        self.register_buffer("directions", torch.randn(self.n_heads, n_rounds, self.head_dim, n_buckets // 2))
+        directions = torch.empty(self.n_heads, n_rounds, self.head_dim, n_buckets // 2, **factory(options))
+        self.register_buffer("directions", directions)
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw the hash."""
+        nn.init.normal_(self.directions)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""

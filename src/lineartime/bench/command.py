@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lineartime.bench import memory
-from lineartime.bench.config import BenchConfig, Plan
+from lineartime.bench.config import RESULTS_FILE, BenchConfig
 from lineartime.bench.measure import (
     forget,
     interleaved,
@@ -24,12 +24,14 @@ from lineartime.bench.measure import (
     synchronized,
     timed,
 )
+from lineartime.bench.plan import Plan, make_plan
 from lineartime.bench.plots import draw_plots
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import print_results, write_report
-from lineartime.bench.results import RESULTS_FILE, Entry, Results
+from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
 from lineartime.errors import LineartimeError
+from lineartime.machine import using_threads
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -41,10 +43,13 @@ def run_benchmark(config: BenchConfig) -> None:
         LineartimeError: for options that cannot be measured, or files that cannot be written.
         KeyboardInterrupt: after saving what was measured.
     """
-    plan = config.plan()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    quality = read_quality(config.metrics, [subject.name for subject in plan.subjects])
+    plan = make_plan(config)
+    with using_threads(config.threads):
+        _run_plan(config, plan)
+
+
+def _run_plan(config: BenchConfig, plan: Plan) -> None:
+    quality = read_quality(config.metrics, {subject.name: subject.config for subject in plan.subjects})
     folder = config.folder()
     results = Results(folder, config.to_dict(), plan.device, plan.precision)
     results.save()

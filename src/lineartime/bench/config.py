@@ -1,44 +1,23 @@
-"""The options of a benchmark, and the plan that follows from them."""
+"""The options of a benchmark."""
 
 import dataclasses
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
+from lineartime.choices import Device, Precision, Task
+from lineartime.errors import Argument, ArgumentError
 
-from lineartime.bench.peers import PEERS, Peer, check_peer
-from lineartime.bench.results import RESULTS_FILE
-from lineartime.bench.subjects import STREAMED, Case, Dtype, Measure, Mode, Subject
-from lineartime.errors import ArgumentError
-from lineartime.machine import Device, Precision, choose_device, compiler_missing, faster_precision, supports_bf16
-from lineartime.models.config import ModelConfig, Task
-from lineartime.models.heads import build_model
-from lineartime.models.presets import PRESETS, resolve
-from lineartime.training.config import TrainConfig
+Measure = Literal["train", "forward", "prefill", "decode"]
+Dtype = Literal["fp32", "bf16"]
+Mode = Literal["eager", "compiled"]
+Peer = Literal["flash-pytorch", "fla"]
 
+STREAMED: tuple[Measure, ...] = ("prefill", "decode")
+"""Measures that continue a stream, and so need a state."""
+RESULTS_FILE = "results.json"
 FOLDER = Path("runs") / "bench"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: every case with the subjects that take turns in it.
-
-    Attributes:
-        device: where.
-        cells: the cases with their subjects.
-        precision: which precision "auto" chose and why; empty if nothing was left to it.
-    """
-
-    device: torch.device
-    cells: tuple[tuple[Case, tuple[Subject, ...]], ...]
-    precision: str = ""
-
-    @property
-    def subjects(self) -> tuple[Subject, ...]:
-        """All subjects, in the order of the options."""
-        return tuple(dict.fromkeys(subject for _, subjects in self.cells for subject in subjects))
 
 
 @dataclass(frozen=True)
@@ -86,22 +65,6 @@ class BenchConfig:
     out: Path | None = None
     """Folder for the results, which must not hold any yet; the default is runs/bench, or runs/bench-2, and so on."""
 
-    def plan(self) -> Plan:
-        """What these options ask for; LineartimeError if it cannot be measured."""
-        self._check_values()
-        configs = self._model_configs()
-        device = choose_device(self.device)
-        self._check_machine(device)
-        dtypes, precision = self._precisions(device)
-        cells = []
-        for measure in dict.fromkeys(self.measure):
-            subjects = self._subjects(measure, configs, device)
-            _, lengths = self._lengths(measure)
-            sizes = [(n, self.decode_batch if measure in STREAMED else max(1, self.tokens_per_batch // n)) for n in lengths]
-            cases = [Case(measure, length, dtype, batch) for dtype in dtypes for length, batch in sizes]
-            cells += [(case, subjects) for case in dict.fromkeys(cases)]
-        return Plan(device, tuple(cells), precision)
-
     def to_dict(self) -> dict[str, Any]:
         """The options for JSON; only the names of paths, which mean nothing on other machines."""
         values = dataclasses.asdict(self)
@@ -120,7 +83,8 @@ class BenchConfig:
             )
         return self.out
 
-    def _check_values(self) -> None:
+    def check(self) -> None:
+        """Raise ArgumentError for a value that is not allowed."""
         for name in ("presets", "measure", "context_lengths", "positions", "dtypes", "modes"):
             if not getattr(self, name):
                 raise ArgumentError(name, "is empty: give at least one value.")
@@ -131,94 +95,14 @@ class BenchConfig:
                     raise ArgumentError(name, f"is {number}, but must be at least 1.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
-            raise ArgumentError("measure", f"has {streamed[0]}, which needs the task clm: leave it out, or use that task.")
+            causal = Argument("task", "clm")
+            raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
         if self.warmup < 0:
             raise ArgumentError("warmup", f"is {self.warmup}, but must not be negative.")
         if not 0 <= self.min_seconds <= 3600:
             raise ArgumentError("min_seconds", f"is {self.min_seconds}, but must be from 0 to 3600.")
 
-    def _check_machine(self, device: torch.device) -> None:
-        if "bf16" in self.dtypes and not supports_bf16(device):
-            raise ArgumentError("dtypes", "has bf16, which this GPU does not support: leave it out.")
-        missing = compiler_missing(device)
-        if "compiled" in self.modes and missing:
-            raise ArgumentError("modes", f"has compiled, but {missing}: install g++, or leave it out.")
-
-    def _precisions(self, device: torch.device) -> tuple[list[Dtype], str]:
-        """The precisions to measure in, and what "auto" chose and why."""
-        chosen, reason = faster_precision(device) if "auto" in self.dtypes else ("fp32", "")
-        dtypes = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in self.dtypes)
-        return list(dtypes), f"{chosen}, because {reason}" if reason else ""
-
-    def _model_configs(self) -> dict[str, ModelConfig]:
-        fields = {name: self._fields(name) for name in self.presets}
-        for item in self.override:
-            key, equals, _ = item.partition("=")
-            preset, dot, field = key.rpartition(".")
-            if dot and preset not in fields:
-                raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
-            known = fields[preset] if dot else dict.fromkeys(chain(*fields.values()))
-            if field == "vocab_size":
-                raise ArgumentError("override", "cannot set vocab_size: use the option vocab_size.")
-            if equals and field not in known:
-                whose, there = preset if dot else "any of these models", ", ".join(known)
-                raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {there}.")
-        return {name: self._model_config(name, known) for name, known in fields.items()}
-
-    def _fields(self, preset: str) -> dict[str, None]:
-        """The fields that `override` can set in the model of a preset."""
-        if preset not in PRESETS and preset in PEERS:
-            raise ArgumentError("presets", f"has {preset}, which is a peer: give it among the peers.")
-        config = resolve(preset, self.task).to_dict()
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-        return dict.fromkeys(name for part in parts for name in part if name not in ("kind", "vocab_size", "task"))
-
-    def _model_config(self, preset: str, fields: dict[str, None]) -> ModelConfig:
-        shared = [item for item in self.override if "=" not in item or item.partition("=")[0] in fields]
-        own = [item.removeprefix(f"{preset}.") for item in self.override if item.startswith(f"{preset}.")]
-        # Read the values as training does, with the same errors.
-        options = TrainConfig(preset=preset, override=(*shared, *own), task=self.task, context_length=1)
-        config = options.model_config(self.vocab_size or resolve(preset, self.task).vocab_size)
-        try:
-            with torch.device("meta"):
-                build_model(config.override(n_blocks=1))
-        except ValueError as error:
-            raise ArgumentError("override", f"does not make a model of {preset}: {error}") from None
-        self._check_lengths(preset, config)
-        return config
-
-    def _check_lengths(self, preset: str, config: ModelConfig) -> None:
-        """Raise ArgumentError for a length that the model cannot read."""
-        longest = config.longest_sequence
-        for measure in self.measure:
-            name, lengths = self._lengths(measure)
-            length = max(lengths) + (measure == "decode")
-            if longest is not None and length > longest:
-                field = "max_positions" if longest == config.max_positions else "max_length"
-                raise ArgumentError(
-                    name,
-                    f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or override "
-                    f"{field}={length}.",
-                )
-
-    def _lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
+    def lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
         """The option that holds the lengths of a measure, and these."""
         name = "positions" if measure == "decode" else "context_lengths"
         return name, getattr(self, name)
-
-    def _subjects(self, measure: Measure, configs: dict[str, ModelConfig], device: torch.device) -> tuple[Subject, ...]:
-        if measure in STREAMED:
-            return tuple(Subject(name, "eager", config) for name, config in configs.items())
-        modes = tuple(dict.fromkeys(self.modes))
-        subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
-        for peer in dict.fromkeys(self.peers):
-            if peer == "fla" and self.task != "clm":
-                raise ArgumentError("peers", "has fla, which needs the task clm: leave it out, or use that task.")
-            gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.to_dict()["mixer"].keys()]
-            if not gated:
-                raise ArgumentError(
-                    "peers", f"has {peer}, which takes its sizes from a preset with d_qk and chunk_size: add flash-tiny."
-                )
-            check_peer(peer, device)
-            subjects += [Subject(peer, mode, gated[0], is_peer=True) for mode in modes]
-        return tuple(subjects)

@@ -31,6 +31,8 @@ def synchronized(device: torch.device) -> float:
     """The time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
     return time.perf_counter()
 
 
@@ -119,7 +121,7 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
     clock = partial(synchronized, device)
     number = torch.bfloat16 if dtype == "bf16" else torch.float32
     best = 0.0
-    for m, n, k in PRODUCTS[device.type]:
+    for m, n, k in PRODUCTS["cpu" if device.type == "cpu" else "cuda"]:
         if best and 2 * m * n * k / best > LONGEST_PRODUCT:
             continue
         a, b = torch.randn(m, k, dtype=number, device=device), torch.randn(k, n, dtype=number, device=device)
@@ -156,6 +158,8 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def forget(device: torch.device) -> None:

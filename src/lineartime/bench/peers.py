@@ -3,15 +3,13 @@
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from lineartime.bench.config import Peer
 from lineartime.errors import ArgumentError, missing_extra
 from lineartime.models.config import ModelConfig
-
-Peer = Literal["flash-pytorch", "fla"]
 
 
 def check_peer(peer: Peer, device: torch.device) -> None:

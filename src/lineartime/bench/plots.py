@@ -1,13 +1,13 @@
 """The plots of a benchmark: time, memory and the latency of decode by length, and quality by cost."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results
-from lineartime.bench.subjects import Measure
 from lineartime.errors import cannot, missing_extra
+from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.6, 3.4
 AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
@@ -77,7 +77,6 @@ def _by_length(
     )
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     panels = [(measure, dtype) for dtype in dtypes for measure in measures]
-    marks = round_marks([value(entry) or 0.0 for entry in entries])
     lines: dict[str, Any] = {}
     for (measure, dtype), axes in zip(panels, grid.flat, strict=True):
         shown = [entry for entry in entries if (entry.case.measure, entry.case.dtype) == (measure, dtype)]
@@ -88,37 +87,17 @@ def _by_length(
                 colour = colours[subject.name]
                 (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
         modes = " and ".join(dict.fromkeys(entry.subject.mode for entry in shown))
-        _logarithmic(axes, sorted({entry.case.length for entry in shown}), marks)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
         axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
         axes.yaxis.set_tick_params(labelleft=True)
     for row in grid:
         row[0].set_ylabel(y)
+        for axes in row:  # after all of them are drawn: their limits are shared
+            label_axes(axes, x_values=[length for line in axes.lines for length in line.get_xdata()])
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
     return figure
-
-
-def _logarithmic(axes: Any, lengths: Sequence[int], marks: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=0 if len(lengths) < 6 else 30)
-    axes.set_yticks(marks, [f"{mark:,.6g}" for mark in marks])
-    axes.set_ylim(marks[0], marks[-1])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-
-
-def round_marks(values: Sequence[float]) -> list[float]:
-    """Round numbers, evenly spread on a logarithmic axis, the first below and the last above all (positive) values."""
-    low, high = min(values), max(values)
-    steps = (1.0, 2.0, 5.0) if high / low > 10 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    marks = [
-        step * 10.0**power
-        for power in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-        for step in steps
-    ]
-    first = max(index for index, mark in enumerate(marks) if mark < low)
-    last = min(index for index, mark in enumerate(marks) if mark > high)
-    return marks[first : last + 1]
 
 
 def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -151,6 +130,7 @@ def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colou
         axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
         axes.margins(x=0.3, y=0.15)
         axes.grid(alpha=0.3)
+        label_axes(axes)
     return figure
 
 

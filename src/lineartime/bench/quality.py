@@ -2,43 +2,78 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from lineartime.checkpoint import last_checkpoint, read_model_config
 from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.models.config import ModelConfig
 from lineartime.runs.summary import summarize
 
 
-def read_quality(sources: Sequence[Path], names: Sequence[str]) -> dict[str, float]:
-    """Bits per byte by the name of a preset.
+def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> dict[str, float]:
+    """Bits per byte by the name of a measured model.
 
     Args:
-        sources: folders of runs, of which the best evaluation counts, or JSON files of {preset: bits per byte}.
-        names: the presets that are measured.
+        sources: folders of runs, of which the best evaluation counts, or JSON files of {name: bits per byte}.
+        models: what is measured, by name. A run counts for the model that it trained, as its checkpoint describes it.
 
     Raises:
-        LineartimeError: for a source that cannot be read, or if no source is about a measured preset.
+        LineartimeError: for a source that cannot be read, for a run that trained its preset with another description than the
+            one measured, or if no source is about a measured model.
     """
     quality: dict[str, float] = {}
+    strangers: list[str] = []
     for source in sources:
-        for name, value in (_of_run(source) if source.is_dir() else _of_file(source)).items():
+        found = _of_run(source, models) if source.is_dir() else _of_file(source)
+        for name, value in found.items():
             if name in quality:
                 raise ArgumentError("metrics", f"has two numbers for {name}: give one.")
-            quality[name] = value
-    if sources and not quality.keys() & set(names):
-        raise ArgumentError("metrics", f"is about {', '.join(quality) or 'nothing'}, but none of this is measured here.")
-    return {name: value for name, value in quality.items() if name in names}
+            if name in models:
+                quality[name] = value
+            else:
+                strangers.append(name)
+    if sources and not quality:
+        raise ArgumentError("metrics", f"is about {', '.join(strangers) or 'nothing'}, but none of this is measured here.")
+    return quality
 
 
-def _of_run(run: Path) -> dict[str, float]:
+def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
+    """The bits per byte of a run by its preset; ArgumentError if the preset is measured with another description."""
     summary, problems = summarize(run, run.name)
-    if summary.bits_per_byte is None or "preset" not in summary.options:
+    preset = summary.options.get("preset")
+    if summary.bits_per_byte is None or preset is None:
         if problems:
             raise LineartimeError(problems[0])
         raise ArgumentError(
             "metrics", f"has {run}, which holds no bits per byte: give the folder of a causal run with evaluations."
         )
-    return {summary.options["preset"]: summary.bits_per_byte}
+    if preset not in models:
+        return {preset: summary.bits_per_byte}
+    different = _differences(read_model_config(last_checkpoint(run)), models[preset])
+    if different:
+        raise ArgumentError(
+            "metrics",
+            f"has {run}, whose {preset} is not the one measured here: {', '.join(different)}; measure the model of the run "
+            "(override, vocab_size), or leave the run out.",
+        )
+    return {preset: summary.bits_per_byte}
+
+
+def _differences(trained: ModelConfig, measured: ModelConfig) -> list[str]:
+    """What differs between two models, in words."""
+    there, here = _flat(trained.to_dict()), _flat(measured.to_dict())
+    names = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
+    return [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names]
+
+
+def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model and the options of its layers, these as mixer.d_qk."""
+    fields: dict[str, Any] = {}
+    for name, value in description.items():
+        fields |= {f"{name}.{option}": its for option, its in value.items()} if isinstance(value, dict) else {name: value}
+    return fields
 
 
 def _of_file(file: Path) -> dict[str, float]:

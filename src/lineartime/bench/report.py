@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results, write
-from lineartime.bench.subjects import Measure
 
 REPORT_FILE = "results.md"
 WHAT: dict[Measure, str] = {

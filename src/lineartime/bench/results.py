@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from lineartime.bench.config import RESULTS_FILE
 from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import cannot
 from lineartime.files import write_atomically
-from lineartime.machine import installed_version, processor_name
-
-RESULTS_FILE = "results.json"
+from lineartime.host import installed_version, processor_name
 
 
 @dataclass

@@ -7,25 +7,20 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.peers import build_peer
 from lineartime.generation import read
 from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
-
-Measure = Literal["train", "forward", "prefill", "decode"]
-Dtype = Literal["fp32", "bf16"]
-Mode = Literal["eager", "compiled"]
-STREAMED: tuple[Measure, ...] = ("prefill", "decode")
-"""Measures that continue a stream, and so need a state."""
 
 
 @dataclass(frozen=True)

@@ -7,56 +7,99 @@ is not stored anywhere, but read from the folder.
     model.safetensors  model.json  tokenizer.json       what `load` needs
     optimizer/*.safetensors  training.json              what resuming the run needs, too
     manifest.json                                       the SHA-256 of each of these files, which every reader checks
+    validation.json                                     the validation loss, if it was measured only after this was written
 """
 
 import shutil
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from lineartime.checkpoint.format import (
     DamagedCheckpointError,
     TrainingState,
+    add_validation_loss,
     checkpoint_path,
+    checkpoint_step,
+    has_training_state,
     hidden,
     is_checkpoint,
     list_checkpoints,
     read_model,
+    read_model_config,
     read_training_state,
+    read_validation_loss,
     verify,
 )
-from lineartime.errors import LineartimeError, reporting
-from lineartime.models.heads import CausalLM, MaskedLM
+from lineartime.checkpoint.saving import save
+from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.files import TOKENIZER_FILE
+
+if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+    import torch
+
+    from lineartime.data import Tokenizer
+    from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
     "TrainingState",
+    "Which",
+    "add_validation_loss",
     "best_checkpoint",
     "checkpoint_path",
     "find_checkpoint",
+    "has_training_state",
     "is_checkpoint",
     "last_checkpoint",
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
+    "load_tokenizer",
     "prune",
+    "read_model_config",
     "read_training_state",
+    "read_validation_loss",
     "remove_partial",
+    "save",
     "set_aside",
     "verify",
 ]
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> CausalLM | MaskedLM:
-    """Load the model of a checkpoint, or of the best checkpoint in a run's folder, in evaluation mode.
+Which = Literal["best", "last"] | int
+"""A checkpoint of a run: the best one, the last one, or that of a step."""
+
+
+def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> "CausalLM | MaskedLM":
+    """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
+
+    Args:
+        path: the folder.
+        device: where the model goes.
+        checkpoint: of a run: "best" (the default), with the lowest validation loss, "last", or the step of one.
 
     Raises:
-        LineartimeError: if there is no checkpoint, or it is damaged, or this version of lineartime cannot read it.
+        LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
-    return read_model(find_checkpoint(Path(path))).to(device).eval()
+    return read_model(find_checkpoint(path, checkpoint)).to(device).eval()
 
 
-def last_checkpoint(run: Path) -> Path:
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """The tokenizer of a run, of a checkpoint, or in a tokenizer.json.
+
+    Raises:
+        LineartimeError: if there is none, or it cannot be read.
+    """
+    from lineartime.data import read_tokenizer
+
+    path = Path(path)
+    if path.is_dir() and not (path / TOKENIZER_FILE).exists():
+        path = find_checkpoint(path)
+    return read_tokenizer(path)
+
+
+def last_checkpoint(run: str | Path) -> Path:
     """The latest checkpoint in a run's folder; LineartimeError if there is none."""
+    run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         problem = "has no checkpoint" if run.is_dir() else "is no folder" if run.exists() else "does not exist"
@@ -64,17 +107,44 @@ def last_checkpoint(run: Path) -> Path:
     return checkpoints[-1]
 
 
-def best_checkpoint(run: Path) -> Path:
-    """The checkpoint with the lowest validation loss, or the last if no loss was measured; LineartimeError if there is none."""
+def best_checkpoint(run: str | Path) -> Path:
+    """The checkpoint with the lowest validation loss, or the last if no loss was measured; LineartimeError if there is none.
+
+    The untrained model of step 0 is the best only where it is the only one.
+    """
     last = last_checkpoint(run)
-    losses = {checkpoint: read_training_state(checkpoint).validation_loss for checkpoint in reversed(list_checkpoints(run))}
+    trained = [checkpoint for checkpoint in reversed(list_checkpoints(run)) if checkpoint_step(checkpoint) > 0]
+    losses = {checkpoint: read_validation_loss(checkpoint) for checkpoint in trained}
     measured = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None}
     return min(measured, key=measured.__getitem__, default=last)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The path itself if it is a checkpoint, or the best checkpoint of the run there; LineartimeError if there is none."""
-    return path if is_checkpoint(path) else best_checkpoint(path)
+def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
+    """The path itself if it is a checkpoint, or a checkpoint of the run there: the best one by default.
+
+    Raises:
+        LineartimeError: if there is no such checkpoint.
+        ArgumentError: naming `checkpoint`, if `which` is wrong, or is given though the path is a checkpoint.
+    """
+    path = Path(path)
+    if is_checkpoint(path):
+        if which is not None:
+            raise ArgumentError(
+                "checkpoint", f"is {which}, but {path} is a checkpoint itself: leave it out, or give the folder of the run."
+            )
+        return path
+    if which is None or which == "best":
+        return best_checkpoint(path)
+    last = last_checkpoint(path)
+    if which == "last":
+        return last
+    steps = [checkpoint_step(checkpoint) for checkpoint in list_checkpoints(path)]
+    if which not in steps or isinstance(which, bool):
+        there = ", ".join(map(str, steps))
+        raise ArgumentError(
+            "checkpoint", f"is {which!r}, but must be best, last, or the step of a checkpoint in {path}, which has {there}."
+        )
+    return list_checkpoints(path)[steps.index(which)]
 
 
 def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:

@@ -6,20 +6,23 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lineartime.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import LineartimeError, reporting
-from lineartime.files import sha256, synchronise, write_synchronised
-from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_atomically, write_synchronised
+
+if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+    from torch import Tensor
+
+    from lineartime.data import Tokenizer
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.heads import CausalLM, MaskedLM
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
 OPTIMIZER_FOLDER = "optimizer"
 _MODEL, _WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
+_VALIDATION = "validation.json"
 _MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
 
 # Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
@@ -42,7 +45,7 @@ class TrainingState:
     Attributes:
         step: steps taken.
         skipped: steps that changed nothing, because a gradient was not finite.
-        validation_loss: in nats per token, at this step; None if it was not measured.
+        validation_loss: in nats per token, at this step; None if it was not measured before the checkpoint was written.
         text: an identity of the text, which tells whether it has changed.
         data: the position in the text, from the loaders of all processes.
         config: the run's options, as a dictionary.
@@ -69,17 +72,18 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> list[Path]:
+def list_checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
+    run = Path(run)
     if not run.is_dir():
         return []
     found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=checkpoint_step)
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any((path / name).is_file() for name in (_WEIGHTS, _MODEL))
+    return any(Path(path, name).is_file() for name in (_WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:
@@ -87,24 +91,48 @@ def hidden(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
-def read_model(checkpoint: Path) -> CausalLM | MaskedLM:
-    """Build the model of a checkpoint with its weights, on the CPU; LineartimeError as for `load`."""
-    verify(checkpoint, _MODEL_FILES)
-    version, description = _read_json(checkpoint / _MODEL)
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint in a run's folder, as its name tells."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
+    """Build the model of a checkpoint with its weights, on the CPU; LineartimeError as for `load`.
+
+    A model that was passed on, without the files that only training needs, may also come without its checksums.
+    """
+    from lineartime.data import read_tokenizer
+    from lineartime.models.heads import build_model
+
+    if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
+        verify(checkpoint, _MODEL_FILES)
     try:
-        model = build_model(ModelConfig.from_dict(upgraded_model(description) if version == 0 else description))
+        model = build_model(read_model_config(checkpoint))
     except ValueError as error:
-        raise LineartimeError(
-            f"{checkpoint / _MODEL} describes no model that this version of lineartime can build: {error}"
-        ) from None
+        raise _unknown_model(checkpoint, error) from None
     try:
         model.load_state_dict(_read_tensors(checkpoint / _WEIGHTS))
     except RuntimeError as error:
         raise _damaged(checkpoint, str(error).splitlines()[0]) from None
-    tokens = load_tokenizer(checkpoint).vocab_size
+    tokens = read_tokenizer(checkpoint).vocab_size
     if tokens != model.config.vocab_size:
         raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model
+
+
+def read_model_config(checkpoint: Path) -> "ModelConfig":
+    """The description of a checkpoint's model; LineartimeError if it cannot be read."""
+    from lineartime.models.config import ModelConfig
+
+    version, description = _read_json(checkpoint / _MODEL)
+    try:
+        return ModelConfig.from_dict(upgraded_model(description) if version == 0 else description)
+    except ValueError as error:
+        raise _unknown_model(checkpoint, error) from None
+
+
+def _unknown_model(checkpoint: Path, error: ValueError) -> LineartimeError:
+    return LineartimeError(f"{checkpoint / _MODEL} describes no model that this version of lineartime can build: {error}")
 
 
 def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +159,35 @@ def read_training_state(checkpoint: Path) -> TrainingState:
     return TrainingState(**values)
 
 
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint tells more than its model: it does not if the model alone was passed on."""
+    return (checkpoint / _TRAINING).exists()
+
+
+def read_validation_loss(checkpoint: Path) -> float | None:
+    """The validation loss of a checkpoint in nats per token, None if it was not measured; LineartimeError if damaged."""
+    if (checkpoint / _VALIDATION).exists():
+        return _added_validation_loss(checkpoint)
+    return read_training_state(checkpoint).validation_loss if has_training_state(checkpoint) else None
+
+
+def _added_validation_loss(checkpoint: Path) -> float:
+    _, added = _read_json(checkpoint / _VALIDATION)
+    loss = added.get("validation_loss")
+    if not isinstance(loss, float):
+        raise _damaged(checkpoint, f"{_VALIDATION} holds no loss")
+    return loss
+
+
+def add_validation_loss(checkpoint: Path, loss: float) -> None:
+    """Add the validation loss to a checkpoint that was written before it was measured; LineartimeError if that fails.
+
+    It gets a file of its own, so that a process killed meanwhile leaves the checkpoint as it was.
+    """
+    with reporting("write", checkpoint / _VALIDATION):
+        write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
+
+
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
     if not (checkpoint / _MANIFEST).is_file():
@@ -144,6 +201,8 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
             found = sha256(file)
         if found != manifest.get(name):
             raise _damaged(checkpoint, f"{name} is not what was written")
+    if names is None and (checkpoint / _VALIDATION).exists():  # added later, so that the manifest does not know it
+        _added_validation_loss(checkpoint)
 
 
 def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
@@ -165,7 +224,7 @@ def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
     return version, data
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def _read_tensors(file: Path) -> "dict[str, Tensor]":
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -183,9 +242,15 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 
 
 def write_files(
-    checkpoint: Path, weights: Mapping[str, Tensor], config: ModelConfig, tokenizer: Tokenizer, state: TrainingState
+    checkpoint: Path,
+    weights: "Mapping[str, Tensor]",
+    config: "ModelConfig",
+    tokenizer: "Tokenizer",
+    state: TrainingState | None = None,
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
+
+    Without a state, that is the model alone.
 
     Raises:
         OSError, SafetensorError: if that fails.
@@ -196,7 +261,8 @@ def write_files(
     synchronise(checkpoint / _WEIGHTS)
     _write_json(checkpoint / _MODEL, config.to_dict())
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
-    _write_json(checkpoint / _TRAINING, vars(state))
+    if state is not None:
+        _write_json(checkpoint / _TRAINING, vars(state))
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
     _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
     for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):
@@ -205,4 +271,8 @@ def write_files(
 
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:
-    write_synchronised(file, json.dumps({"format": FORMAT, **data}, indent=2) + "\n")
+    write_synchronised(file, _json(data))
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, **data}, indent=2) + "\n"

@@ -8,6 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import make_dataclass
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any, Union, get_args, get_type_hints
@@ -16,10 +18,14 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from lineartime.errors import ArgumentError, LineartimeError, ReportedError, cannot
+from lineartime.errors import Argument, Call, LineartimeError, ReportedError, cannot, did_you_mean
+from lineartime.host import installed_version
 
-_COMMANDS = ("train", "eval", "generate", "runs", "tokenize", "presets", "bench", "info")
-"""The modules of this room. Each is imported only for its command, or for a list of all commands."""
+_COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "info")
+"""The modules of this room. Each is imported only for its command, or for a list of all commands.
+
+They import what computes (PyTorch, matplotlib) in `run`: help has to appear at once.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,12 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options: Any = None
     try:
-        if arguments == ["--version"]:
-            import torch
-
-            import lineartime
-
-            print(f"lineartime {lineartime.__version__}, torch {torch.__version__}")
+        if arguments[:1] == ["--version"]:
+            print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
         _check(arguments)
         options = parse(arguments)
@@ -44,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes when one ends: the one that reports the error must be first
         return 1
-    except ArgumentError as error:
-        return _fail(f"{_flag(error.argument, options)} {error.predicate}")
     except LineartimeError as error:
-        return _fail(str(error))
+        return _fail(error.message(partial(_written, options=options, arguments=arguments)))
     except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -66,8 +66,17 @@ def parse(arguments: Sequence[str]) -> Any:
     if arguments and arguments[0] in _COMMANDS:
         options = _command(arguments[0]).Options
         return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        _fail(f"{arguments[0]} is no command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
+        sys.exit(2)
     commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007
-    return tyro.cli(commands, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+    version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # which `main` does
+    fields: list[Any] = [
+        ("command", Annotated[commands, tyro.conf.arg(name="")]),
+        ("version", Annotated[bool, tyro.conf.FlagCreatePairsOff, version], False),
+    ]
+    everything = make_dataclass("everything", fields)
+    return tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
 
 
 def _command(name: str) -> Any:
@@ -83,12 +92,27 @@ def _check(arguments: Sequence[str]) -> None:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
 
 
-def _flag(argument: str, options: Any) -> str:
-    """An argument of the library as the user wrote it: a flag, if the command has one of that name."""
+def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
+    """What an error names, as it is written on the command line; an argument that the command does not have, as in Python."""
+    if isinstance(part, Call):
+        return f"`lineartime {part.name}`"
     hints = get_type_hints(type(options), include_extras=True)
-    if argument not in hints or tyro.conf.Positional in get_args(hints[argument]):
-        return argument
-    return "--" + argument.replace("_", "-")
+    if part.name not in hints:
+        return str(part)
+    if tyro.conf.Positional in get_args(hints[part.name]):
+        return part.name
+    name = part.name.replace("_", "-")
+    if isinstance(part.value, bool):
+        return f"--{name}" if part.value else f"--no-{name}"
+    flag = _flag(f"--{name}", get_args(hints[part.name]), arguments)
+    return flag if part.value is None else f"{flag} {part.value}"
+
+
+def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> str:
+    """The name that the user gave an option which has several: its `flag`, or one of the aliases in its annotations."""
+    aliases = [alias for each in annotations for alias in getattr(each, "aliases", None) or ()]
+    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    return next((alias for alias in aliases if alias in given), flag)
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import tyro
 
-from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 
 
@@ -17,4 +16,6 @@ class Options(BenchConfig):
 
 def run(options: Options) -> None:
     """Measure, print the results and write them."""
+    from lineartime.bench.command import run_benchmark
+
     run_benchmark(options)

@@ -2,36 +2,37 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from lineartime.checkpoint import find_checkpoint, load
-from lineartime.data import default_cache, load_corpus, load_tokenizer, token_stream
-from lineartime.data.readers import Split
-from lineartime.errors import ArgumentError
-from lineartime.evaluation import Evaluation, carried, windowed
-from lineartime.layers.checks import check_positive
-from lineartime.machine import Device, Precision, choose_device, choose_precision
-from lineartime.models import CausalLM
-from lineartime.training.resuming import saved_config
+from lineartime.checkpoint import Which
+from lineartime.choices import Context, Device, Precision, Split
+
+if TYPE_CHECKING:
+    from lineartime.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
 class Options:
     """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder of a run (its best checkpoint is used), or of one checkpoint."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
     split: Split = "test"
-    """Part of the text to measure on."""
-    data: str | None = None
+    """Part of the text to measure on; all is the whole of it."""
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
-    context: Literal["windowed", "carried"] = "windowed"
+    text_column: str | None = None
+    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
+    context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
     """Tokens in a window, or read at a time if carried; the default is the context the model was trained with."""
@@ -44,7 +45,9 @@ class Options:
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where this machine is faster with it."""
+    """Precision of matrix products; auto takes bf16 where the device has units for it."""
+    threads: int | None = None
+    """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
     json: bool = False
@@ -53,46 +56,41 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    names = ("context_length", "max_tokens", "batch_size")
-    check_positive(**{name: size for name in names if (size := getattr(options, name)) is not None})
+    from lineartime.checkpoint import find_checkpoint
+    from lineartime.evaluation import evaluate
+    from lineartime.machine import choose_device, choose_precision, using_threads
+
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
     device = choose_device(options.device)
-    checkpoint = find_checkpoint(options.checkpoint)
-    model = load(checkpoint, device)
-    trained = saved_config(checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
-    corpus = load_corpus(options.data or trained.data)
-    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, options.split, tokenizer, options.cache or default_cache(), options.max_tokens)
-    bf16 = choose_precision(options.precision, device) == "bf16"
-    length = options.context_length or trained.context_length
-    if options.context == "carried":
-        if not isinstance(model, CausalLM):
-            raise ArgumentError("context", f"is carried, which needs a causal model, but {checkpoint} is masked: use windowed.")
-        if options.stride is not None:
-            raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
-        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=options.max_tokens)
-    else:
-        evaluation = windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if options.stride is None else options.stride,
-            batch_size=options.batch_size,
-            bf16=bf16,
+    precision = choose_precision(options.precision, device)
+    with using_threads(options.threads):
+        evaluation = evaluate(
+            checkpoint,
+            options.data,
+            text_column=options.text_column,
+            split=options.split,
+            context=options.context,
+            context_length=options.context_length,
+            stride=options.stride,
             max_tokens=options.max_tokens,
+            batch_size=options.batch_size,
+            device=options.device,
+            precision=precision,
+            cache=options.cache,
+            say=lambda line: print(line, file=sys.stderr),
         )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(checkpoint), "text": stream.name, perplexity: evaluation.perplexity}
+        facts = {"checkpoint": str(checkpoint), "precision": precision, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
-        _print(evaluation, str(checkpoint), stream.name)
+        _print(evaluation, checkpoint, f"{device.type}, {precision}")
 
 
-def _print(evaluation: Evaluation, checkpoint: str, stream: str) -> None:
+def _print(evaluation: "Evaluation", checkpoint: Path, where: str) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(f"{checkpoint} on {stream}, {evaluation.tokens:,} tokens", soft_wrap=True)
+    what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
+    console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from lineartime.info import describe_machine
-
 
 @dataclass(frozen=True)
 class Options:
@@ -19,6 +17,8 @@ class Options:
 
 def run(options: Options) -> None:
     """Print what `describe_machine` finds."""
+    from lineartime.info import describe_machine
+
     facts = list(describe_machine())
     if options.json:
         print(json.dumps({fact.name: {"value": fact.value, "why": fact.why} for fact in facts}))

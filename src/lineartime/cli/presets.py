@@ -10,10 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from lineartime.errors import LineartimeError
-from lineartime.layers.checks import check_positive
-from lineartime.models.cost import cost, count_parameters
-from lineartime.models.presets import PAPER_MILLIONS, PRESETS, describe, presets
+from lineartime.errors import LineartimeError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,15 @@ class Options:
 
 def run(options: Options) -> None:
     """Print the presets; LineartimeError for a name that none contains, or a size that differs from the paper's."""
+    from lineartime.layers.checks import check_positive
+    from lineartime.models.presets import PRESETS
+
     check_positive(context_length=options.context_length)
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
         raise LineartimeError(
-            f"No preset has {' or '.join(options.names)} in its name: leave the names out to see all of them."
+            f"No preset has {' or '.join(options.names)} in its name{did_you_mean(options.names[0], PRESETS)}: leave the names "
+            "out to see all of them."
         )
     if options.verify:
         _verify(names)
@@ -43,6 +44,9 @@ def run(options: Options) -> None:
 
 
 def _print_costs(names: Sequence[str], context_length: int) -> None:
+    from lineartime.models.cost import cost
+    from lineartime.models.presets import describe, presets
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     numbers = (Column(header, justify="right") for header in ("parameters", "size", "MFLOP/token", "state"))
     columns = [Column("preset", no_wrap=True), *numbers]
@@ -72,6 +76,9 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
 
 
 def _verify(names: Sequence[str]) -> None:
+    from lineartime.models.cost import count_parameters
+    from lineartime.models.presets import PAPER_MILLIONS, presets
+
     names = [name for name in names if name in PAPER_MILLIONS]
     if not names:
         raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")

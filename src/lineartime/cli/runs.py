@@ -4,7 +4,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich import box
@@ -15,14 +17,16 @@ from rich.table import Table
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_comparison
 from lineartime.runs.summary import RunSummary, summarize
-from lineartime.runs.table import by_validation_loss, compare, name_runs
+from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
 
 _PICTURE = "runs.png"
+_UNLIMITED = 100_000
+"""Columns of an output that is no terminal."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Compare runs: a table sorted by validation loss, and a plot of losses by step, tokens and time."""
+    """Compare runs on the same text: a table, the best run first, and a plot of losses by step, tokens and time."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
@@ -47,13 +51,13 @@ def run(options: Options) -> None:
         runs.append(summary)
         problems += damaged
     if runs:
-        runs = by_validation_loss(runs)
-        picture = _draw(options, runs, problems)
+        groups = group_runs(runs)
+        picture = _draw(options, groups, problems)
         if options.json:
-            facts = {"runs": [summary.to_dict() for summary in runs], "problems": problems, "plot": picture and str(picture)}
-            print(json.dumps(facts))
+            shown = [{"group": group.title, **run.to_dict()} for group in groups for run in group.runs]
+            print(json.dumps({"runs": shown, "problems": problems, "plot": picture and str(picture)}))
         else:
-            _print(runs)
+            _print(groups)
             if picture is not None:
                 print(f"plot: {picture}")
     for problem in problems:
@@ -62,13 +66,13 @@ def run(options: Options) -> None:
         raise LineartimeError(" ".join(missing))
 
 
-def _draw(options: Options, runs: Sequence[RunSummary], problems: list[str]) -> Path | None:
+def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Path | None:
     """Draw the plot; without --plot, a failure is one of the problems to print, and no error."""
     if options.json and options.plot is None:
         return None
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
     try:
-        return draw_comparison({run.name: run.lines for run in runs}, file)
+        return draw_comparison({group.title: {run.name: run.lines for run in group.runs} for group in groups}, file)
     except LineartimeError as error:
         if options.plot is not None:
             raise
@@ -76,22 +80,31 @@ def _draw(options: Options, runs: Sequence[RunSummary], problems: list[str]) -> 
         return None
 
 
-def _print(runs: Sequence[RunSummary]) -> None:
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    comparison = compare(runs, console.width)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in comparison.columns:
-        words = name in ("run", "model", "data", "state")
-        table.add_column(name, justify="left" if words else "right", no_wrap=name != "run", overflow="fold")
-    for row in zip(*comparison.columns.values(), strict=True):
-        table.add_row(*row)
-    console.print(table)
-    notes = []
+def _print(groups: Sequence[Group]) -> None:
+    on_screen = sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, width=None if on_screen else _UNLIMITED)
+    comparison = compare(groups, console.width if on_screen else None)
+    widths = column_widths(comparison.columns)
+    if full_width(widths) > console.width:
+        del widths["run"]  # long names are folded
+    rows = zip(*comparison.columns.values(), strict=True)
+    for group in groups:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in comparison.columns:
+            justify: Any = "left" if name in ("run", "model", "data", "state") else "right"
+            width = widths.get(name)  # the same in all groups
+            table.add_column(name, justify=justify, overflow="fold", min_width=width, no_wrap=width is not None)
+        for row in islice(rows, len(group.runs)):
+            table.add_row(*row)
+        if group.title:
+            console.print(group.title, soft_wrap=True)
+        console.print(table)
+    notes = [f"{run.name} failed: {run.error}" for group in groups for run in group.runs if run.error and run.state == "failed"]
     if comparison.left_out:
         notes.append(f"The screen is too narrow for {', '.join(comparison.left_out)} (--json has everything).")
     if comparison.more_options:
         count, names = len(comparison.more_options), ", ".join(comparison.more_options)
-        notes.append(f"{count} more options differ: {names} (--json has everything).")
-    notes += [f"Losses do not compare between runs with another {name}." for name in comparison.incomparable]
+        more = "1 more option differs" if count == 1 else f"{count} more options differ"
+        notes.append(f"{more}: {names} (--json has everything).")
     for note in notes:
         console.print(note, soft_wrap=True)

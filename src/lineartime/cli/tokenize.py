@@ -1,21 +1,24 @@
 """`lineartime tokenize`: train a tokenizer on a text."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineartime.data.corpora import load_corpus
-from lineartime.data.train_tokenizer import VOCAB_SIZE, Kind, train_tokenizer
+import tyro
+
+from lineartime.choices import TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
-from lineartime.layers.checks import check_positive
 
 
 @dataclass(frozen=True)
 class Options:
     """Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file."""
 
-    data: str | None = None
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
-    kind: Kind = "bpe"
+    text_column: str = TEXT_COLUMN
+    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
+    kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
     """Tokens, including the end of a document and the mask."""
@@ -27,15 +30,24 @@ class Options:
 
 def run(options: Options) -> None:
     """Train the tokenizer, write it, and print its size."""
+    from lineartime.data import describe_splits, load_corpus, train_tokenizer
+    from lineartime.layers.checks import check_positive
+
     if options.out.exists():
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:
         check_positive(max_bytes=options.max_bytes)
-    corpus = load_corpus(options.data)
+    corpus = load_corpus(options.data, options.text_column)
+    for line in describe_splits(corpus):
+        print(line, file=sys.stderr)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(tokenizer.to_json(), encoding="utf-8")
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
-        print(f"The text is too short for {options.vocab_size:,} tokens.")
+        print(
+            f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {options.vocab_size:,}, because the text is too "
+            "short for more: use it as it is, or give more text (--data, --max-bytes).",
+            file=sys.stderr,
+        )

@@ -1,11 +1,12 @@
 """From text to batches: corpora, tokenizers, token files, windows, loaders."""
 
 from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window, spread_windows
-from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, standard_library
+from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, no_text, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from lineartime.data.summary import describe_splits
+from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
 from lineartime.data.tokens import TokenStream, default_cache, token_stream
 from lineartime.data.train_tokenizer import names_tokenizer, tokenizer_for, train_tokenizer
 
@@ -25,14 +26,16 @@ __all__ = [
     "Tokenizer",
     "causal_batch",
     "default_cache",
+    "describe_splits",
     "load_corpus",
-    "load_tokenizer",
     "local_text",
     "masked_batch",
     "merge_states",
     "names_corpus",
     "names_tokenizer",
+    "no_text",
     "packed_batch",
+    "read_tokenizer",
     "read_window",
     "spread_windows",
     "standard_library",

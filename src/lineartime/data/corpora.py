@@ -1,24 +1,26 @@
 """Corpora and their splits: corpora by name, local files, or the source of the Python standard library."""
 
-import hashlib
-import os
 import re
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
-from lineartime.data.readers import SHARES, SPLITS, Part, Split, is_text
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
+from lineartime.data.readers import SPLITS, Part
+from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
+from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_SPLIT_NAMES = re.compile(r"(train)|(valid|dev)|(test)", re.IGNORECASE)
-_NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
 
 _HUTTER = ("enwik8", "text8")
 """Files of 10^8 bytes. By convention, the first 90% are for training, then 5% for validation and 5% for testing."""
+
+Data = str | Path | Sequence[str | Path] | None
+"""Names and paths of texts; None for the standard library's source."""
 
 
 class Corpus(Protocol):
@@ -28,8 +30,18 @@ class Corpus(Protocol):
     def name(self) -> str:
         """Its name in messages."""
 
+    @property
+    def sources(self) -> Sequence["Source"]:
+        """The corpora it is put together of, each of which can be streamed by itself."""
+
+    def describe(self, split: Split) -> str | None:
+        """Where a split comes from, in a few words; None if the corpus does not have it."""
+
     def identity(self, split: Split) -> str:
-        """A string that changes when the text of the split does, computed without reading the text."""
+        """A string that changes when the text of the split does, computed without reading the text.
+
+        ArgumentError if the corpus does not have the split.
+        """
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in order, each in blocks of text; an empty document has none.
@@ -37,6 +49,10 @@ class Corpus(Protocol):
         Raises:
             LineartimeError: while iterating, for text that cannot be read.
         """
+
+
+class Source(Corpus, Protocol):
+    """A corpus of one place, whose examples can be streamed."""
 
     def examples(self, split: Split) -> Any:
         """The split as an `IterableDataset` of the datasets library; LineartimeError if it cannot be streamed."""
@@ -51,36 +67,53 @@ class LocalCorpus:
 
     Attributes:
         name: its name in messages.
-        splits: the files, or parts of files, of each split.
+        splits: the files, or parts of files, of each split that there is.
+        note: a sentence for the user about how the files were divided; empty if there is nothing to say.
     """
 
     name: str
-    splits: dict[Split, list[Part]]
+    splits: Files
+    note: str = ""
+
+    @property
+    def sources(self) -> "Sequence[LocalCorpus]":
+        """The corpus itself."""
+        return (self,)
+
+    def describe(self, split: Split) -> str | None:
+        """The files of a split."""
+        return describe_parts(self.splits[split]) if self.splits.get(split) else None
 
     def identity(self, split: Split) -> str:
         """The paths, sizes and dates of the files."""
-        return "\n".join(part.identity() for part in self.splits[split])
+        return "\n".join(part.identity() for part in self._parts(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
-        for part in self.splits[split]:
+        for part in self._parts(split):
             yield from part.documents()
 
     def examples(self, split: Split) -> Any:
-        """The documents of JSON lines and Parquet as an IterableDataset; each file is a shard."""
-        parts = self.splits[split]
+        """The documents of files of records as an IterableDataset; each file is a shard."""
+        parts = self._parts(split)
         for part in parts:
-            if is_text(part.path):
+            if part.is_text:
                 raise LineartimeError(
                     f"{part.path} is one long text and cannot be streamed, as JSON lines and Parquet can: encode it beforehand."
                 )
-        if not parts:
-            raise LineartimeError(f"There is no {split} split in {self.name}: give more text.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
 
     def texts(self, example: dict[str, Any]) -> list[str]:
         """The one document of an example."""
         return [example["text"]]
+
+    def _parts(self, split: Split) -> list[Part]:
+        if split == "all":
+            every = [replace(part, split=None) for each in SPLITS for part in self.splits.get(each, [])]
+            return list(dict.fromkeys(every))
+        if split not in self.splits:
+            raise missing_split(self, split)
+        return self.splits[split]
 
 
 def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
@@ -89,30 +122,149 @@ def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
             yield {"text": "".join(blocks)}
 
 
+@dataclass(frozen=True)
+class JoinedCorpus:
+    """Several corpora, put together split by split.
+
+    Attributes:
+        sources: the corpora; a split may be missing in some, but not in all of them.
+    """
+
+    sources: Sequence[Source]
+
+    @property
+    def name(self) -> str:
+        """The names of all."""
+        return ", ".join(source.name for source in self.sources)
+
+    def describe(self, split: Split) -> str | None:
+        """Where each corpus has the split from."""
+        return " + ".join(place for source in self.sources if (place := source.describe(split))) or None
+
+    def identity(self, split: Split) -> str:
+        """The identities of the split in all corpora."""
+        return "\n".join(source.identity(split) for source in self._having(split))
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of one corpus after those of the other."""
+        for source in self._having(split):
+            yield from source.documents(split)
+
+    def _having(self, split: Split) -> list[Source]:
+        found = [source for source in self.sources if split == "all" or source.describe(split)]
+        if not found:
+            raise missing_split(self, split)
+        return found
+
+
+def no_text(split: str) -> LineartimeError:
+    """The error for a split without text, by its name: "the test split of books"."""
+    return LineartimeError(f"There is no text in {split}: give more text, or files called train..., valid... and test...")
+
+
 def names_corpus(data: str) -> bool:
     """Whether `load_corpus` reads this as the name of a corpus, not as a path."""
-    return data in HUB or data in _HUTTER
+    return data in HUB or data in _HUTTER or names_hub(data)
 
 
-def load_corpus(data: str | Path | None) -> Corpus:
-    """The corpus of a name, the text at a path, or the standard library's source for None.
+def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
+    """The corpus of a name, the text at a path, several of these together, or the standard library's source for None.
 
-    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`.
+    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`. Several texts are joined split by split. The paths
+    among them whose names tell their splits come first and count as one folder.
+
+    Args:
+        data: names and paths.
+        text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
 
     Raises:
         LineartimeError: if there is no text.
     """
-    if data is None:
-        return standard_library()
-    if isinstance(data, str):
-        if data in HUB:
-            return HUB[data]
-        if data in _HUTTER:
-            return _hutter(data)
-        if os.sep not in data and not Path(data).exists():
-            names = ", ".join(sorted([*HUB, *_HUTTER]))
-            raise ArgumentError("data", f"is {data}, which is neither a file or folder nor the name of a corpus: {names}.")
-    return local_text(Path(data))
+    names = [data] if isinstance(data, (str, Path)) else list(data or ())
+    sources: list[Source] = []
+    named: dict[str, Files] = {}
+    seen: set[str | Path] = set()
+    for name in names:
+        if isinstance(name, str) and names_corpus(name):
+            _only_once(seen, [name])
+            sources.append(_corpus_of_name(name, text_column))
+            continue
+        path = Path(name)
+        files = _files(path, text_column)
+        if len(names) > 1:
+            _only_once(seen, [part.path.resolve() for part in files])
+        splits, note = _named(path, files)
+        if splits is None:
+            sources.append(_unnamed(path, files, note))
+        else:
+            named[str(path)] = splits
+    if named:
+        together = {split: [part for each in named.values() for part in each.get(split, [])] for split in SPLITS}
+        splits = completed({split: parts for split, parts in together.items() if parts})
+        sources.insert(0, LocalCorpus(", ".join(named), splits))
+    if not sources:
+        sources.append(standard_library())
+    if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
+        where = " and ".join(source.name for source in sources)
+        raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
+    return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
+
+
+def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
+    """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines, JSON or Parquet.
+
+    If the names of all files, or of the folders they are in, tell splits (`named_split`), these are the splits, and a missing
+    one takes 5% of each training file. Otherwise a folder of at least three files is split by file, and a smaller one within
+    its files. The path's own name counts if it is a file, and for a folder if it is nothing but the name of a split.
+
+    Raises:
+        LineartimeError: if there is no text.
+    """
+    path = Path(path)
+    files = _files(path, text_column)
+    splits, note = _named(path, files)
+    return _unnamed(path, files, note) if splits is None else LocalCorpus(str(path), completed(splits))
+
+
+def _files(path: Path, column: str) -> list[Part]:
+    """The files at a path that are not empty."""
+    try:
+        if not path.exists():
+            names = sorted([*HUB, *_HUTTER])
+            known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
+            raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
+        files = [path]
+        if path.is_dir():
+            shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
+            files = [file for file in shown if file.is_file()]
+        parts = [Part(file, column=column) for file in sorted(files) if file.stat().st_size]
+    except OSError as error:
+        raise cannot("read", path, error) from None
+    if not parts:
+        raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
+    return parts
+
+
+def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
+    """Add texts to those seen before; ArgumentError for one that is among them, which could be trained on and tested."""
+    again = next((text for text in texts if text in seen), None)
+    if again is not None:
+        raise ArgumentError("data", f"has {again} twice: leave one out.")
+    seen.update(texts)
+
+
+def _named(path: Path, files: list[Part]) -> tuple[Files | None, str]:
+    """The splits by the names in a folder, or by that of a file or folder itself."""
+    splits, note = by_name(path, files)
+    name = path.absolute().name
+    own = named_split(name) if path.is_file() or name.isalpha() else None
+    if splits is None and own is not None and own != "train":
+        return {own: files}, note
+    return splits, note
+
+
+def _unnamed(path: Path, files: list[Part], note: str) -> LocalCorpus:
+    return LocalCorpus(str(path), by_file(path, files) if len(files) >= len(SPLITS) else within_files(files), note)
 
 
 def standard_library() -> LocalCorpus:
@@ -121,76 +273,13 @@ def standard_library() -> LocalCorpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus("the Python standard library", _split_by_file(root, files))
+    return LocalCorpus("the Python standard library", by_file(root, map(Part, files)))
 
 
-def local_text(path: Path) -> LocalCorpus:
-    """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines or Parquet.
-
-    If every file of a folder is called train..., valid..., dev... or test..., or is in a subfolder called that, these are
-    the splits. Otherwise a folder of at least three files is split by file, and a smaller one within its files.
-
-    Raises:
-        LineartimeError: if there is no text.
-    """
-    try:
-        files = [path]
-        if path.is_dir():
-            shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
-            files = [file for file in shown if file.is_file()]
-        files = sorted(file for file in files if file.stat().st_size)
-    except OSError as error:
-        raise cannot("read", path, error) from None
-    if not files:
-        raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
-    if path.is_dir() and (named := _split_by_name(path, files)):
-        return LocalCorpus(str(path), named)
-    if path.is_dir() and len(files) >= len(SPLITS):
-        return LocalCorpus(str(path), _split_by_file(path, files))
-    return LocalCorpus(str(path), {split: [Part(file, split) for file in files] for split in SPLITS})
-
-
-def _split_by_name(root: Path, files: list[Path]) -> dict[Split, list[Part]] | None:
-    """The splits by the names of files or folders, or None; missing ones are taken from the training files."""
-    splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
-    for file in files:
-        relative = file.relative_to(root)
-        found = _SPLIT_NAMES.match(relative.parts[0])
-        if found:
-            splits[SPLITS[(found.lastindex or 1) - 1]].append(Part(file))
-        elif not _NO_TEXT.match(relative.name):
-            return None
-    if not splits["train"]:
-        return None
-    missing = [split for split in SPLITS if not splits[split]]
-    if missing:
-        whole = [part.path for part in splits["train"]]
-        splits["train"] = [Part(path, split) for path in whole for split in SPLITS if split not in missing]
-        splits |= {split: [Part(path, split) for path in whole] for split in missing}
-    return splits
-
-
-def _split_by_file(root: Path, files: list[Path]) -> dict[Split, list[Part]]:
-    """Distribute files in an order that depends only on their names, up to the shares of bytes of test and validation."""
-    sizes = {file: file.stat().st_size for file in files}
-    total = sum(sizes.values())
-
-    def order(file: Path) -> tuple[bool, bytes]:
-        name = os.fsencode(file.relative_to(root).as_posix())
-        small = sizes[file] <= total / 2  # a file with most of the bytes comes first, for training
-        return small, hashlib.sha256(name).digest()
-
-    left = sorted(files, key=order)
-    splits: dict[Split, list[Part]] = {split: [] for split in SPLITS}
-    for split in ("test", "validation"):
-        size = 0
-        # At least one file for each split, training included.
-        while not splits[split] or (size < SHARES[split] * total and len(left) > len(files) // 2 + 1):
-            file = left.pop()
-            splits[split].append(Part(file))
-            size += sizes[file]
-    splits["train"] = [Part(file) for file in left]
-    return splits
+def _corpus_of_name(name: str, column: str) -> Source:
+    if name in HUB:
+        return HUB[name]
+    return _hutter(name) if name in _HUTTER else hub_dataset(name, column)
 
 
 def _hutter(name: str) -> LocalCorpus:
@@ -202,4 +291,10 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, {split: [Part(file, split, at_lines=False)] for split in SPLITS})
+    return LocalCorpus(name, within_files([Part(file, at_lines=False)]))
+
+
+def _has_columns(source: Source) -> bool:
+    if isinstance(source, LocalCorpus):
+        return not all(part.is_text for parts in source.splits.values() for part in parts)
+    return isinstance(source, HubDataset)

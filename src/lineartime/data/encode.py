@@ -1,4 +1,4 @@
-"""Encoding: documents in, shards of tokens out, with counts of bytes, words and tokens."""
+"""Encoding: documents in, shards of tokens out, with counts of documents, bytes, words and tokens."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
 
 
 class Writer:
-    """Writes tokens to shards, and counts tokens, bytes and words."""
+    """Writes tokens to shards, and counts tokens, documents, bytes and words."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder = folder
@@ -50,8 +50,8 @@ class Writer:
         self._shard: IO[bytes] | None = None
         self._hasher = hashlib.sha256()
         self._digests: dict[str, str] = {}
-        self._in_word = False
-        self.n_tokens = self._n_bytes = self._n_words = 0
+        self._in_word = self._in_document = False
+        self.n_tokens = self._n_bytes = self._n_words = self._n_documents = 0
 
     def __enter__(self) -> "Writer":
         return self
@@ -65,8 +65,10 @@ class Writer:
         for text in texts:
             if text is None:
                 self._write(np.array([self._tokenizer.end_of_document], self._dtype))
-                self._in_word = False
+                self._in_word = self._in_document = False
             else:
+                self._n_documents += not self._in_document
+                self._in_document = True
                 ids = next(encoded)
                 if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
                     ids = ids[: max_tokens - self.n_tokens]
@@ -86,6 +88,7 @@ class Writer:
             "n_tokens": self.n_tokens,
             "n_bytes": self._n_bytes,
             "n_words": self._n_words,
+            "n_documents": self._n_documents,
             "sha256": self._digests,
         }
         (self._folder / FACTS).write_text(json.dumps(facts, indent=1))

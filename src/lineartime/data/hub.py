@@ -6,7 +6,7 @@ The environment variable LINEARTIME_MIRROR names it.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lineartime.data.readers import SPLITS, Split, pieces
+from lineartime.choices import Split
+from lineartime.data.readers import SPLITS, pieces
 from lineartime.errors import LineartimeError, missing_extra
 
 Example = dict[str, Any]
@@ -73,19 +74,34 @@ class HubCorpus:
     lines: bool = False
     halves: bool = False
 
+    @property
+    def sources(self) -> "Sequence[HubCorpus]":
+        """The corpus itself."""
+        return (self,)
+
+    def describe(self, split: Split) -> str:
+        """The files of a split."""
+        half = "half the documents of " if self.halves and split != "train" else ""
+        return f"{half}{self.files[split]} of {self.repository}"
+
     def identity(self, split: Split) -> str:
         """The repository and its revision; for a mirror, the paths, sizes and dates of the files."""
+        if split == "all":
+            return "\n".join(map(self.identity, SPLITS))
         folder, pattern = self._folder, self.files[split]
         if folder is None:
             return f"{self.repository}:{split}:{pattern}:{self._revision}"
         files = sorted(folder.glob(pattern))
         if not files:
             raise LineartimeError(f"There is no file {pattern} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR.")
-        facts = [(file, file.stat()) for file in files]
-        return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
+        return files_identity(files, split)
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in the order of the files."""
+        if split == "all":
+            for each in SPLITS:
+                yield from self.documents(each)
+            return
         with guarded(self.name):
             examples = iter(self.examples(split))
             if self.lines:
@@ -120,29 +136,42 @@ class HubCorpus:
 
     @property
     def _folder(self) -> Path | None:
-        """The repository in the mirror, if it is there."""
-        root = mirror()
-        return root / self.repository if root and (root / self.repository).is_dir() else None
+        return in_mirror(self.repository)
 
     @cached_property
     def _revision(self) -> str:
-        """The commit of the repository: the newest, or without a network the last known one."""
-        datasets_library(f"Reading {self.name}")
-        import huggingface_hub
+        return newest_revision(self.repository, "README.md")
 
-        name = "README.md"
-        try:
-            # Fails at once without a network; the download alone would retry.
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(self.repository, name, repo_type="dataset"))
-            seen: Any = huggingface_hub.hf_hub_download(self.repository, name, repo_type="dataset")
-        except Exception as error:  # any error of the network
-            seen = huggingface_hub.try_to_load_from_cache(self.repository, name, repo_type="dataset")
-            if not isinstance(seen, str):
-                raise LineartimeError(
-                    f"Cannot reach {self.repository} on the Hugging Face hub ({_first_line(error)}): check the network, or set "
-                    "LINEARTIME_MIRROR to a folder with a copy of that repository."
-                ) from None
-        return Path(seen).parent.name  # the cache of the library keeps files in snapshots/COMMIT
+
+def in_mirror(repository: str) -> Path | None:
+    """The repository in the mirror, if it is there."""
+    root = mirror()
+    return root / repository if root and (root / repository).is_dir() else None
+
+
+def files_identity(files: list[Path], split: Split) -> str:
+    """A string that changes when the files of a mirror do."""
+    facts = [(file, file.stat()) for file in files]
+    return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
+
+
+def newest_revision(repository: str, name: str) -> str:
+    """The newest commit of a repository, or without a network the last known one; `name` is a small file in it."""
+    datasets_library(f"Reading {repository}")
+    import huggingface_hub
+
+    try:
+        # Fails at once without a network; the download alone would retry.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repository, name, repo_type="dataset"))
+        seen: Any = huggingface_hub.hf_hub_download(repository, name, repo_type="dataset")
+    except Exception as error:  # any error of the network
+        seen = huggingface_hub.try_to_load_from_cache(repository, name, repo_type="dataset")
+        if not isinstance(seen, str):
+            raise LineartimeError(
+                f"Cannot reach {repository} on the Hugging Face hub ({first_line(error)}): check the name and the network, or "
+                "set LINEARTIME_MIRROR to a folder with a copy of that repository."
+            ) from None
+    return Path(seen).parent.name  # the cache of the library keeps files in snapshots/COMMIT
 
 
 @contextmanager
@@ -154,11 +183,12 @@ def guarded(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # of the network, of compression, of Parquet, of JSON, by several libraries
         raise LineartimeError(
-            f"Cannot read {name} ({_first_line(error)}): check its files or the network, then try again."
+            f"Cannot read {name} ({first_line(error)}): check its files or the network, then try again."
         ) from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lineartime.choices import Task
 from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import LineartimeError
-from lineartime.models.config import Task
+from lineartime.errors import Argument, LineartimeError
 
 _OFFSET, _ORDER, _MASKS = range(3)  # purposes of random numbers, so that one seed draws different ones for each
 
@@ -137,7 +137,9 @@ class CachedLoader:
         if len(stream) < context_length + 1:
             raise LineartimeError(
                 f"There are {len(stream)} tokens in {stream.name}, fewer than a context and the token after it "
-                f"({context_length + 1}): give more text, or use a smaller context_length."
+                f"({context_length + 1}): give more text, or a smaller ",
+                Argument("context_length"),
+                ".",
             )
         self._stream = stream
         self._make = make

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lineartime.choices import Split
 from lineartime.data.batches import Batch
-from lineartime.data.corpora import Corpus
+from lineartime.data.corpora import Corpus, Source
 from lineartime.data.hub import guarded
 from lineartime.data.loaders import BatchMaker, Rows, in_order
-from lineartime.data.readers import Split, pieces
+from lineartime.data.readers import pieces
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -27,7 +28,7 @@ State = dict[str, Any]
 def stream_documents(
     corpus: Corpus, split: Split, lane: int, lanes: int, state: State | None
 ) -> Iterator[tuple[list[str], State]]:
-    """One pass over a lane's share of a split.
+    """One pass over a lane's share of a split. Of several corpora put together, each lane starts with another.
 
     With at least as many files as lanes, each lane has its own files. With fewer, several lanes read the same file, and take
     turns with its documents.
@@ -45,12 +46,30 @@ def stream_documents(
     Raises:
         LineartimeError: for a corpus that cannot be read or streamed.
     """
-    with guarded(corpus.name):
-        dataset = _share(corpus.examples(split), lane, lanes)
+    sources = _having(corpus, split)
+    if len(sources) == 1:
+        yield from _documents(sources[0], split, lane, lanes, state)
+        return
+    done = 0 if state is None else state["sources"]
+    for number in range(done, len(sources)):
+        source = sources[(lane + number) % len(sources)]
+        within = None if state is None or number > done else state["within"]
+        for texts, after in _documents(source, split, lane, lanes, within):
+            yield texts, {"sources": number, "within": after}
+
+
+def _having(corpus: Corpus, split: Split) -> list[Source]:
+    corpus.identity(split)  # raises for a split that does not exist
+    return [source for source in corpus.sources if source.describe(split)]
+
+
+def _documents(source: Source, split: Split, lane: int, lanes: int, state: State | None) -> Iterator[tuple[list[str], State]]:
+    with guarded(source.name):
+        dataset = _share(source.examples(split), lane, lanes)
         if state is not None:
             dataset.load_state_dict(state)
         for example in dataset:
-            yield corpus.texts(example), dataset.state_dict()
+            yield source.texts(example), dataset.state_dict()
 
 
 def _share(dataset: Any, lane: int, lanes: int) -> Any:
@@ -140,7 +159,7 @@ class StreamingLoader:
     A process reads only the lanes of its rows. A lane that ends starts again, independently of the others.
 
     Args:
-        corpus: of the hub, or JSON lines or Parquet.
+        corpus: of the hub, or JSON lines, JSON or Parquet.
         make: makes batches of windows.
         context_length: T.
         rows: the rows of this process.
@@ -158,7 +177,8 @@ class StreamingLoader:
                 f"is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}: use another number of lanes in a new "
                 "run, or a number of processes that divides the lanes.",
             )
-        corpus.examples("train")  # raises at once if the corpus cannot be streamed
+        for source in _having(corpus, "train"):
+            source.examples("train")  # raises at once if it cannot be streamed
         self._make = make
         self._context_length = context_length
         self._rows = rows

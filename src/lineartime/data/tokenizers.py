@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +11,26 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.data.hub import first_line
+from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.files import TOKENIZER_FILE
 
-TOKENIZER_FILE = "tokenizer.json"
+_HUB = "hub:"
+MASK_TEXT, END_TEXT = "[MASK]", "[END]"
+"""How a mask and an end of document are written for people."""
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte of each character with which byte-level tokenizers spell their pieces.
+
+    Printable characters of Latin-1 stand for themselves; the other bytes are, in order, the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level()
 
 
 class StreamDecoder(Protocol):
@@ -44,8 +62,11 @@ class Tokenizer(Protocol):
     def stream_decoder(self) -> StreamDecoder:
         """A decoder of tokens that arrive one by one."""
 
+    def show(self, token: int) -> str:
+        r"""One token for people to read: its text, the bytes of an incomplete character as \xc3, or its name."""
+
     def to_json(self) -> str:
-        """A text from which `load_tokenizer` makes an equal tokenizer."""
+        """A text from which `read_tokenizer` makes an equal tokenizer."""
 
 
 class ByteTokenizer:
@@ -70,6 +91,12 @@ class ByteTokenizer:
     def stream_decoder(self) -> "_ByteStreamDecoder":
         """A decoder of bytes that arrive one by one."""
         return _ByteStreamDecoder()
+
+    def show(self, token: int) -> str:
+        r"""One byte for people to read: its character, or \xc3 for a part of one; or the name of a special token."""
+        if token >= 256:
+            return MASK_TEXT if token == self.mask else END_TEXT
+        return bytes([token]).decode(errors="backslashreplace")
 
     def to_json(self) -> str:
         """A marker: a byte tokenizer has no parameters."""
@@ -139,6 +166,23 @@ class JsonTokenizer:
         """A decoder of tokens that arrive one by one."""
         return _JsonStreamDecoder(self.decode)
 
+    def show(self, token: int) -> str:
+        r"""One token for people to read: its text, the bytes of an incomplete character as \xc3, or its name."""
+        if token in (self.mask, self.end_of_document):
+            return MASK_TEXT if token == self.mask else END_TEXT
+        text = self.decode([token])
+        if text and "\ufffd" not in text:
+            return text
+        piece: str | None = self._tokenizer.id_to_token(token)
+        if piece is None:  # a gap in the vocabulary
+            return f"<{token}>"
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+        if byte:
+            return f"\\x{byte[1].lower()}"
+        written = [_BYTE_LEVEL.get(character) for character in piece]
+        whole = [byte for byte in written if byte is not None]
+        return bytes(whole).decode(errors="backslashreplace") if len(whole) == len(written) else piece
+
     def to_json(self) -> str:
         """The tokenizer's own JSON."""
         return self._definition
@@ -171,8 +215,41 @@ class _JsonStreamDecoder:
         return text[len(before) :]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file or a checkpoint folder.
+def names_hub_tokenizer(choice: str) -> bool:
+    """Whether this names a tokenizer of the hub."""
+    return choice.startswith(_HUB)
+
+
+def hub_tokenizer(choice: str) -> "JsonTokenizer":
+    """The tokenizer of a repository of the Hugging Face hub, such as hub:gpt2.
+
+    Raises:
+        ArgumentError: if there is none of that name, or it cannot be reached.
+    """
+    try:
+        import huggingface_hub
+        import tokenizers
+    except ImportError:
+        raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
+    name = choice.removeprefix(_HUB)
+    try:
+        # Fails at once without a network; the download alone would retry.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
+        definition: str = tokenizers.Tokenizer.from_pretrained(name).to_str()
+    except Exception as error:  # of the network, of the hub, and of the library, which raises plain Exception
+        try:
+            definition = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE))).read_text(encoding="utf-8")
+        except (OSError, ValueError):  # it is not there, or the name cannot be one
+            raise ArgumentError(
+                "tokenizer",
+                f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
+                "network, or give the path of a tokenizer.json.",
+            ) from None
+    return JsonTokenizer(definition, choice)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file, or in a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 
     Raises:
         LineartimeError: if the file cannot be read or is not a tokenizer.
@@ -187,6 +264,33 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if definition == ByteTokenizer().to_json():
         return ByteTokenizer()
     return JsonTokenizer(definition, str(file))
+
+
+def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
+    """Raise ArgumentError unless this is a tokenizer with as many tokens as a model's vocabulary."""
+    tokens = getattr(tokenizer, "vocab_size", None)
+    if not isinstance(tokens, int) or not hasattr(tokenizer, "stream_decoder"):
+        raise ArgumentError(
+            "tokenizer",
+            f"is of type {type(tokenizer).__name__}, but must be the tokenizer of the model: load_tokenizer returns it.",
+        )
+    if tokens != vocab_size:
+        raise ArgumentError(
+            "tokenizer",
+            f"has {tokens:,} tokens, but the model's vocabulary has {vocab_size:,}: give the tokenizer of the model's run.",
+        )
+
+
+def encode_given(tokenizer: Tokenizer, argument: str, text: object) -> list[int]:
+    """The ids of a text that a user gave; ArgumentError, naming the argument, for what is no text or cannot be encoded."""
+    if not isinstance(text, str):
+        raise ArgumentError(argument, f"is of type {type(text).__name__}, but must be a text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(argument, "is not UTF-8 text: convert it to UTF-8.") from None
+    ids: list[int] = tokenizer.encode(text).tolist()
+    return ids
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

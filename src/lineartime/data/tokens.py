@@ -17,17 +17,17 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
 from lineartime.data.encode import FACTS, Integers, Writer, batches
 from lineartime.data.progress import Progress
-from lineartime.data.readers import Split
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import sha256, write_atomically
@@ -54,6 +54,8 @@ class TokenStream:
         n_bytes: the bytes of the text they encode.
         n_words: the words of that text, as separated by white space.
         digest: differs between streams of different tokens; empty for one that is not on disk.
+        n_documents: the documents, the last one perhaps cut; None for tokens that an earlier version encoded.
+        is_cut: whether a limit of tokens ended the stream before the split ended.
     """
 
     name: str
@@ -61,6 +63,8 @@ class TokenStream:
     n_bytes: int
     n_words: int = 0
     digest: str = ""
+    n_documents: int | None = None
+    is_cut: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -116,7 +120,9 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
 
 
-def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path, max_tokens: int | None = None) -> TokenStream:
+def token_stream(
+    corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: str | Path, max_tokens: int | None = None
+) -> TokenStream:
     """The tokens of a split, encoded only if the cache does not hold them.
 
     Args:
@@ -129,11 +135,12 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: Path
     Raises:
         LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
-    folder = cache / _key(corpus.identity(split), tokenizer, max_tokens)
-    name = f"the {split} split of {corpus.name}"
+    folder = Path(cache) / _key(corpus.identity(split), tokenizer, max_tokens)
+    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     if not (folder / FACTS).exists():
         _write(folder, corpus, split, tokenizer, max_tokens)
-    return _open(folder, name)
+    stream = _open(folder, name)
+    return replace(stream, is_cut=max_tokens is not None and len(stream) >= max_tokens)
 
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
@@ -150,7 +157,7 @@ def _open(folder: Path, name: str) -> TokenStream:
         shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
         written = "".join(facts["sha256"][file] for file in sorted(facts["sha256"]))
         identity = hashlib.sha256(written.encode()).hexdigest()[:12]
-        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], identity)
+        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], identity, facts.get("n_documents"))
     except OSError as error:
         raise cannot("read", folder, error) from None
     except (ValueError, KeyError, TypeError):

@@ -7,17 +7,22 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lineartime.data.corpora import Corpus
+from lineartime.choices import VOCAB_SIZE, TokenizerKind
+from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, whole_lines
-from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    hub_tokenizer,
+    names_hub_tokenizer,
+    read_tokenizer,
+    whole_lines,
+)
+from lineartime.errors import ArgumentError, cannot, missing_extra
 from lineartime.files import write_atomically
-
-Kind = Literal["bpe", "unigram"]
-VOCAB_SIZE = 32_000
-"""The size with which models have the parameters that the paper reports."""
 
 _FORMAT = 1  # part of every cached file's name: raise it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
@@ -26,13 +31,13 @@ _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
-_SMALLEST: dict[Kind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
+_SMALLEST: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 
-TRAINING_BYTES: dict[Kind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
+TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 """Bytes of text to learn from. Unigram needs memory for many times as much."""
 
 
-def train_tokenizer(corpus: Corpus, kind: Kind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
+def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
     """Train a tokenizer on the beginning of the training split, on all cores.
 
     BPE works on bytes, and decoding restores every text exactly. Unigram falls back to bytes where it has no piece; decoding
@@ -57,7 +62,7 @@ def train_tokenizer(corpus: Corpus, kind: Kind, vocab_size: int, max_bytes: int 
         texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
         first = next(texts, None)
         if first is None:
-            raise LineartimeError(f"There is no text in the train split of {corpus.name}: give more text.")
+            raise no_text(f"the train split of {corpus.name}")
         train = _train_bpe if kind == "bpe" else _train_unigram
         definition = train(tokenizers, chain([first], texts), vocab_size)
     return JsonTokenizer(definition, f"{kind} of {corpus.name}")
@@ -108,10 +113,10 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
 
 def names_tokenizer(choice: str) -> bool:
     """Whether `tokenizer_for` reads this as a name, not as a path."""
-    return choice == "bytes" or _to_train(choice) is not None
+    return choice == "bytes" or names_hub_tokenizer(choice) or _to_train(choice) is not None
 
 
-def _to_train(choice: str) -> tuple[Kind, int] | None:
+def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     """The kind and size of a tokenizer to train, such as bpe-32000."""
     name, _, number = choice.partition("-")
     kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
@@ -123,7 +128,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
 
     Args:
         choice: "bytes" or None; a file or a checkpoint folder; or "bpe-32000" or "unigram-32000", with any number, to train
-            one on the training split of the corpus the first time and keep it in the cache.
+            one on the training split of the corpus the first time and keep it in the cache; or "hub:gpt2", for any of the hub.
         corpus: the text to train on.
         cache: the folder of trained tokenizers.
 
@@ -134,13 +139,15 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
         return ByteTokenizer()
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
+        if isinstance(choice, str) and names_hub_tokenizer(choice):
+            return hub_tokenizer(choice)
         if isinstance(choice, str) and not Path(choice).exists():
             raise ArgumentError(
                 "tokenizer",
-                f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE} or the "
-                "path of a tokenizer.json.",
+                f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
+                "hub:NAME or the path of a tokenizer.json.",
             )
-        return load_tokenizer(Path(choice))
+        return read_tokenizer(Path(choice))
     kind, vocab_size = wanted
     if vocab_size < _SMALLEST[kind]:
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")
@@ -153,4 +160,4 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
             write_atomically(file, definition)
         except OSError as error:
             raise cannot("write", file, error) from None
-    return load_tokenizer(file)
+    return read_tokenizer(file)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.data.batches import causal_batch, masked_batch, read_window
+from lineartime.data.corpora import no_text
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import autocast
 from lineartime.models.heads import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
@@ -36,6 +37,7 @@ class Evaluation:
     """The result of evaluating a model on a stream of tokens.
 
     Attributes:
+        text: what was measured, in words.
         context: how much context the tokens had, in words.
         loss: mean over the tokens, in nats.
         tokens: how many tokens the mean is over.
@@ -47,6 +49,7 @@ class Evaluation:
             the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
     """
 
+    text: str
     context: str
     loss: float
     tokens: int
@@ -101,7 +104,7 @@ def windowed(
         LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
     """
     if not 1 <= stride <= context_length:
-        raise ArgumentError("stride", f"is {stride}, but must be from 1 to context_length = {context_length}.")
+        raise ArgumentError("stride", f"is {stride}, but must be from 1 to ", Argument("context_length", context_length), ".")
     tokens = _length(stream, max_tokens)
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
@@ -151,7 +154,7 @@ def carried(
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
     if len(stream) == 0:
-        raise LineartimeError(f"There is no text in {stream.name}: give a longer text.")
+        raise no_text(stream.name)
     return min(len(stream), max_tokens or len(stream))
 
 
@@ -205,4 +208,4 @@ class _Positions:
         n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)
         per_word = None if masked else word_perplexity(loss, count, n_words)
-        return Evaluation(context, loss, count, masked, bits, per_word, by_position)
+        return Evaluation(stream.name, context, loss, count, masked, bits, per_word, by_position)

@@ -10,8 +10,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
-from lineartime.layers.positions import RotaryBias, build_relative_bias
+from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.residual import State
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -46,7 +47,10 @@ class ChunkedUnit(GatedUnit[State]):
         super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
         self.chunk_size = chunk_size
-        self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk) if relative_bias else None
+        self.relative_bias = relative_bias
+        self.bias: TableBias | RotaryBias | None = None
+        if relative_bias:
+            self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
 
     @property
     def options(self) -> MixedChunkOptions:

@@ -18,11 +18,12 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads
-from lineartime.layers.residual import LayerOptions, ResidualLayer, init_dense, zero_padding
+from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
 from lineartime.ops.cross import cross_attention
-from lineartime.ops.layout import check_mask, check_tokens
+from lineartime.ops.layout import as_mask
 
 
 class SourceState(NamedTuple):
@@ -72,14 +73,21 @@ class CrossGAU(ResidualLayer):
                 raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
         self.n_heads = n_heads
         self.d_qk = d_qk
+        self.expansion = expansion
         self.activation: Activation = activation
-        self.to_gate_query = init_dense(nn.Linear(d_model, self.d_value + d_qk))
-        self.to_value_key = init_dense(nn.Linear(d_model, self.d_value + d_qk))
+        self.to_gate_query = Dense(d_model, self.d_value + d_qk, **factory(options))
+        self.to_value_key = Dense(d_model, self.d_value + d_qk, **factory(options))
+        self.gamma = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
+        self.beta = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
+        self.init_own()
+        self.to_output = Dense(self.d_value, d_model, **factory(options))
+
+    def init_own(self) -> None:
+        """Set gamma and beta to what they start with."""
         # Not the N(0, 0.02) and 0 of a GAU: without a relative bias, scores would start at 1e-6, and their squares would pass
         # no gradient. These start near beta_q.beta_k / sqrt(s / H) = 1: at first, every query reads the mean of the source.
-        self.gamma = nn.Parameter(torch.ones(2, d_qk))
-        self.beta = nn.Parameter(torch.full((2, d_qk), (d_qk / n_heads) ** -0.25))
-        self.to_output = init_dense(nn.Linear(self.d_value, d_model))
+        nn.init.ones_(self.gamma)
+        nn.init.constant_(self.beta, (self.d_qk / self.n_heads) ** -0.25)
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, source_mask: Tensor | None = None) -> Tensor:
         """Read a whole source and compute all tokens at once.
@@ -87,14 +95,14 @@ class CrossGAU(ResidualLayer):
         Args:
             x: [B, T, d].
             source: [B, S, d], normed.
-            mask: bool [B, T], True for real tokens; padding may be anywhere and comes out as zeros.
-            source_mask: bool [B, S], True for real tokens of the source; no token reads padding.
+            mask: bool or 0 and 1, [B, T], True for real tokens; padding may be anywhere and comes out as zeros.
+            source_mask: bool or 0 and 1, [B, S], True for real tokens of the source; no token reads padding.
 
         Returns:
             [B, T, d]. For a source without real tokens, the output is x plus a learned bias.
 
         Raises:
-            ValueError: if shapes do not fit.
+            ArgumentError: if shapes do not fit.
         """
         return self.attend(x, self.read(source, source_mask), mask)
 
@@ -102,8 +110,8 @@ class CrossGAU(ResidualLayer):
         """Keys and values of a source [B, S, d], computed once for all calls of `attend`."""
         if source.dim() != 3 or source.shape[-1] != self.d_model:
             expected = f"[B, S, d_model] with d_model = {self.d_model}"
-            raise ValueError(f"source has shape {list(source.shape)}, but must be {expected}.")
-        check_mask("source_mask", source_mask, source.shape[0], source.shape[1])
+            raise ArgumentError("source", f"has shape {list(source.shape)}, but must be {expected}.")
+        source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1])
         projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
         value, base = projected.split([self.d_value, self.d_qk], dim=-1)
         return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
@@ -111,9 +119,9 @@ class CrossGAU(ResidualLayer):
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
         """Let tokens [B, T, d] read a source. Any cut of T gives the same result: no token reads another."""
         self.check_input(x)
-        check_tokens(x.shape, mask, None)
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
         if x.shape[0] != state.k.shape[0]:
-            raise ValueError(f"x has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
+            raise ArgumentError("x", f"has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
         x = zero_padding(x, mask)
         gate, base = F.silu(self.to_gate_query(self.norm(x))).split([self.d_value, self.d_qk], dim=-1)
         q = self._split_heads(base * self.gamma[0] + self.beta[0])

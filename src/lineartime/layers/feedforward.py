@@ -1,11 +1,12 @@
 """The feed-forward layers of the Transformers. Shapes: B batch, T tokens, d model width."""
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
-from lineartime.layers.residual import LayerOptions, ResidualLayer, init_dense
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.residual import LayerOptions, ResidualLayer
 
 
 class MLP(ResidualLayer):
@@ -21,8 +22,9 @@ class MLP(ResidualLayer):
     def __init__(self, d_model: int, *, expansion: int = 4, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
         check_positive(expansion=expansion)
-        self.to_hidden = init_dense(nn.Linear(d_model, expansion * d_model))
-        self.to_output = init_dense(nn.Linear(expansion * d_model, d_model))
+        self.expansion = expansion
+        self.to_hidden = Dense(d_model, expansion * d_model, **factory(options))
+        self.to_output = Dense(expansion * d_model, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, d], each token on its own."""
@@ -46,9 +48,10 @@ class GLU(ResidualLayer):
     def __init__(self, d_model: int, *, expansion: int = 4, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
         check_positive(expansion=expansion)
+        self.expansion = expansion
         hidden = round(expansion * d_model * 2 / 3)
-        self.to_gate_value = init_dense(nn.Linear(d_model, 2 * hidden))
-        self.to_output = init_dense(nn.Linear(hidden, d_model))
+        self.to_gate_value = Dense(d_model, 2 * hidden, **factory(options))
+        self.to_output = Dense(hidden, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, d], each token on its own."""

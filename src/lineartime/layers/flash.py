@@ -11,7 +11,8 @@ from torch import Tensor
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
 from lineartime.layers.residual import SteppingMixer
-from lineartime.ops.layout import Layout
+from lineartime.ops import exported
+from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
@@ -32,10 +33,17 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
     name = "flash"
     splits_context = True
 
+    def plan(self) -> LayoutPlan:
+        """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""
+        plan = super().plan()
+        return plan._replace(chunk_size=None) if torch.compiler.is_exporting() else plan
+
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """All between the two dense maps as one operation."""
-        tokens = Projected(projected, self.gamma, self.beta)
-        return attend_projected(tokens, self.chunk_bias(layout), layout, self.options, self.backend)
+        tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
+        if torch.compiler.is_exporting() and layout.context is None:
+            return exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+        return attend_projected(tokens, bias, layout, self.options, self.backend)
 
     def init_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.residual import Mixer, MixerOptions, State, init_dense
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.residual import Mixer, MixerOptions, State
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.layout import Layout
@@ -67,15 +68,21 @@ class GatedUnit(Mixer[State]):
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("rotary positions turn pairs of features", d_qk=d_qk)
         self.d_qk = d_qk
+        self.expansion = expansion
         self.d_gate, self.d_value = self.gate_and_value_widths(expansion * d_model)
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
-        self.to_gate_value_base = init_dense(nn.Linear(d_model, self.d_gate + self.d_value + d_qk))
-        self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk))
-        self.beta = nn.Parameter(torch.zeros(self.n_maps, d_qk))
+        self.to_gate_value_base = Dense(d_model, self.d_gate + self.d_value + d_qk, **factory(options))
+        self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
+        self.beta = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
+        self.init_own()
+        self.to_output = Dense(self.d_value, d_model, **factory(options))
+
+    def init_own(self) -> None:
+        """Draw gamma from N(0, 0.02), and set beta to 0."""
         nn.init.normal_(self.gamma, std=0.02)
-        self.to_output = init_dense(nn.Linear(self.d_value, d_model))
+        nn.init.zeros_(self.beta)
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """How wide U and V are, given e = expansion * d."""
@@ -123,6 +130,10 @@ class HasBackends(nn.Module):
 
     backend: Backend = "auto"
     """Which of them it uses: see `set_backend`."""
+
+    def extra_repr(self) -> str:
+        """The backend, which a layer shows behind its options."""
+        return f"backend={self.backend!r}"
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.ops import exported
 from lineartime.ops.cache import KVCache
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import FactoredBias
@@ -51,7 +54,8 @@ class GAU(GatedUnit[KVCache], HasBackends):
         if max_length is not None:
             check_positive(max_length=max_length)
         self.max_length = max_length
-        self.bias = build_relative_bias(max_length, self.d_qk) if relative_bias else None
+        self.relative_bias = relative_bias
+        self.bias = build_relative_bias(max_length, self.d_qk, **factory(options)) if relative_bias else None
 
     @property
     def longest_sequence(self) -> int | None:
@@ -63,6 +67,7 @@ class GAU(GatedUnit[KVCache], HasBackends):
         return LayoutPlan(
             rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
+            longest=self.longest_sequence,
             dtype=acc_dtype(self.gamma),
         )
 
@@ -80,7 +85,9 @@ class GAU(GatedUnit[KVCache], HasBackends):
         else:
             bias = self._bias(places, places, layout)
         normalization = self._constant_normalization() if self.causal else self.normalization
-        return attend_rows(q, k, v, bias, real, QuadraticOptions(self.causal, self.activation, normalization), self.backend)
+        options = QuadraticOptions(self.causal, self.activation, normalization)
+        attend = exported.quadratic if torch.compiler.is_exporting() else attend_rows
+        return attend(q, k, v, bias, real, options, self.backend)
 
     def _constant_normalization(self) -> int | Literal["count"]:
         """The divisor of a causal layer, which must not change with the current length."""
@@ -88,9 +95,10 @@ class GAU(GatedUnit[KVCache], HasBackends):
 
     def _bias(self, query_positions: Tensor, key_positions: Tensor, layout: Layout) -> Tensor | None:
         if isinstance(self.bias, TableBias) and key_positions.shape[0] > self.bias.max_length:
-            raise ValueError(
-                f"The sequence has {key_positions.shape[0]} tokens, but this GAU's relative bias is a table for max_length = "
-                f"{self.bias.max_length}: build it with a larger max_length, or with None for no limit."
+            raise ArgumentError(
+                "max_length",
+                f"is {self.bias.max_length}, the length of this GAU's table of relative biases, but the sequence has "
+                f"{key_positions.shape[0]} tokens: build it with a larger max_length, or with None for no limit.",
             )
         return None if self.bias is None else self.bias(query_positions, key_positions, layout.place_rotations)
 

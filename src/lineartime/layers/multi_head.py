@@ -8,12 +8,13 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
-from lineartime.layers.residual import Mixer, MixerOptions, State, init_dense
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.residual import Mixer, MixerOptions, State
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -50,8 +51,8 @@ class MultiHeadMixer(Mixer[State]):
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
-        self.to_qkv = init_dense(nn.Linear(d_model, self.n_maps * d_model))
-        self.to_output = init_dense(nn.Linear(d_model, d_model))
+        self.to_qkv = Dense(d_model, self.n_maps * d_model, **factory(options))
+        self.to_output = Dense(d_model, d_model, **factory(options))
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:

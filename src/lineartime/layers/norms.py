@@ -4,7 +4,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.activations import check_choice
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
@@ -14,10 +16,19 @@ NORMS: tuple[str, ...] = ("layernorm", "scalenorm", "rmsnorm")
 class ScaleNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * g with one learned scalar g: [..., d] -> [..., d] (FLASH, arXiv 2202.10447, code 1)."""
 
-    def __init__(self, eps: float = 1e-5) -> None:
+    def __init__(self, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.eps = eps
-        self.g = nn.Parameter(torch.ones(1))  # not a scalar: FSDP2 shards rows
+        self.g = nn.Parameter(torch.empty(1, **factory))  # not a scalar: FSDP2 shards rows
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to one."""
+        nn.init.ones_(self.g)
+
+    def extra_repr(self) -> str:
+        """What it was built with."""
+        return f"eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d], computed in float32 or better: the square of 1,000 does not fit float16."""
@@ -29,10 +40,19 @@ class ScaleNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * g with a learned g in R^d: [..., d] -> [..., d] (arXiv 1910.07467)."""
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(d_model))
+        self.weight = nn.Parameter(torch.empty(d_model, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the gains to one."""
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        """What it was built with."""
+        return f"{len(self.weight)}, eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d], computed in float32 or better."""
@@ -41,9 +61,9 @@ class RMSNorm(nn.Module):
         return (wide * scale * self.weight).to(x.dtype)
 
 
-def build_norm(norm: Norm, d_model: int) -> nn.Module:
+def build_norm(norm: Norm, d_model: int, **factory: Unpack[FactoryOptions]) -> nn.Module:
     """The norm of that name for inputs [..., d_model]; ValueError for an unknown name."""
     check_choice("norm", norm, NORMS)
     if norm == "layernorm":
-        return nn.LayerNorm(d_model)
-    return ScaleNorm() if norm == "scalenorm" else RMSNorm(d_model)
+        return nn.LayerNorm(d_model, **factory)
+    return ScaleNorm(**factory) if norm == "scalenorm" else RMSNorm(d_model, **factory)

@@ -15,7 +15,7 @@ def constructor_options(layer: type[Any]) -> dict[str, Option]:
     """The keyword arguments of a layer's constructor, by name: those of its bases first, then its own.
 
     A constructor that passes arguments on, `**options: Unpack[SomeOptions]`, takes those that SomeOptions lists. Their types
-    and defaults are those of the base that declares them.
+    and defaults are those of the base that declares them. Where a subclass does not say what it passes on, that is everything.
     """
     options: dict[str, Option] = {}
     accepted: set[str] | None = None  # None: everything
@@ -25,7 +25,7 @@ def constructor_options(layer: type[Any]) -> dict[str, Option]:
         hints = get_type_hints(vars(owner)["__init__"])
         parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
         own = {
-            parameter.name: Option(hints[parameter.name], parameter.default)
+            parameter.name: Option(hints.get(parameter.name, Any), parameter.default)
             for parameter in parameters
             if parameter.kind is parameter.KEYWORD_ONLY and (accepted is None or parameter.name in accepted)
         }
@@ -33,6 +33,6 @@ def constructor_options(layer: type[Any]) -> dict[str, Option]:
         passed_on = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
         if not passed_on:
             break
-        (listed,) = get_args(hints[passed_on[0]])  # Unpack[SomeOptions]
-        accepted = set(listed.__annotations__) if accepted is None else accepted & set(listed.__annotations__)
+        for listed in get_args(hints.get(passed_on[0])):  # Unpack[SomeOptions]
+            accepted = set(listed.__annotations__) if accepted is None else accepted & set(listed.__annotations__)
     return options

@@ -5,8 +5,11 @@ Shapes: Q queries, K keys, s query/key width, d model width.
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
+from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.checks import is_readable
 from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
 
@@ -17,10 +20,14 @@ LARGEST_TABLE = 512
 class TableBias(nn.Module):
     """A learned relative bias for each offset between -(n-1) and n-1, n being `max_length`."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.max_length = max_length
-        self.table = nn.Parameter(torch.empty(2 * max_length - 1))
+        self.table = nn.Parameter(torch.empty(2 * max_length - 1, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew."""
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
@@ -31,10 +38,14 @@ class TableBias(nn.Module):
 class RotaryBias(nn.Module):
     """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s."""
 
-    def __init__(self, d_qk: int) -> None:
+    def __init__(self, d_qk: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.empty(d_qk))
-        self.b = nn.Parameter(torch.empty(d_qk))
+        self.a = nn.Parameter(torch.empty(d_qk, **factory))
+        self.b = nn.Parameter(torch.empty(d_qk, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw both vectors anew."""
         nn.init.normal_(self.a, std=0.02)
         nn.init.normal_(self.b, std=0.02)
 
@@ -47,21 +58,26 @@ class RotaryBias(nn.Module):
         return rotary_bias(self.a, self.b, query_positions, key_positions, table)
 
 
-def build_relative_bias(max_length: int | None, d_qk: int) -> TableBias | RotaryBias:
+def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> TableBias | RotaryBias:
     """A table where a `max_length` of at most 512 is stated, otherwise the rotary form, which has no limit."""
     if max_length is not None and max_length <= LARGEST_TABLE:
-        return TableBias(max_length)
-    return RotaryBias(d_qk)
+        return TableBias(max_length, **factory)
+    return RotaryBias(d_qk, **factory)
 
 
 class ScaledSin(nn.Module):
     """The sinusoid table times one learned scalar, which starts at 1/sqrt(d) (arXiv 2202.10447, code 7)."""
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, d_model: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         check_even("a sinusoid is made of pairs of features", d_model=d_model)
         self.d_model = d_model
-        self.scale = nn.Parameter(torch.tensor([d_model**-0.5]))  # not a scalar: FSDP2 shards rows
+        self.scale = nn.Parameter(torch.empty(1, **factory))  # not a scalar: FSDP2 shards rows
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scale to what it starts with."""
+        nn.init.constant_(self.scale, self.d_model**-0.5)
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""
@@ -73,18 +89,23 @@ class LearnedPositions(nn.Module):
 
     matrices = ("table",)
 
-    def __init__(self, max_positions: int, d_model: int) -> None:
+    def __init__(self, max_positions: int, d_model: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.empty(max_positions, d_model))
+        self.table = nn.Parameter(torch.empty(max_positions, d_model, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew."""
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """[...] integer positions -> [..., d]; ValueError for a position beyond the last."""
+        """[...] integer positions -> [..., d]; ArgumentError for a position beyond the last."""
         if is_readable(positions):
             longest = int(positions.max()) + 1
             if longest > len(self.table):
-                raise ValueError(
-                    f"The sequence has {longest} tokens, but the model has learned positions for max_positions = "
-                    f"{len(self.table)}: build it with more, or give it shorter sequences."
+                raise ArgumentError(
+                    "max_positions",
+                    f"is {len(self.table)}, the number of learned positions, but the sequence has {longest} tokens: build the "
+                    "model with more, or give it shorter sequences.",
                 )
         return self.table[positions]

@@ -5,7 +5,8 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypedDict, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,14 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, make_layout, step_layout, stream_layout
+from lineartime.layers.options import constructor_options
+from lineartime.layers.streams import RaggedState, check_state, extend_ragged
+from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, as_mask, make_layout, step_layout, stream_layout
 
 
-class LayerOptions(TypedDict, total=False):
+class LayerOptions(FactoryOptions, total=False):
     """What every layer takes: see `ResidualLayer`."""
 
     norm: Norm
@@ -37,6 +41,7 @@ class ResidualLayer(nn.Module):
         d_model: d, the width of inputs and outputs.
         norm: "layernorm", "scalenorm" or "rmsnorm".
         dropout: probability of dropping an output before the residual.
+        device, dtype: where parameters are made, and in which dtype, as in torch.nn; None for PyTorch's defaults.
 
     Raises:
         ValueError: for an argument outside what it allows.
@@ -45,19 +50,44 @@ class ResidualLayer(nn.Module):
     name: ClassVar[str]
     """Its name in a `LayerConfig`, in JSON and in the documents; for a mixer, that of its file, with hyphens."""
 
-    def __init__(self, d_model: int, *, norm: Norm = "layernorm", dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        norm: Norm = "layernorm",
+        dropout: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
             raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
-        self.norm = build_norm(norm, d_model)
+        self.norm = build_norm(norm, d_model, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
+    def init_own(self) -> None:
+        """Draw the parameters that are the layer's own, not its parts': none, unless a subclass has some."""
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters of the layer anew, from the distributions of its constructor."""
+        reset_parts(self)
+        self.init_own()
+
+    def extra_repr(self) -> str:
+        """Its options, apart from those that its parts show."""
+        shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
+        values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
+        options = [f"{name}={value!r}" for name, value in values.items()]
+        return ", ".join(filter(None, [*options, super().extra_repr()]))
+
     def check_input(self, x: Tensor) -> None:
-        """Raise ValueError unless x is [B, T, d]."""
+        """Raise ArgumentError unless x is [B, T, d]."""
+        if not isinstance(x, Tensor):
+            raise ArgumentError("x", f"is a {type(x).__name__}, but must be a tensor.")
         if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
+            raise ArgumentError("x", f"has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
 
 
 class StreamState(Protocol):
@@ -135,7 +165,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
         Args:
             x: [B, T, d].
-            mask: bool [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
 
         Returns:
@@ -163,8 +193,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 `context`.
         """
         if context is not None and not self.splits_context:
-            raise ValueError(
-                f"{type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences over several."
+            raise ArgumentError(
+                "context",
+                f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
+                "over several.",
             )
         return make_layout(shape, mask, cu_seqlens, device=device, plan=self.plan(), context=context)
 
@@ -173,11 +205,37 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         self._check_layout(layout)
         return zero_padding(self.mix(zero_padding(x, layout.mask), layout), layout.mask)
 
-    def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Continue streams by N tokens, [B, N, d] -> [B, N, d] and the state after them; `state` stays as it is."""
+    def extend(
+        self, x: Tensor, state: State | RaggedState | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State | RaggedState]:
+        """Continue streams by N tokens, as each stream would be continued alone.
+
+        Args:
+            x: [B, N, d].
+            state: as `extend` returned it, or None to begin B streams; it stays as it is.
+            mask: bool or 0 and 1, [B, N], True for real tokens. Positions count real tokens only, so that prompts of different
+                lengths can be padded on the left, read at once, and continued without a mask. Streams at one position that get
+                equally many tokens are computed together, the others one group after the other.
+
+        Returns:
+            [B, N, d], with zeros at padding, and the state: a `RaggedState` where streams stand at different positions.
+
+        Raises:
+            ArgumentError: unless the mixer is causal; for shapes that do not fit, or a state of another batch size or layer.
+        """
         self.check_causal()
         self.check_input(x)
-        return self.read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+        if state is None:
+            state = self.init_state(x.shape[0])
+        self._check_state(state, x.shape[0])
+        if mask is None and not isinstance(state, RaggedState):
+            return self._extend_together(x, state)
+        return extend_ragged(self._extend_together, x, state, mask)
+
+    def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """`extend` for streams at one position, by tokens without padding."""
+        return self.mix_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
         """The layout of the next `count` tokens of streams that have read `position` tokens."""
@@ -188,28 +246,39 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return step_layout(positions, plan=self.plan())
 
     def read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """`extend` with a layout; ValueError for a state of another batch size, or a layout of another mixer."""
-        made_for = state[0].shape[0]
-        if x.shape[0] != made_for:
-            raise ValueError(
-                f"x has batch size {x.shape[0]}, but its state was made for {made_for}: call init_state({x.shape[0]})."
-            )
+        """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
+        self._check_state(state, x.shape[0])
         self._check_layout(layout)
         return self.mix_next(x, state, layout)
 
+    def _check_state(self, state: State | RaggedState, batch: int) -> None:
+        for part in state.states if isinstance(state, RaggedState) else [state]:
+            check_state(part, self._no_streams, type(self).__name__)
+        made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
+        if batch != made_for:
+            raise ArgumentError(
+                "x", f"has batch size {batch}, but its state was made for {made_for}: call init_state({batch})."
+            )
+
+    @cached_property
+    def _no_streams(self) -> State:
+        """The state of no streams, which shows how a state is built."""
+        return self.init_state(0)
+
     def _check_layout(self, layout: Layout) -> None:
         if layout.plan != self.plan():
-            raise ValueError(f"layout was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
+            raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
 
     def check_causal(self) -> None:
-        """Raise ValueError unless this mixer is causal, and so can stream."""
+        """Raise ArgumentError unless this mixer is causal, and so can stream."""
         if self.why_not_causal is not None:
-            raise ValueError(
-                f"{type(self).__name__} has causal=False and cannot stream, nor can it be built with causal=True: "
-                f"{self.why_not_causal}."
+            raise ArgumentError(
+                "causal",
+                f"is False, so that {type(self).__name__} cannot stream, nor can it be built with causal=True: "
+                f"{self.why_not_causal}.",
             )
         if not self.causal:
-            raise ValueError(f"{type(self).__name__} has causal=False and cannot stream: build it with causal=True.")
+            raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream: build it with causal=True.")
 
 
 class SteppingMixer(Mixer[State], Generic[State, Streams]):
@@ -238,8 +307,8 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """
         self.check_input(x)
         if x.shape[:2] != (len(streams.position), 1):
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
+            raise ArgumentError(
+                "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
             )
         return self.mix_step(x, streams, self.step_layout(streams.position))
 
@@ -247,10 +316,3 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """[B, T, d] with zeros at padding, whatever stood there, NaN included."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
-
-
-def init_dense(linear: nn.Linear) -> nn.Linear:
-    """The same linear map with weights drawn from N(0, 0.02) and biases 0 (arXiv 2202.10447, appendix B)."""
-    nn.init.normal_(linear.weight, std=0.02)
-    nn.init.zeros_(linear.bias)
-    return linear

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer, SteppingMixer
@@ -122,6 +123,7 @@ class Backbone(nn.Module):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self._check_ids(ids)
+        self._check_states("state", state)
         layouts = self._layouts(lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
         x = self._embed(ids, layouts[0].positions)
         states = []
@@ -131,7 +133,11 @@ class Backbone(nn.Module):
         return self.norm(x), tuple(states)
 
     def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
-        """Join streams at different positions, for `step`; ValueError for mixers that cannot step."""
+        """Join streams at different positions, for `step`; ValueError for mixers that cannot step, or other states."""
+        if not states:
+            raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
+        for state in states:
+            self._check_states("states", state)
         return tuple(
             block.stepping_mixer.join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
@@ -140,6 +146,7 @@ class Backbone(nn.Module):
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
         self._check_ids(ids)
+        self._check_states("streams", streams)
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._embed(ids, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -151,7 +158,19 @@ class Backbone(nn.Module):
         x: Tensor = self.embedding(ids)
         return x if self.position is None else x + self.position(positions)
 
+    def _check_states(self, argument: str, given: object) -> None:
+        """Raise ArgumentError unless this holds a state for each block."""
+        blocks = len(list(self.blocks))
+        if not isinstance(given, tuple) or not all(hasattr(state, "position") for state in given):
+            raise ArgumentError(
+                argument, f"is of type {type(given).__name__}, but must be a state, as init_state and extend return it."
+            )
+        if len(given) != blocks:
+            raise ArgumentError(argument, f"is of a model with {len(given)} blocks, but this model has {blocks}.")
+
     def _check_ids(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor):
+            raise ArgumentError("ids", f"is of type {type(ids).__name__}, but must be a tensor [B, T] of whole numbers.")
         if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
         if is_readable(ids):

@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 import torch
 
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError
+from lineartime.fields import check_names, from_fields
 from lineartime.layers.checks import check_positive
 from lineartime.layers.norms import Norm
-from lineartime.models.fields import check_names, from_fields
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-
-Task = Literal["clm", "mlm"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,11 @@ class ModelConfig:
         """
         return from_fields(cls, parts_from_dict(data), "the model")
 
+    @property
+    def override_names(self) -> list[str]:
+        """The names that `override` takes: fields of the model, then options of its layers."""
+        return _override_names(vars(self))
+
     def override(self, /, **values: Any) -> "ModelConfig":
         """A copy with other values: a field of the model, or an option of its mixer or feed-forward under its own name.
 
@@ -98,7 +102,11 @@ class ModelConfig:
             if len(owners) > 1:
                 raise ArgumentError(name, f"is an option of both {' and '.join(owners)}: override one of these as a whole.")
             if not owners:
-                allowed = dict.fromkeys([*fields, *(option for layer in parts.values() for option in layer.options)])
-                check_names([name], allowed, "this model")
+                check_names([name], _override_names(changed), "this model")
             changed[owners[0]] = changed[owners[0]].override(**{name: values[name]})
         return from_fields(ModelConfig, changed, "the model")
+
+
+def _override_names(fields: Mapping[str, Any]) -> list[str]:
+    options = (option for value in fields.values() if isinstance(value, LayerConfig) for option in value.options)
+    return list(dict.fromkeys([*fields, *options]))

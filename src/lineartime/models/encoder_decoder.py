@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
+from lineartime.fields import from_fields
 from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
-from lineartime.models.fields import from_fields
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-from lineartime.ops.layout import Layout, check_mask
+from lineartime.ops.layout import Layout, as_mask
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class EncoderDecoder(nn.Module):
         if target_ids.shape[:1] != source_ids.shape[:1]:
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
-        check_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
+        target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
         layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
         for block, source in zip(self.blocks, sources, strict=True):
@@ -186,7 +186,7 @@ class EncoderDecoder(nn.Module):
 
     def _read(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
         if source_ids.dim() == 2:
-            check_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1])
+            source_mask = as_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1])
         hidden = self.encoder(source_ids, source_mask)
         return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
 

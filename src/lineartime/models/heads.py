@@ -4,10 +4,13 @@ Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.errors import ArgumentError
+from lineartime.layers.residual import SteppingMixer
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
@@ -34,7 +37,7 @@ class LanguageModel(nn.Module):
 
         Args:
             ids: [B, T] token ids.
-            mask: bool [B, T], True for real tokens; padding may stand anywhere.
+            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
             context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
                 of the ranks; slices are equal and whole chunks, without masks or packed documents. Each gets its share of the
@@ -122,6 +125,11 @@ class CausalLM(LanguageModel):
         hidden, state = self.backbone.extend(ids, state)
         return self.logits(hidden), state
 
+    @property
+    def can_step(self) -> bool:
+        """Whether streams at different positions can be continued together: see `join_streams`."""
+        return all(isinstance(block.mixer, SteppingMixer) for block in self.backbone.blocks)
+
     def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
         """Bring streams that stand at different positions together, to continue them token by token with `step`.
 
@@ -145,3 +153,31 @@ class MaskedLM(LanguageModel):
 def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
     """The model that a config describes, freshly initialised."""
     return CausalLM(config) if config.task == "clm" else MaskedLM(config)
+
+
+Kind = TypeVar("Kind", bound=LanguageModel)
+
+
+def check_model(model: object, kind: type[Kind], action: str, computes: bool = True) -> Kind:
+    """The model, if it is of a kind and, where it computes, has the same logits every time.
+
+    Args:
+        model: what a caller gave.
+        kind: `LanguageModel`, `CausalLM` or `MaskedLM`.
+        action: what it is needed for, after "cannot".
+        computes: whether it is needed to compute logits.
+
+    Raises:
+        ArgumentError: for anything else, a model of another task, or one in training mode whose dropout would be at work.
+    """
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(inner, LanguageModel):
+        raise ArgumentError(
+            "model", f"is of type {type(model).__name__}, but must be a language model, as lineartime.load returns it."
+        )
+    if not isinstance(inner, kind):
+        found, task = ("masked", "clm") if isinstance(inner, MaskedLM) else ("causal", "mlm")
+        raise ArgumentError("model", f"is a {found} language model, which cannot {action}: train one with task={task!r}.")
+    if computes and inner.training and inner.config.dropout > 0:
+        raise ArgumentError("model", "is in training mode, in which dropout changes its logits: call model.eval() first.")
+    return inner

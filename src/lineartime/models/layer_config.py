@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 from lineartime.errors import ArgumentError
+from lineartime.fields import check_fields, check_names, check_type
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
 from lineartime.layers.residual import MixerOptions
-from lineartime.models.fields import check_fields, check_names, check_type
 from lineartime.models.systems import SYSTEMS
 from lineartime.ops.activations import check_choice
 
@@ -113,4 +113,4 @@ def _layer(part: str, data: dict[str, Any]) -> LayerConfig:
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:
-        raise ArgumentError(f"{part}.{error.argument}", error.predicate) from None
+        raise ArgumentError(f"{part}.{error.argument}", *error.predicate) from None

@@ -1,10 +1,11 @@
 """Models that can be built by name: a system at a size, named system-size."""
 
-from difflib import get_close_matches
+import dataclasses
 from typing import Any, Literal, get_args, overload
 
-from lineartime.errors import ArgumentError
-from lineartime.models.config import ModelConfig, Task
+from lineartime.choices import Task
+from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
+from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
@@ -88,10 +89,8 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
 def system_of(preset: str) -> System:
     """The row of the table of systems that a preset stands for; ArgumentError for an unknown preset."""
     if preset not in PRESETS:
-        like = get_close_matches(preset, PRESETS, n=3, cutoff=0.0)
-        raise ArgumentError(
-            "preset", f"is {preset!r}, but must be a name that presets() lists, for instance {' or '.join(map(repr, like))}."
-        )
+        like = did_you_mean(preset, PRESETS)
+        raise ArgumentError("preset", f"is {preset!r}, which is no preset{like}: give a name that ", Call("presets"), " lists.")
     return SYSTEMS[PRESETS[preset][0]]
 
 
@@ -121,8 +120,45 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     system = system_of(preset_or_config)
     if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
         reason = system.mixer.why_not_causal
-        raise ArgumentError("task", f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use task='mlm'.")
+        problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
+        raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
     return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
+
+
+def values_of(config: ModelConfig) -> dict[str, Any]:
+    """All values of a config by the names that `ModelConfig.override` takes, but its task and its layers themselves."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    layers = [layer for layer in (fields.pop("mixer"), fields.pop("feed_forward")) if layer is not None]
+    del fields["task"]
+    return {**fields, **{name: value for layer in layers for name, value in layer.options.items()}}
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset with the same layers that needs the fewest overrides to be this config.
+
+    `resolve(nearest_preset(config), config.task, **values_of(config))` is the config.
+
+    Raises:
+        ArgumentError: if no preset is made of these layers.
+    """
+
+    def kinds(other: ModelConfig) -> tuple[str, str | None]:
+        return other.mixer.kind, None if other.feed_forward is None else other.feed_forward.kind
+
+    def differences(name: str) -> int:
+        values = values_of(alike[name])
+        return sum(values[field] != value for field, value in values_of(config).items())
+
+    every = {name: model_of(system_of(name), size, config.task) for name, (_, size) in PRESETS.items()}
+    alike = {name: other for name, other in every.items() if kinds(other) == kinds(config)}
+    if not alike:
+        mixer, feed_forward = kinds(config)
+        raise ArgumentError(
+            "preset",
+            f"is a ModelConfig with the mixer {mixer!r} and the feed-forward layer {feed_forward!r}, which no preset has "
+            "together: add a row to the table of systems (docs/systems.md), or train the model in a loop of your own.",
+        )
+    return min(alike, key=differences)
 
 
 @overload

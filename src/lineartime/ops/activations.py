@@ -86,7 +86,7 @@ def attention_weights(
     if bias is not None:
         scores = scores + bias
     # A float to divide by; [..., Q or 1, 1].
-    count = scores.new_tensor(float(products.shape[-1])) if visible is None else visible.sum(-1, keepdim=True)
+    count = scores.new_full((), products.shape[-1]) if visible is None else visible.sum(-1, keepdim=True)
     count = count.clamp(min=1).to(scores.dtype)
 
     if is_softmax:

@@ -65,8 +65,9 @@ class Chunks(NamedTuple):
         """[B, T, f] -> [B, G, C, f], with zeros in the slots that hold no token."""
         if self.slots is not None:
             return self.slots.arrange(x)
-        spare = self.n_chunks * self.chunk_size - self.length
-        cut: Tensor = (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(1, (-1, self.chunk_size))
+        if self.real is not None:
+            x = F.pad(x, (0, 0, 0, self.n_chunks * self.chunk_size - self.length))
+        cut: Tensor = x.unflatten(1, (-1, self.chunk_size))
         return cut
 
     def join(self, y: Tensor) -> Tensor:

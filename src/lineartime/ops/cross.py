@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
-from lineartime.ops.layout import check_mask
+from lineartime.ops.layout import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def cross_attention(
         q: [B, ..., T, s] queries.
         k: [B, ..., S, s] keys.
         v: [B, ..., S, e] values.
-        source_mask: bool [B, S], True for real tokens of the source; no query reads padding.
+        source_mask: bool or 0 and 1, [B, S], True for real tokens of the source; no query reads padding.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
 
     Returns:
@@ -57,7 +57,7 @@ def cross_attention(
     Raises:
         ValueError: for shapes that do not fit together, or an unknown activation.
     """
-    _check(q, k, v, source_mask, activation)
+    source_mask = _check(q, k, v, source_mask, activation)
     visible: Tensor | None = None
     if source_mask is not None:
         real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), -1)
@@ -66,7 +66,8 @@ def cross_attention(
     return attend_visible(q, k, v, visible=visible, activation=activation, published_length=None)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> Tensor | None:
+    """The mask as bool."""
     check_choice("activation", activation, ACTIVATIONS)
     if q.dim() < 3:
         raise ValueError(f"q has shape {list(q.shape)}, but must be [B, ..., T, s].")
@@ -79,4 +80,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activati
             f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}], q being {list(q.shape)} "
             f"and v {list(v.shape)}."
         )
-    check_mask("source_mask", source_mask, v.shape[0], v.shape[-2])
+    return as_mask("source_mask", source_mask, v.shape[0], v.shape[-2])

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
         mask: bool [B, T], True for real tokens; None where all are.
         positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
         document: int64 [T], the document of each token; None where every row is one.
+        document_starts: int64 [D + 1], where documents begin and end; None where every row is one.
         rotations: [2, T, f] or [2, B, T, f], the cosines and sines of rotary positions; None for a mixer without them.
         chunk_rotations: [2, B or 1, G, C, f], the same where documents are cut into chunks.
         place_rotations: [2, n, f], the same for the n places of a row or chunk, for a rotary bias; None without one.
@@ -51,6 +53,7 @@ class Layout(NamedTuple):
     mask: Tensor | None
     positions: Tensor
     document: Tensor | None = None
+    document_starts: Tensor | None = None
     rotations: Tensor | None = None
     chunk_rotations: Tensor | None = None
     place_rotations: Tensor | None = None
@@ -90,6 +93,7 @@ class LayoutPlan(NamedTuple):
         bias_width: the width of the vectors of a rotary relative bias; None without one.
         bias_places: how many places such a bias spans; None for as many as a row is long.
         chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
+        longest: the most tokens that a row can have; None for no limit.
         dtype: of the rotations.
     """
 
@@ -97,6 +101,7 @@ class LayoutPlan(NamedTuple):
     bias_width: int | None = None
     bias_places: int | None = None
     chunk_size: int | None = None
+    longest: int | None = None
     dtype: torch.dtype = torch.float32
 
 
@@ -115,43 +120,44 @@ def make_layout(
     """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
 
     With `cu_seqlens`, and with a mask for a mixer that reads whole rows, it copies the lengths of the documents to the host.
+    Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
 
     Args:
         shape: [B, T, ...] of the tokens.
-        mask: bool [B, T], True for real tokens.
+        mask: bool or 0 and 1, [B, T], True for real tokens.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
         device: of the tokens.
         plan: what the mixer needs.
         context: the processes that hold every sequence together.
 
     Raises:
-        ValueError: if `mask` or `cu_seqlens` do not fit the tokens, or are given with a `context`.
+        ArgumentError: if `mask` or `cu_seqlens` do not fit the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
-    lengths = check_tokens(shape, mask, cu_seqlens)
+    mask = as_mask("mask", mask, batch, length)
+    lengths = check_documents(shape, cu_seqlens)
     for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
         if context is not None and value is not None:
-            raise ValueError(
-                f"{name} is given, but sequences that are split over processes can have neither padding nor document "
-                f"boundaries: give every process slices of whole sequences, without {name}."
+            raise ArgumentError(
+                name,
+                "is given, but sequences that are split over processes can have neither padding nor document "
+                f"boundaries: give every process slices of whole sequences, without {name}.",
             )
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
     if cu_seqlens is not None:
         starts = cu_seqlens.to(device, torch.long)
-        document = torch.arange(len(starts) - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
+        document = torch.arange(starts.shape[0] - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
     positions = _positions(length, mask, starts, document, device)
     if context is not None:
         positions = positions + context.rank * length
-    layout = Layout(mask, positions, document, context=context)
+    layout = Layout(mask, positions, document, None if document is None else starts, context=context)
     n_places = length
     if plan.chunk_size is not None:
         layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))
     elif mask is not None or document is not None:
-        n_places = max(lengths, default=0)
-        if mask is not None and mask.numel() and not under_transform():  # vmap forbids a look at values
-            n_places = int(((positions + 1) * mask).max())
-        layout = layout._replace(rows=_rows(batch, len(lengths), n_places, layout))
+        n_places = _longest_row(length, lengths, layout, plan.longest)
+        layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
     return _with_rotations(layout, plan, plan.bias_places or n_places, device)
 
 
@@ -203,19 +209,31 @@ def _positions(length: int, mask: Tensor | None, starts: Tensor, document: Tenso
     return real_before[:, :-1] - real_before[:, start]
 
 
+def _longest_row(length: int, lengths: list[int] | None, layout: Layout, limit: int | None) -> int:
+    """The number of real tokens of the longest document; in compiled code and under vmap, what it can be at the most."""
+    mask, real_tokens = layout.mask, layout.positions + 1
+    if torch.compiler.is_compiling() or under_transform():
+        if limit is None or length <= limit:
+            return length
+        real = real_tokens if mask is None else real_tokens * mask
+        _require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
+        return limit
+    if mask is not None and mask.numel():
+        return int((real_tokens * mask).max())
+    return max(lengths or [], default=0)
+
+
 def _rows(batch: int, n_documents: int, longest: int, layout: Layout) -> Slots:
     """One row a document, as long as the longest without its padding: for attention that looks at whole documents."""
     first = torch.zeros_like(layout.positions) if layout.document is None else layout.document * longest
     return _slots(batch, first, layout, n_documents, longest)
 
 
-def _cut(batch: int, length: int, chunk_size: int, lengths: list[int], layout: Layout, starts: Tensor) -> Chunks:
+def _cut(batch: int, length: int, chunk_size: int, lengths: list[int] | None, layout: Layout, starts: Tensor) -> Chunks:
     """Each document cut into chunks from its own start."""
-    per_document = [-(-tokens // chunk_size) for tokens in lengths]
-    n_chunks, longest = sum(per_document), max(per_document, default=0)
     device = layout.positions.device
     if layout.document is None:
-        n_chunks = max(1, n_chunks)
+        n_chunks = longest = max(1, -(-length // chunk_size))
         document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
         if layout.mask is not None:
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
@@ -225,10 +243,16 @@ def _cut(batch: int, length: int, chunk_size: int, lengths: list[int], layout: L
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
+    if lengths is None:  # at the most, every document ends with a chunk that is not full
+        n_chunks = longest = length // chunk_size + starts.shape[0] - 1
+    else:
+        per_document = [-(-tokens // chunk_size) for tokens in lengths]
+        n_chunks, longest = sum(per_document), max(per_document, default=0)
     chunks = (starts.diff() + chunk_size - 1) // chunk_size
     document_starts = F.pad(chunks.cumsum(0), (1, 0))
     slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
-    of_chunk = torch.arange(len(lengths), device=device).repeat_interleave(chunks, output_size=n_chunks)
+    ended = torch.bucketize(torch.arange(n_chunks, device=device), document_starts[1:], right=True)
+    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # spare chunks, without tokens, count to the last document
     return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
 
 
@@ -245,38 +269,66 @@ def _slots(batch: int, first: Tensor, layout: Layout, rows: int, size: int) -> S
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def check_tokens(shape: tuple[int, ...], mask: Tensor | None, cu_seqlens: Tensor | None) -> list[int]:
-    """The number of tokens, padding included, of each document of a row [B, T, ...].
+def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[int] | None:
+    """The number of tokens, padding included, of each document of a row [B, T, ...]; None where compiled code cannot know.
 
     Raises:
-        ValueError: if `mask` or `cu_seqlens` do not fit the tokens.
+        ArgumentError: if `cu_seqlens` does not fit the tokens.
     """
     batch, length = shape[:2]
-    check_mask("mask", mask, batch, length)
     if cu_seqlens is None:
         return [length]
     if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor.")
+        raise ArgumentError("cu_seqlens", f"is a {type(cu_seqlens).__name__}, but must be a tensor.")
     if batch != 1:
-        raise ValueError(f"cu_seqlens packs documents into one row, but the batch has {batch} rows: use [1, total].")
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 1:
-        raise ValueError("cu_seqlens must be a one-dimensional integer tensor [0, end of document 1, ..., total].")
+        raise ArgumentError("cu_seqlens", f"packs documents into one row, but the batch has {batch} rows: use [1, total].")
+    if cu_seqlens.dim() != 1 or not _is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
+        raise ArgumentError(
+            "cu_seqlens",
+            f"has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, but must be one-dimensional whole numbers [0, "
+            "end of document 1, ..., total].",
+        )
+    if torch.compiler.is_compiling():
+        rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
+        _require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
+        return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+        raise ArgumentError("cu_seqlens", f"is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
     return [stop - start for start, stop in pairwise(ends)]
 
 
-def check_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError, naming the argument, unless the mask is None or bool [batch, length]."""
+def as_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """The mask as bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or made of 0 and 1."""
     if mask is None:
-        return
+        return None
     if not isinstance(mask, Tensor):
-        raise ValueError(f"{argument} is a {type(mask).__name__}, but must be a tensor.")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{argument} has dtype {mask.dtype}, but must be torch.bool, True for real tokens.")
+        raise ArgumentError(argument, f"is a {type(mask).__name__}, but must be a tensor.")
     if mask.shape != (batch, length):
-        raise ValueError(f"{argument} has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
+        raise ArgumentError(argument, f"has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
+    if not _is_whole(mask):
+        raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
+    _require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
+    return mask != 0
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _require(condition: Tensor, argument: str, predicate: str) -> None:
+    """Raise ArgumentError unless the condition, bool, holds everywhere.
+
+    On a GPU, and in compiled code, the device itself stops with this message: looking at values here would make the host wait.
+    Under a transform of torch.func, where nobody may look at values, it checks nothing.
+    """
+    if condition.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(condition.all(), f"{argument} {predicate}")
+    elif condition.device.type != "meta" and not under_transform() and not condition.all():
+        raise ArgumentError(argument, predicate)
 
 
 def _shortened(numbers: list[int]) -> str:

@@ -3,13 +3,17 @@
 Shapes: T tokens, s query/key width, d model width, Q queries, K keys. Positions are integer tensors.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineartime.ops.operator import register_operator
-from lineartime.ops.precision import acc_dtype, without_autocast
+from lineartime.ops.precision import acc_dtype, has_float64, without_autocast
+
+_DIGITS, _BASE = 3, 1024
+"""With these, positions below 2^30 are written where a device has no float64."""
 
 
 def _angles(positions: Tensor, n_frequencies: int) -> Tensor:
@@ -19,8 +23,28 @@ def _angles(positions: Tensor, n_frequencies: int) -> Tensor:
 
 
 def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    if not has_float64(positions.device):
+        return _table_by_digits(positions, n_frequencies).to(dtype)
     angles = _angles(positions, n_frequencies)
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+
+
+def _table_by_digits(positions: Tensor, n_frequencies: int) -> Tensor:
+    """`_rotary_table` in float32 and yet exact to float32: a rotation by the position is one by each of its digits in turn."""
+    tables = _digit_tables(n_frequencies, positions.device)
+    first, *others = (table[:, positions // _BASE**place % _BASE] for place, table in enumerate(tables))
+    cos, sin = first.unbind(0)
+    for c, s in others:
+        cos, sin = cos * c - sin * s, sin * c + cos * s
+    return torch.stack([cos, sin])
+
+
+@lru_cache(maxsize=16)
+def _digit_tables(n_frequencies: int, device: torch.device) -> Tensor:
+    """float32 [digits, 2, base, n_frequencies] on the device: cosines and sines of each digit's angles, computed on the CPU."""
+    multiples = torch.stack([torch.arange(_BASE, device="cpu") * _BASE**place for place in range(_DIGITS)])
+    angles = _angles(multiples, n_frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=1).float().to(device)
 
 
 def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
@@ -114,5 +138,5 @@ def rotary_bias(
 
 def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
     """The sinusoid table of the Transformer, sines before cosines: [..., d_model] for positions [...]."""
-    angles = _angles(positions, d_model // 2)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+    cos, sin = _rotary_table(positions, d_model // 2, dtype).unbind(0)
+    return torch.cat([sin, cos], dim=-1)

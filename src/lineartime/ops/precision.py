@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64; Apple's GPUs do not."""
+    return device.type != "mps"
+
+
 def matmul_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype an op multiplies matrices in: that of its inputs, or of autocast where it is on.
 

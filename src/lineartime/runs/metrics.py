@@ -59,7 +59,7 @@ class MetricsLog:
             self._opened.close()
 
 
-def read_metrics(run: Path) -> list[dict[str, float]]:
+def read_metrics(run: str | Path) -> list[dict[str, float]]:
     """The finite numbers in each line of a run's metrics file; OSError if it cannot be read.
 
     Damaged lines are skipped: a killed process or a full disk leaves a line cut off.
@@ -67,9 +67,9 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
     return read_damaged_metrics(run)[0]
 
 
-def read_damaged_metrics(run: Path) -> tuple[list[dict[str, float]], int]:
+def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], int]:
     """The lines of `read_metrics`, and how many were skipped; a last line that is merely cut off does not count."""
-    *texts, last = (run / METRICS_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
+    *texts, last = Path(run, METRICS_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
     found = [_parse(text) for text in texts]
     begin = '{"step": '
     if last[: len(begin)] != begin[: len(last)] or _parse(last) is not None:

@@ -1,4 +1,4 @@
-"""run.json: the options of a run, and for each process that trained it the command, versions, machine and git state.
+"""run.json: the options of a run, and for each process that trained it the command, versions, machine, git state and error.
 
 It holds no environment variables and no addresses of repositories: both can contain secrets.
 """
@@ -7,17 +7,16 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError, reporting
 from lineartime.files import write_atomically
-from lineartime.machine import installed_version, processor_name
+from lineartime.host import installed_version, processor_name
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
@@ -47,14 +46,56 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
             "git": _git(),
         }
     )
+    _write(run, record)
+
+
+def _write(run: Path, record: Mapping[str, Any]) -> None:
     with reporting("write", run / RECORD_FILE):
         run.mkdir(parents=True, exist_ok=True)
         write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
-def read_record(run: Path) -> dict[str, Any]:
+class RunRecord:
+    """run.json as the main process of a run writes it: `begin` before the first step, `errors` if one ends it."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._entry: int | None = None
+
+    def begin(self, config: dict[str, Any], command: Sequence[str]) -> None:
+        """As `write_record`."""
+        write_record(self._run, config, command)
+        self._entry = len(read_record(self._run)["processes"]) - 1
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Write the sentence of an error that ends the block into the entry of this process, if it has begun one."""
+        try:
+            yield
+        except Exception as error:
+            if self._entry is not None:
+                with suppress(LineartimeError, IndexError):  # the error itself is what matters
+                    self._add_error(self._entry, error)
+            raise
+
+    def _add_error(self, entry: int, error: Exception) -> None:
+        record = read_record(self._run)
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        kind = "" if isinstance(error, LineartimeError) else type(error).__name__
+        record["processes"][entry]["error"] = ": ".join(filter(None, (kind, first_line)))
+        _write(self._run, record)
+
+
+def last_error(record: Mapping[str, Any]) -> str | None:
+    """The sentence of the error that ended the last process of a run; None if none did, or if the run was resumed since."""
+    entry = record["processes"][-1] if record["processes"] else None
+    error = entry.get("error") if isinstance(entry, dict) else None
+    return error if isinstance(error, str) else None
+
+
+def read_record(run: str | Path) -> dict[str, Any]:
     """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
-    file = run / RECORD_FILE
+    file = Path(run, RECORD_FILE)
     try:
         with reporting("read", file):
             record = json.loads(file.read_text(encoding="utf-8"))
@@ -67,12 +108,16 @@ def read_record(run: Path) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    import torch  # which only training needs: records are read without it
+
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build
     return {"python": platform.python_version()} | found | torch_with_build
 
 
 def _machine() -> dict[str, Any]:
+    import torch
+
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
         "system": f"{platform.system()} {platform.release()}",

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: a progress display, metrics.jsonl, and the trackers of its choice."""
+"""What a run reports while it trains: a progress display, metrics.jsonl, the trackers of its choice, and its loss curve."""
 
 import math
 import statistics
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lineartime.errors import LineartimeError
+from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import AVERAGED, MetricsLog
 from lineartime.runs.trackers import Trackers
 
@@ -67,6 +68,7 @@ class Reporter(NullReporter):
     """Shows and records the numbers of a run; a context manager. Only the main process has one.
 
     A terminal gets a progress bar and a line per evaluation; so does a notebook with ipywidgets. Anything else gets the lines.
+    At the end, also that of a run that failed, the losses are drawn into the run's folder.
 
     Args:
         run: the run's folder.
@@ -80,7 +82,9 @@ class Reporter(NullReporter):
     """
 
     def __init__(self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any]) -> None:
+        self._run = run
         self._steps = steps
+        self._recorded = False
         self._progress = _progress()
         self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
         self._log = MetricsLog(run, first_step)
@@ -105,6 +109,8 @@ class Reporter(NullReporter):
         except LineartimeError:
             if error is None:
                 raise
+        if self._recorded:
+            self._draw()
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -147,7 +153,8 @@ class Reporter(NullReporter):
         """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
         bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
         steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        losses = f"training loss {self._average('loss'):.3f}  validation loss {loss:.3f}{bits}"
+        training = f"training loss {self._average('loss'):.3f}  " if self._latest["loss"] else ""  # none just after resuming
+        losses = f"{training}validation loss {loss:.3f}{bits}"
         speed = self._average("speed")
         pace = ""
         if speed > 0:  # NaN before the first step of a resumed run
@@ -162,7 +169,14 @@ class Reporter(NullReporter):
         """The mean over the latest steps; NaN before the first."""
         return statistics.fmean(self._latest[name]) if self._latest[name] else math.nan
 
+    def _draw(self) -> None:
+        try:
+            self.say(f"loss curve: {draw_curve(self._run)}")
+        except LineartimeError as problem:
+            self.say(f"no loss curve: {problem}")
+
     def _record(self, step: int, **numbers: float) -> None:
+        self._recorded = True
         self._trackers.write(step, self._log.write(step, numbers))
 
 

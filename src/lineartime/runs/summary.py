@@ -12,7 +12,7 @@ from lineartime.errors import LineartimeError, cannot
 from lineartime.runs.claim import is_claimed
 from lineartime.runs.curve import thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
-from lineartime.runs.record import RECORD_FILE, read_record
+from lineartime.runs.record import RECORD_FILE, last_error, read_record
 
 DEPTH = 3
 """Levels of folders to search for runs."""
@@ -35,7 +35,8 @@ class RunSummary:
         seconds: of training, with evaluations and checkpoints.
         waiting: share of the steps' time spent waiting for data.
         skipped: steps that changed nothing.
-        state: "finished"; "running"; "stopped" if its last step is saved; "silent" otherwise.
+        state: "failed"; "finished"; "running"; "stopped" if its last step is saved; "silent" otherwise.
+        error: the sentence of the error that ended a failed run.
         silent_seconds: since its last write.
         lines: its losses, thinned for the plot.
     """
@@ -53,6 +54,7 @@ class RunSummary:
     waiting: float | None
     skipped: int
     state: str
+    error: str | None
     silent_seconds: float
     lines: list[Line] = field(repr=False)
 
@@ -74,7 +76,9 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """The summary of a run, and a sentence for each damaged file of it."""
     problems: list[str] = []
-    options = _options(path, problems)
+    record = _record(path, problems)
+    options = record["options"]
+    failure = last_error(record)
     lines: list[dict[str, float]] = []
     metrics = path / METRICS_FILE
     if metrics.exists():  # otherwise it has not taken a step yet
@@ -105,27 +109,27 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         seconds=seconds,
         waiting=_waiting(lines),
         skipped=int(_largest(lines, "skipped") or 0),
-        state=_state(path, options.get("steps"), step, seconds, silent),
+        state=_state(path, options.get("steps"), failure, step, seconds, silent),
+        error=failure,
         silent_seconds=round(silent, 1),
         lines=thinned(lines),
     )
     return summary, problems
 
 
-def _options(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The options of a run, from its record or else from its last checkpoint."""
+def _record(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The record of a run, or else one with the options in its last checkpoint, if there are any."""
     if (path / RECORD_FILE).exists():
         try:
-            options: dict[str, Any] = read_record(path)["options"]
-            return options
+            return read_record(path)
         except LineartimeError as error:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            return read_training_state(last_checkpoint(path)).config
+            return {"options": read_training_state(last_checkpoint(path)).config, "processes": []}
         except LineartimeError as error:
             problems.append(str(error))
-    return {}
+    return {"options": {}, "processes": []}
 
 
 def _largest(lines: list[dict[str, float]], name: str) -> float | None:
@@ -142,8 +146,10 @@ def _waiting(lines: list[dict[str, float]]) -> float | None:
     return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds)
 
 
-def _state(path: Path, steps: object, step: float | None, seconds: float | None, silent: float) -> str:
-    """The state of a run: all steps recorded, folder in use, last step saved, or a recent write."""
+def _state(path: Path, steps: object, error: str | None, step: float | None, seconds: float | None, silent: float) -> str:
+    """The state of a run: ended by an error, all steps recorded, folder in use, last step saved, or a recent write."""
+    if error is not None:
+        return "running" if is_claimed(path) else "failed"  # it is being resumed, or not
     if isinstance(steps, int) and step is not None and step >= steps:
         return "finished"
     if is_claimed(path):

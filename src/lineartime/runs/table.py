@@ -1,23 +1,34 @@
 """Runs side by side: the cells that describe each run, and the columns that fit on a screen."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 
+from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import cannot
-from lineartime.runs.curve import counted
+from lineartime.runs.curve import counted, default_text
 from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
 """The most columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "steps", "out", "resume", "like", "cache", "track")
+_NOT_COMPARED = ("preset", "data", "text_column", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
+_GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
+"""The options that must be equal for losses to compare, and what to call them."""
 _PADDING = 2
 """The width of a column beside its text."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose losses compare, the best first; `title` tells what distinguishes their text, tokenizer and task."""
+
+    title: str
+    runs: list[RunSummary]
 
 
 @dataclass(frozen=True)
@@ -28,13 +39,21 @@ class Comparison:
         columns: the cells of each column by its header, one cell for each run.
         left_out: the columns for which the screen is too narrow.
         more_options: the options that also differ, but have no column.
-        incomparable: the options for which losses do not compare, because the runs have different values.
     """
 
     columns: dict[str, list[str]]
     left_out: list[str]
     more_options: list[str]
-    incomparable: list[str]
+
+
+def column_widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """The characters of the longest cell of each column."""
+    return {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+
+
+def full_width(widths: Mapping[str, int]) -> int:
+    """The characters of a table whose columns have these widths."""
+    return sum(width + _PADDING for width in widths.values()) + 1
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
@@ -42,6 +61,9 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     found: dict[Path, tuple[Path, str]] = {}
     missing = []
     for folder in folders:
+        if not folder.exists():
+            missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
+            continue
         try:
             runs = list(find_runs(folder))
         except OSError as error:
@@ -55,27 +77,60 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     return dict(found.values()), missing
 
 
-def by_validation_loss(runs: Iterable[RunSummary]) -> list[RunSummary]:
-    """The runs with the lowest validation loss first; runs without one last."""
-    return sorted(runs, key=lambda run: (run.validation_loss is None, run.validation_loss or 0.0, run.name))
+def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
+    """The runs in groups of one text, tokenizer and task; those with unknown options are the last group."""
+    groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
+    for run in runs:
+        groups.setdefault(_compared_by(run), []).append(run)
+    known = sorted(key for key in groups if key)
+    parts = {word: _cells(values) for word, values in zip(_GROUPED_BY.values(), zip(*known, strict=True), strict=False)}
+    told = {word: cells for word, cells in parts.items() if len(set(cells)) > 1 or (word == "text" and () in groups)}
+    titles = [", ".join(f"{word} {cells[at]}" for word, cells in told.items()) for at in range(len(known))]
+    found = [Group(title, _ranked(groups[key])) for key, title in zip(known, titles, strict=True)]
+    unknown = [Group("unknown text" if known else "", _ranked(groups[()]))] if () in groups else []
+    return [*found, *unknown]
 
 
-def compare(runs: Sequence[RunSummary], width: int) -> Comparison:
-    """The table of runs on a screen of `width` characters: the least important columns give way."""
-    options = differing_options(runs)
-    shown, more = options[:_MOST_OPTIONS], options[_MOST_OPTIONS:]
+def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
+    """The texts, the tokenizer and the task of a run; empty if unknown."""
+    if not run.options:
+        return ()
+    given = run.options.get
+    data, column = given("data") or default_text(), given("text_column")
+    texts = [data] if isinstance(data, str) else data
+    in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
+    return (*map(str, texts), *in_column), (str(given("tokenizer") or "bytes"),), (str(given("task") or "clm"),)
+
+
+def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs of a group by bits per byte, or by nats per token if any lacks bits; those that were not evaluated last."""
+    in_bits = all(run.bits_per_byte is not None for run in runs if run.validation_loss is not None)
+
+    def rank(run: RunSummary) -> tuple[bool, float, str]:
+        loss = run.bits_per_byte if in_bits else run.validation_loss
+        return loss is None, loss or 0.0, run.name
+
+    return sorted(runs, key=rank)
+
+
+def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
+    """The table of all runs, group by group, on a screen of `width` characters: the least important columns give way."""
+    runs = [run for group in groups for run in group.runs]
+    options = [name for name in differing_options(runs) if name not in _GROUPED_BY]
+    most = len(options) if width is None else _MOST_OPTIONS
+    shown, more = options[:most], options[most:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
-    columns |= {name: [_value(run.options.get(name)) for run in runs] for name in shown}
+    columns |= {name: _cells([run.options.get(name) for run in runs]) for name in ("data", *shown)}
+    if len(set(columns["data"])) > 1:  # the titles of the groups tell it
+        del columns["data"]
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
     left_out = []
     for name in (*_FIRST_TO_GO, *reversed(shown), *_LAST_TO_GO):
-        if sum(max(map(cell_len, (name, *cells))) + _PADDING for name, cells in columns.items()) + 1 <= width:
+        if width is None or full_width(column_widths(columns)) <= width:
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
-    known = [run.options for run in runs if run.options]
-    incomparable = [name for name in ("data", "tokenizer", "task") if len({_value(each.get(name)) for each in known}) > 1]
-    return Comparison(columns, left_out, more, incomparable)
+    return Comparison(columns, left_out, more)
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
@@ -85,11 +140,22 @@ def differing_options(runs: Sequence[RunSummary]) -> list[str]:
     return [name for name in names if len({json.dumps(options.get(name)) for options in known}) > 1]
 
 
+def _cells(values: Sequence[Any]) -> list[str]:
+    """The values of an option as cells, in full where different ones would look alike."""
+    short = [_value(value) for value in values]
+    alike = {cell: {json.dumps(value) for value, other in zip(values, short, strict=True) if other == cell} for cell in short}
+    return [cell if len(alike[cell]) == 1 else _in_full(value) for value, cell in zip(values, short, strict=True)]
+
+
+def _in_full(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def _value(value: Any) -> str:
     """The value of an option as a cell: of a path, the last part."""
     if value is None:
         return "-"
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return " ".join(map(_value, value)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -122,7 +188,7 @@ def _number(format_spec: str, value: float | None) -> str:
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
     "model": lambda run: _value(run.options.get("preset")),
-    "data": lambda run: _value(run.options.get("data")),
+    "data": lambda run: "-",  # filled in by `compare`, as are the options that differ
     "step": _steps,
     "tokens": lambda run: "-" if run.tokens is None else counted(run.tokens),
     "training": lambda run: _number(".3f", run.training_loss),

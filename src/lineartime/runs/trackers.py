@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.errors import ArgumentError, LineartimeError, missing_extra
+from lineartime.errors import Argument, ArgumentError, LineartimeError, missing_extra
 from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
@@ -43,7 +43,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves, does not count
             if name == "tensorboard":  # a dependency of lineartime, not an extra
                 raise LineartimeError(
-                    "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out."
+                    "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of ",
+                    Argument("track"),
+                    ".",
                 )
             raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
 
@@ -69,8 +71,11 @@ class Trackers:
                     self._trackers[name] = _start(name, run, first_step, options)
             except Exception as error:  # a foreign package may raise anything
                 if first_step == 0:
+                    self.close()
                     raise LineartimeError(
-                        f"The tracker {name} cannot start: {_reason(error)}; fix that, or leave the tracker out."
+                        f"The tracker {name} cannot start: {_reason(error)}; fix that, or leave it out of ",
+                        Argument("track"),
+                        ".",
                     ) from None
                 self._say_failed(name, error)
 

@@ -2,18 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lineartime.data import Rows, names_corpus, names_tokenizer
-from lineartime.errors import ArgumentError
-from lineartime.machine import Device, Precision
-from lineartime.models.config import ModelConfig, Task
-from lineartime.models.fields import check_fields, from_fields
-from lineartime.models.presets import resolve
+from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
+from lineartime.errors import Argument, ArgumentError
+from lineartime.fields import check_fields, from_fields
+
+if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
+    from lineartime.data import Rows
+    from lineartime.models import ModelConfig
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -33,10 +34,12 @@ class TrainConfig:
     """Other values for fields of the model, for instance chunk_size=64 dropout=0.1"""
     task: Task = "clm"
     """What to learn: clm, the next token, or mlm, masked tokens."""
-    data: str | None = None
-    """Text file, folder, or name of a corpus (docs/data.md); the default is the source of Python's standard library."""
+    data: tuple[str, ...] = ()
+    """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
+    text_column: str = TEXT_COLUMN
+    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
     tokenizer: str | None = None
-    """tokenizer.json, or bpe-32000 or unigram-32000 (or another size) to train one on the text; the default is bytes."""
+    """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
     lanes: int = 8
@@ -52,7 +55,9 @@ class TrainConfig:
     steps: int = 600
     """Optimiser steps of the whole run."""
     learning_rate: float = 3e-3
-    """Peak learning rate, at the end of the warm-up; it then falls linearly to zero."""
+    """Peak learning rate, at the end of the warm-up."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
     beta1: float = 0.9
@@ -82,7 +87,9 @@ class TrainConfig:
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where this machine is faster with it. Weights are always fp32."""
+    """Precision of matrix products; auto takes bf16 where the device has units for it. Weights are always fp32."""
+    threads: int | None = None
+    """Threads of the CPU in each process; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
     recompute: bool = False
@@ -103,12 +110,29 @@ class TrainConfig:
     """Resume the run in its folder from the last checkpoint, with the options it was started with."""
 
     def __post_init__(self) -> None:
+        from lineartime.data import names_corpus, names_tokenizer
+
         given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
-        if isinstance(given["override"], Mapping):
-            given["override"] = [f"{name}={_written(value)}" for name, value in given["override"].items()]
+        override = given["override"]
+        if isinstance(override, Mapping):
+            override = _items(override)
+        if not isinstance(self.preset, str):
+            from lineartime.training.given_model import options_of
+
+            given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
+            override = [*_items(given["override"]), *override]
+            for name in ("preset", "task"):
+                object.__setattr__(self, name, given[name])
+        given["override"] = override
         if isinstance(given["track"], str):
             given["track"] = [given["track"]]
-        for name in ("override", "track"):
+        if isinstance(given["data"], (str, Path)):
+            given["data"] = [given["data"]]
+        if isinstance(given["data"], (list, tuple)):
+            given["data"] = [_absolute(item, names_corpus) for item in given["data"]]
+        elif given["data"] is None:
+            given["data"] = []
+        for name in ("override", "track", "data"):
             if isinstance(given[name], list):
                 object.__setattr__(self, name, tuple(given[name]))
         for name in ("like", "cache", "out"):
@@ -117,10 +141,7 @@ class TrainConfig:
         # A resumed run has to find its text from any working directory.
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())
-        for name in ("data", "tokenizer"):
-            value = given[name]
-            if isinstance(value, Path) or (isinstance(value, str) and not (names_corpus(value) or names_tokenizer(value))):
-                object.__setattr__(self, name, str(Path(value).absolute()))
+        object.__setattr__(self, "tokenizer", _absolute(self.tokenizer, names_tokenizer))
         check_fields(self)
 
     @property
@@ -141,15 +162,22 @@ class TrainConfig:
                 raise ArgumentError(name, f"is {getattr(self, name)}, but must be {rule}.")
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
-            raise ArgumentError("warmup_steps", f"is {self.warmup_steps}{source}, but must be below steps = {self.steps}.")
+            found = f"is {self.warmup_steps}{source}, but must be below "
+            raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
         if self.clips_locally and self.parallel == "fsdp":
             argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
             raise ArgumentError(
                 argument,
-                f"is {value}, but with parallel = fsdp no process has a whole gradient: use clip = global, or parallel = ddp.",
+                f"is {value}, but with ",
+                Argument("parallel", "fsdp"),
+                " no process has a whole gradient: use ",
+                Argument("clip", "global"),
+                " or ",
+                Argument("parallel", "ddp"),
+                ".",
             )
         if self.packed and self.context_parallel > 1:
-            raise ArgumentError("packed", "cannot be combined with context_parallel: use one or the other.")
+            raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Each argument with a limit, whether its value is within it, and the limit in words."""
@@ -167,7 +195,7 @@ class TrainConfig:
         yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
         yield "seed", self.seed < 2**63, "below 2^63"
 
-    def rows(self, data_rank: int, data_ranks: int) -> Rows:
+    def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
         if self.tokens_per_batch is None:
             return self._grouped(self.batch_size, data_rank, data_ranks)
@@ -176,31 +204,44 @@ class TrainConfig:
             processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
             raise ArgumentError(
                 "tokens_per_batch",
-                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}"
-                "context_length.",
+                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}",
+                Argument("context_length"),
+                ".",
             )
         return self._grouped(self.tokens_per_batch // smallest, data_rank, data_ranks)
 
-    def _grouped(self, each: int, data_rank: int, data_ranks: int) -> Rows:
+    def _grouped(self, each: int, data_rank: int, data_ranks: int) -> "Rows":
         """Divide a step with `each` sequences a process into groups that are clipped together."""
+        from lineartime.data import Rows
+
         together = each
         if self.clip_tokens is not None and self.clip_norm > 0:
             together, rest = divmod(self.clip_tokens, self.context_length)
             if rest or together < 1 or each % together:
                 raise ArgumentError(
                     "clip_tokens",
-                    f"is {self.clip_tokens}, but must be a multiple of context_length = {self.context_length} that divides the "
-                    f"{each * self.context_length} tokens of a step in each process.",
+                    f"is {self.clip_tokens}, but must be a multiple of ",
+                    Argument("context_length", self.context_length),
+                    f" that divides the {each * self.context_length} tokens of a step in each process.",
                 )
         at_once = next(count for count in range(min(self.batch_size, together), 0, -1) if together % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
 
-    def model_config(self, vocab_size: int) -> ModelConfig:
+    def model_config(self, vocab_size: int) -> "ModelConfig":
         """The model that these options describe; LineartimeError, naming the argument, if they describe none."""
+        from lineartime.models.presets import resolve
+
         values = dict(_read(item) for item in self.override)
-        for name, instead in (("vocab_size", "it follows from the tokenizer"), ("task", "use the option task")):
-            if name in values:
-                raise ArgumentError("override", f"cannot set {name}: {instead}.")
+        if "task" in values:
+            raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
+        asked = values.pop("vocab_size", vocab_size)  # that of a `ModelConfig`
+        if asked != vocab_size:
+            raise ArgumentError(
+                "override",
+                f"cannot set vocab_size to {asked}: it follows from ",
+                Argument("tokenizer"),
+                f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}.",
+            )
         config = resolve(self.preset, self.task)
         with errors_in_override():
             config = config.override(vocab_size=vocab_size, **values)
@@ -209,14 +250,17 @@ class TrainConfig:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(
                 "context_length",
-                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or "
-                f"override {field}={self.context_length}.",
+                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or ",
+                Argument("override"),
+                f" {field}={self.context_length}.",
             )
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
+        # One text is written as earlier versions wrote it, and as whoever reads the file expects it.
+        return {**values, "data": list(self.data) if len(self.data) > 1 else next(iter(self.data), None)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainConfig":
@@ -237,6 +281,13 @@ def errors_in_override() -> Iterator[None]:
         raise ArgumentError("override", f"does not fit the model: {error}") from None
 
 
+def _absolute(value: Any, is_name: Callable[[str], bool]) -> Any:
+    """A path without the working directory; a name, and a path where nothing is, stay as they are."""
+    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and Path(value).exists()):
+        return str(Path(value).absolute())
+    return value
+
+
 def _read(item: str) -> tuple[str, Any]:
     """The name and the value in NAME=VALUE: a number, true, false, none, or a text."""
     name, equals, text = item.partition("=")
@@ -251,6 +302,11 @@ def _read(item: str) -> tuple[str, Any]:
         with suppress(ValueError):
             return name, convert(text)
     return name, text
+
+
+def _items(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a model as the command line writes them: NAME=VALUE."""
+    return [f"{name}={_written(value)}" for name, value in values.items()]
 
 
 def _written(value: object) -> str:

@@ -179,6 +179,8 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             )
         yield World()
         return
+    if device.type == "mps":
+        raise ArgumentError("device", "is mps, on which one process computes, but torchrun has started several: use cpu.")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LineartimeError(

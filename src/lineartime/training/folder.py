@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
 from lineartime.runs.claim import LOCK_FILE, claim
+from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 
@@ -41,7 +42,11 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
     run = config.run_directory
     if not config.resume:
         if checkpoints.list_checkpoints(run):
-            raise LineartimeError(f"{run} already holds a run: resume it (resume=True), or use another folder (out).")
+            failed, resume, out = _error_of(run), Argument("resume", True), Argument("out")
+            if failed is None:
+                raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
+            what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "
+            raise LineartimeError(what, out, ", or resume it with ", resume, " if the cause is gone.")
         checkpoints.remove_partial(run)
         return None, []
     last, wrong = checkpoints.last_whole_checkpoint(run)
@@ -49,6 +54,14 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
         checkpoints.set_aside(damaged)
     checkpoints.remove_partial(run)
     return last, [f"{what}: resuming from {last.name}." for what in wrong.values()]
+
+
+def _error_of(run: Path) -> str | None:
+    """The error that ended the run in a folder, if its record tells one."""
+    try:
+        return last_error(read_record(run))
+    except LineartimeError:
+        return None
 
 
 def check_shared(run: Path, world: World) -> None:

@@ -15,10 +15,10 @@ class Stop:
 
 
 @contextmanager
-def interrupts() -> Iterator[Stop]:
-    """Turn SIGINT (Ctrl-C) and SIGTERM into a flag; a second SIGINT acts as usual.
+def interrupts(alone: bool) -> Iterator[Stop]:
+    """Turn SIGINT (Ctrl-C) and SIGTERM into a flag; if the process is `alone`, a second SIGINT acts as usual.
 
-    SIGTERM may arrive many times: sent to a process group, and by torchrun to each of its processes.
+    Otherwise each may arrive many times: sent to a process group, and passed on by torchrun to each of its processes.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
@@ -29,7 +29,7 @@ def interrupts() -> Iterator[Stop]:
 
     def request(number: int, _frame: object) -> None:
         stop.requested = True
-        if number == signal.SIGINT:
+        if alone and number == signal.SIGINT:
             signal.signal(number, previous[number])
 
     for number in previous:

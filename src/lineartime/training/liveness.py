@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import Argument, LineartimeError
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
@@ -56,9 +56,11 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
         if lost:
             what = f"{_processes(lost, size)} was lost" if len(lost) == 1 else f"{_processes(lost, size)} were lost"
         else:
-            what = f"The processes exchanged nothing for {timeout:g} s (timeout), though all of them are alive"
+            what = f"The processes exchanged nothing for {timeout:g} s, though all of them are alive"
         raise LineartimeError(
-            f"{what}: their own output says why; then resume the run from its last checkpoint (resume=True)."
+            f"{what}: their own output says why; then resume the run from its last checkpoint with ",
+            Argument("resume", True),
+            ".",
         ) from None
     finally:
         ended.set()

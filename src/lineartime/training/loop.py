@@ -5,22 +5,28 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import LineartimeError
-from lineartime.machine import choose_device
-from lineartime.runs.record import write_record
+from lineartime.errors import Argument, ArgumentError, LineartimeError, Part, did_you_mean
+from lineartime.files import removed_on_failure
+from lineartime.machine import choose_device, using_threads
+from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
+from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
+from lineartime.training.contention import Contention
 from lineartime.training.distributed import World, join_world, local_rank, started_again
 from lineartime.training.folder import check_shared, claimed, starting_point
 from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.parallel import parallelize
 from lineartime.training.result import TrainingResult
-from lineartime.training.resuming import complete, resumed_config, saved_config
+from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.setup import Setup, set_up
 from lineartime.training.step import build_optimizer, compute_gradient, learning_rate
@@ -36,45 +42,66 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
     Args:
         config: options; the default is `TrainConfig()`.
-        **options: fields of `TrainConfig`; they replace those of the config. `recipe`, `like` and `resume` set the defaults of
-            all options that are not given, as on the command line; a config gives the options that differ from `TrainConfig()`.
+        **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe`, `like`
+            and `resume` set the defaults of all options that are not given, as on the command line; a config gives the options
+            that differ from `TrainConfig()`.
 
     Raises:
         LineartimeError: for anything the user can fix; earlier checkpoints stay.
         TypeError: for an option that does not exist.
     """
     if config is not None:
+        if not isinstance(config, TrainConfig):
+            kind = type(config).__name__
+            raise ArgumentError(
+                "config", f"is of type {kind}, but must be a TrainConfig: give options by name, train(steps=100)."
+            )
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
             given = {name: value for name, value in given.items() if name not in ("recipe", "like")}
         options = {**given, **options}
-    return train_completed(*complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options)))
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
+    asked = TrainConfig(**options)
+    if not isinstance(options.get("preset", ""), str):  # a model stands for several options
+        options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
+    return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
 
 
 def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
     """`train` with all options; `left_out` has the value of each option that nobody gave."""
     device = choose_device(config.device, local_rank())
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
-    with together as world, claimed(config, world):
+    record = RunRecord(config.run_directory)
+    with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
         # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
-        return prepare(config, world, left_out).run()
+        return prepare(config, world, left_out, record).run()
 
 
-def prepare(config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None) -> "Trainer":
+def prepare(
+    config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None, record: RunRecord | None = None
+) -> "Trainer":
     """The trainer of a new run, or of the run in the folder at its last checkpoint; raises as `train`."""
     world = world or World()
     with world.failing_together():
         config.check()
+        check_trackers(config.track)
     if started_again():  # torchrun has replaced a lost process: resume if there is a checkpoint
         config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
     start, notes = world.share(lambda: starting_point(config))
     check_shared(config.run_directory, world)
     if start is not None:
         with world.failing_together():
-            config = resumed_config(config, saved_config(start), left_out or TrainConfig())
+            started = saved_config(start)
+            config = resumed_config(config, started, left_out or TrainConfig())
             config.check()
-    return Trainer(set_up(config, world, start), world, start, notes)
+    setup = set_up(config, world, start)
+    if start is not None:
+        notes = [*notes, precision_note(started.precision, setup.config.precision, setup.device)]
+    return Trainer(setup, world, record or RunRecord(config.run_directory), start, notes)
 
 
 class Trainer:
@@ -83,10 +110,13 @@ class Trainer:
     The weights of `start`, the checkpoint to resume from, are in the model already. `notes` are told to the user first.
     """
 
-    def __init__(self, setup: Setup, world: World, start: Path | None = None, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, setup: Setup, world: World, record: RunRecord, start: Path | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.config = config = setup.config
         self.setup = setup
         self.world = world
+        self.record = record
         self.model = setup.model
         self.text = setup.text
         self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
@@ -101,7 +131,7 @@ class Trainer:
             self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
-        self.notes = [*notes, setup.summary(world)]
+        self.notes = [*notes, *self.text.splits, setup.summary(world)]
         if start is not None:
             restore_moments(start, self.model, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
@@ -119,33 +149,39 @@ class Trainer:
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
             )
-        self.step, self.skipped = state.step, state.skipped
+        self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data)
 
     def run(self) -> TrainingResult:
         """Take the remaining steps, with evaluations and checkpoints in between."""
         steps, run = self.config.steps, self.config.run_directory
         try:
-            with self._reporter() as report, interrupts() as stop:
+            with self.world.failing_together():
+                reporter = self._reporter()
+            with reporter as report, interrupts(alone=self.world.size == 1) as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
-                    self._validate()
+                    self._validate(stop)
                     self.save()  # so that a checkpoint exists from the start
+                elif self._evaluation_is_due and self._validation_loss is None:  # the run ended before it was measured
+                    self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
+                contention = Contention(torch.get_num_threads() if self.setup.device.type == "cpu" else 1)
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
-                    if self.step % self.config.eval_every == 0 or self.step == steps:
-                        loss = self._validate()
-                        report.validation(self.step, loss, self.text.bits_per_byte(loss))
-                        self.save()
-                    elif stopped:
+                    if advice := contention.advice():
+                        report.say(advice)
+                    if self._evaluation_is_due and not stopped:
+                        stopped = not self._evaluate(report, stop)
+                    if self._evaluation_is_due or stopped:
                         self.save()
                 self.writer.finish()
-                if self.step < steps:
-                    report.say(f"Stopped after step {self.step}, which is saved.")
+                if stopped:  # the step is saved before it is evaluated, since there may be little time
+                    report.say(f"Stopped after step {self.step}, which is saved. It is now evaluated.")
+                    self._evaluate_saved(report)
         finally:
             self.text.loader.close()
             self.writer.wait()  # even after an error, the checkpoint being written is worth having
@@ -154,9 +190,10 @@ class Trainer:
     def _reporter(self) -> NullReporter:
         if not self.world.is_main:
             return NullReporter()
-        config = self.config
-        write_record(config.run_directory, config.to_dict(), sys.argv)
-        return Reporter(config.run_directory, self.step, config.steps, config.track, record=config.to_dict())
+        config, run = self.config, self.config.run_directory
+        with nullcontext() if self.resumed else removed_on_failure(run):  # a run that cannot be reported has not begun
+            self.record.begin(config.to_dict(), sys.argv)
+            return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
@@ -194,19 +231,45 @@ class Trainer:
             return
         self.writer.finish()
         raise self._diverged(
-            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (max_skipped), because "
-            f"{reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}"
+            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (",
+            Argument("max_skipped"),
+            f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
 
-    def _validate(self) -> float:
-        loss = self._validation_loss = self.validation.loss()
-        if not math.isfinite(loss):
+    @property
+    def _evaluation_is_due(self) -> bool:
+        return self.step > 0 and (self.step % self.config.eval_every == 0 or self.step == self.config.steps)
+
+    def _evaluate(self, report: NullReporter, stop: Stop | None = None) -> bool:
+        """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
+        loss = self._validate(stop)
+        if loss is None:
+            return False
+        report.validation(self.step, loss, self.text.bits_per_byte(loss))
+        return True
+
+    def _evaluate_saved(self, report: NullReporter) -> None:
+        """Report the validation loss of this step and add it to the step's checkpoint; an interrupt skips this."""
+        try:
+            self._evaluate(report)
+        except KeyboardInterrupt:
+            report.say(f"Step {self.step} is not evaluated.")
+            return
+        loss, checkpoint = self._validation_loss, checkpoints.checkpoint_path(self.config.run_directory, self.step)
+        with self.world.failing_together():
+            if self.world.is_main and loss is not None:
+                checkpoints.add_validation_loss(checkpoint, loss)
+
+    def _validate(self, stop: Stop | None = None) -> float | None:
+        loss = self._validation_loss = self.validation.loss(stop)
+        if loss is not None and not math.isfinite(loss):
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
-    def _diverged(self, what: str) -> LineartimeError:
-        advice = f"a learning_rate below {self.config.learning_rate:g} or more warmup_steps"
-        return self.world.said_once(LineartimeError(f"{what}: start another run in another folder, with {advice}."))
+    def _diverged(self, *what: Part) -> LineartimeError:
+        rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
+        advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
+        return self.world.said_once(LineartimeError(*what, *advice))
 
     def save(self) -> None:
         """Start to write a checkpoint of this step; all processes call together."""

@@ -4,16 +4,22 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.models.presets import PRESETS
+from lineartime.choices import Precision
+from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.machine import faster_precision
+from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
 
 _MAY_CHANGE = (
     "data",  # another path to the same text, which is checked
+    "text_column",
     "device",
     "precision",
+    "threads",
     "compile",
     "recompute",
     "batch_size",
@@ -57,6 +63,16 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
     return dataclasses.replace(started, **values)
 
 
+def precision_note(started: Precision, precision: Precision, device: torch.device) -> str:
+    """Which precision a resumed run computes in, and why that is another one than before, or than a new run would take here."""
+    if started not in ("auto", precision):
+        return f"Computing in {precision}, and no longer in {started}."
+    faster, reason = faster_precision(device)
+    if faster == precision:
+        return f"Computing in {precision}, as before." if started == precision else f"Computing in {precision}: {reason}."
+    return f"Computing in {precision}, as before; a new run would compute in {faster} here, because {reason}."
+
+
 def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
     """The given options, completed by the defaults that `resume`, `like` or `recipe` call for; and these defaults.
 
@@ -69,7 +85,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     """
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if len(chosen) > 1:
-        raise ArgumentError(chosen[0], f"cannot be combined with {chosen[1]}: each sets all other options; use one of them.")
+        other = Argument(chosen[1])
+        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     defaults = TrainConfig()
     if config.resume and not is_checkpoint(config.run_directory):
         last, _ = last_whole_checkpoint(config.run_directory)
@@ -79,13 +96,25 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     elif config.like is not None:
         like = config.like if is_checkpoint(config.like) else last_checkpoint(config.like)
         defaults = dataclasses.replace(saved_config(like), out=None, resume=False, recipe=None, like=config.like)
-        config = reparse(defaults)
+        config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
         defaults = recipe_config(config.recipe, config.preset)
-        asked = reparse(defaults)
-        both = asked.override if asked.override == defaults.override else (*defaults.override, *asked.override)
-        config = dataclasses.replace(asked, override=both)
+        config = _merging_override(defaults, reparse)
     return config, defaults
+
+
+def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
+    """The given options on the defaults, and field by field of the model so the values of `override`.
+
+    If another preset is given, the defaults for fields that its model does not have are left out.
+    """
+    asked = reparse(dataclasses.replace(defaults, override=()))
+    inherited = defaults.override
+    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
+        fields = resolve(asked.preset, asked.task).override_names
+        inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
+    merged = {item.partition("=")[0]: item for item in (*inherited, *asked.override)}
+    return dataclasses.replace(asked, override=tuple(merged.values()))
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import reporting
+from lineartime.errors import Argument, reporting
 from lineartime.files import synchronise
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
@@ -90,8 +90,8 @@ class CheckpointWriter:
             self._thread.join()
 
     def _reporting(self, target: Path) -> AbstractContextManager[None]:
-        then = "resume the run (resume=True)" if list_checkpoints(self._run) else "train again"
-        return reporting("write", f"the checkpoint {target}", then)
+        then = ("resume the run with ", Argument("resume", True)) if list_checkpoints(self._run) else ("train again",)
+        return reporting("write", f"the checkpoint {target}", *then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
         moments = _moments(self._model, self._optimizer.state)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, load_tokenizer, tokenizer_for
-from lineartime.errors import ArgumentError
+from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
+from lineartime.errors import Argument, ArgumentError
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
@@ -68,9 +68,9 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or default_cache()
-    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data))
+    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data, config.text_column))
     tokenizer: Tokenizer = world.first_on_each_machine(
-        "the tokenizer", lambda: tokenizer_for(config.tokenizer, corpus, cache) if start is None else load_tokenizer(start)
+        "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
     with world.failing_together():
         model_config = config.model_config(tokenizer.vocab_size)
@@ -100,14 +100,22 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step)
 
 
+def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
+    """The tokenizer of a name or a path, which may be the folder of another run."""
+    if choice is not None and not names_tokenizer(choice) and Path(choice).is_dir():
+        return checkpoints.load_tokenizer(choice)
+    return tokenizer_for(choice, corpus, cache)
+
+
 def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     """The unit of sequence lengths that processes can share: a whole chunk for each."""
     ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(
             "context_length",
-            f"is {config.context_length}, but must be a multiple of context_parallel {ranks} x chunk_size {chunk_size} = "
-            f"{ranks * chunk_size}.",
+            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes (",
+            Argument("context_parallel"),
+            f") x chunk_size {chunk_size}.",
         )
     return ranks * chunk_size
 

@@ -16,6 +16,9 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Parallel, part_of
 
+COSINE_FLOOR = 0.1
+"""Where a cosine schedule ends, as a share of the peak learning rate."""
+
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays only the matrices of a model."""
@@ -29,16 +32,26 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
-        fused=True,
+        fused=all(p.device.type != "mps" for p in parameters),  # whose fused kernels are untested
     )
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up to the peak, then a linear fall that reaches zero just after the last step (step counts from 0)."""
+    """The learning rate of a step, counted from 0: a linear warm-up over W of S steps to the peak P, then the schedule.
+
+    With x = (step - W) / (S - W), from 0 after the warm-up to 1 just after the last step,
+
+        linear: P (1 - x)
+        cosine: F + (P - F) (1 + cos(pi x)) / 2, where the floor F is P / 10
+    """
     warmup = config.steps // 10 if config.warmup_steps is None else config.warmup_steps
+    peak = config.learning_rate
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    return config.learning_rate * (config.steps - step) / max(1, config.steps - warmup)
+        return peak * (step + 1) / warmup
+    if config.schedule == "linear":
+        return peak * (config.steps - step) / max(1, config.steps - warmup)
+    floor = COSINE_FLOOR * peak
+    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup))) / 2
 
 
 @dataclass(frozen=True)

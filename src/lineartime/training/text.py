@@ -12,9 +12,11 @@ from lineartime.data import (
     Rows,
     StreamingLoader,
     Tokenizer,
+    describe_splits,
+    no_text,
     token_stream,
 )
-from lineartime.errors import LineartimeError
+from lineartime.data.splits import missing_split
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.training.config import TrainConfig
 
@@ -29,30 +31,32 @@ class Text:
             ends; losses per byte and per word then leave some of it out.
         name: a description of the training text.
         identity: a description that changes with the training text, but not with its path.
+        splits: a line for each split of the text.
 
     Raises:
         LineartimeError: for text that cannot be read or is too short.
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, rows: Rows, cache: Path) -> None:
+        if corpus.describe("train") is None:
+            raise missing_split(corpus, "train")
         held_out = config.eval_windows * config.context_length + 1 if config.streaming else None
         self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
         if len(self.validation) < 2:
-            raise LineartimeError(
-                f"The validation split of {corpus.name} is empty, since the text has too few documents: give more of them, or "
-                "a folder with files named train... and valid..."
-            )
+            raise no_text(self.validation.name)
         sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
         self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         if config.streaming:
             loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes)
             self.name = f"a stream of {corpus.name} in {config.lanes} lanes"
+            self.splits = describe_splits(corpus, {"validation": self.validation})
             self.identity = f"{self.name}, state {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
             loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
+            self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
             self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task == "clm"

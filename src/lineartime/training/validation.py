@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.data import Batch, causal_batch, masked_batch, read_window, spread_windows
-from lineartime.errors import LineartimeError
+from lineartime.errors import Argument, LineartimeError
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.distributed import World
+from lineartime.training.interrupts import Stop
 from lineartime.training.parallel import part_of
 from lineartime.training.setup import Setup
 
@@ -32,22 +33,30 @@ class Validation:
             if self._length <= 0:
                 raise LineartimeError(
                     f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
-                    "give more text, or use a smaller context_parallel."
+                    "give more text, or a smaller ",
+                    Argument("context_parallel"),
+                    ".",
                 )
         self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """The mean over all targets, in nats."""
+    def loss(self, stop: Stop | None = None) -> float | None:
+        """The mean over all targets, in nats; None if any process is asked to stop before the end."""
         device, world = self._setup.device, self._world
         total, count = 0.0, 0
         self._objective.eval()
+        stopped = False
         with torch.compiler.set_stance("force_eager"):  # these shapes are too rare to be worth compiling
             for batch in self._batches():
+                stopped = stop is not None and world.sum(stop.requested) != [0]
+                if stopped:
+                    break
                 with autocast(device, self._setup.config.precision == "bf16"):
                     total += float(self._objective(*part_of(batch, world, device)))
                 count += int((batch.targets != IGNORED).sum())
         self._objective.train()
+        if stopped:
+            return None
         total, targets = world.sum(total, count / world.context_parallel)
         return total / max(1.0, targets)
 

@@ -59,8 +59,8 @@ def mixed_chunk_attention(
         chunk_size: C; T need not be a multiple of it.
         causal: whether a token reads only itself and earlier tokens.
         bias: [C, C], added to the quadratic scores by position inside the chunk.
-        mask: bool [B, T], True for real tokens: chunks count real tokens only; no token reads padding, and its outputs are
-            zero.
+        mask: bool or 0 and 1, [B, T], True for real tokens: chunks count real tokens only; no token reads padding, and its
+            outputs are zero.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: each is chunked from its own
             start and reads nothing of the others.
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".

@@ -22,7 +22,7 @@ from torch import Tensor
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import check_queries_keys_values
-from lineartime.ops.layout import check_mask, make_layout
+from lineartime.ops.layout import as_mask, make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
 from lineartime.ops.quadratic import blocked, reference, tiled, triton
@@ -56,7 +56,7 @@ def quadratic_attention(
         v: [B, T, e] values.
         causal: whether a token reads only itself and earlier tokens.
         bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which takes no memory of T x T.
-        mask: bool [B, T], True for real tokens; no token reads padding, and its outputs are zero.
+        mask: bool or 0 and 1, [B, T], True for real tokens; no token reads padding, and its outputs are zero.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: none reads another.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
@@ -75,7 +75,7 @@ def quadratic_attention(
     options = QuadraticOptions(causal, activation, normalization)
     check_queries_keys_values({"q": q, "k": k}, v)
     check_quadratic_bias(bias, v.shape[1])
-    check_mask("mask", mask, *v.shape[:2])
+    mask = as_mask("mask", mask, *v.shape[:2])
     rows = make_layout(v.shape, None, cu_seqlens, device=v.device).rows
     if rows is None:
         return attend_rows(q, k, v, bias, mask, options, backend)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -40,7 +40,8 @@ def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> N
     """Raise ArgumentError for a name that is not allowed."""
     for name in names:
         if name not in allowed:
-            raise ArgumentError(name, f"is not an option of {where}, which has {', '.join(allowed)}.")
+            like = did_you_mean(name, allowed)
+            raise ArgumentError(name, f"is not an option of {where}{like}, which has {', '.join(allowed)}.")
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:

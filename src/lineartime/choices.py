@@ -1,0 +1,16 @@
+"""The values of options that take one of a few. Nothing is imported here, so that the command line shows them at once."""
+
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16"]
+Task = Literal["clm", "mlm"]
+Split = Literal["train", "validation", "test", "all"]
+"""A part of a text; "all" is the whole text."""
+Context = Literal["windowed", "carried"]
+TokenizerKind = Literal["bpe", "unigram"]
+
+TEXT_COLUMN = "text"
+"""The column of records that holds the text, unless another one is named."""
+VOCAB_SIZE = 32_000
+"""The default of trained tokenizers, with which models have the parameters that the paper reports."""

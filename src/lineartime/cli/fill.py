@@ -1,0 +1,68 @@
+"""`lineartime fill`: the likeliest tokens at the masks of a text."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from lineartime.checkpoint import Which
+from lineartime.choices import Device
+
+if TYPE_CHECKING:
+    from lineartime.filling import Candidate
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what a trained masked model expects at each [MASK] of a text."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    text: str
+    """Text with one or more [MASK], each of which stands for one token (with bytes, one byte)."""
+    top: int = 5
+    """Candidates to show for each mask."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print the result as one line of JSON."""
+
+
+def run(options: Options) -> None:
+    """Print the candidates for each mask."""
+    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.filling import fill_mask
+    from lineartime.machine import choose_device
+    from lineartime.models.heads import MaskedLM, check_model
+
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
+    model = check_model(load(checkpoint, choose_device(options.device)), MaskedLM, "fill masks")
+    masks = fill_mask(model, load_tokenizer(checkpoint), options.text, options.top)
+    if options.json:
+        found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]
+        print(json.dumps({"checkpoint": str(checkpoint), "text": options.text, "masks": found}))
+        return
+    console = Console(highlight=False, markup=False)
+    for number, candidates in enumerate(masks, 1):
+        console.print(_table(f"mask {number} of {len(masks)}", candidates))
+
+
+def _table(title: str, candidates: "list[Candidate]") -> Table:
+    right = [Column(header, justify="right") for header in ("probability", "id")]
+    table = Table(*right, "token", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for candidate in candidates:
+        table.add_row(f"{candidate.probability:.4f}", str(candidate.token), _quoted(candidate.text))
+    return table
+
+
+def _quoted(text: str) -> str:
+    """A text in quotation marks, with escapes for what a terminal does not show."""
+    return '"' + "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text) + '"'

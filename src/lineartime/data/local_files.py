@@ -1,0 +1,119 @@
+"""Local files as bytes, plain or compressed, and the errors of reading them."""
+
+import gzip
+import io
+import lzma
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from lineartime.errors import LineartimeError, cannot, missing_extra
+
+COMPRESSED = (".gz", ".xz", ".zst", ".zip")
+_BUFFER = 1 << 18
+
+
+def format_suffix(path: Path) -> str:
+    """The suffix of a file's format, without that of its compression."""
+    name = Path(path.stem) if path.suffix.lower() in COMPRESSED else path
+    return name.suffix.lower()
+
+
+def file_version(path: Path) -> tuple[int, int]:
+    """The size and date of a file, which change when it does."""
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise cannot("read", path, error) from None
+    return facts.st_size, facts.st_mtime_ns
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """The decompressed bytes of a file; LineartimeError, naming it, if they cannot be read."""
+    try:
+        with path.open("rb") as raw:
+            match path.suffix.lower():
+                case ".gz":
+                    yield cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+                case ".xz":
+                    with lzma.LZMAFile(raw) as stream:
+                        yield stream
+                case ".zst":
+                    yield io.BufferedReader(_Reader(_zstandard(raw, path)), _BUFFER)
+                case ".zip":
+                    with zipfile.ZipFile(raw) as archive:
+                        names = archive.namelist()
+                        if len(names) != 1:
+                            raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
+                        with archive.open(names[0]) as member:
+                            yield member
+                case _:
+                    yield raw
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
+        raise damaged(path, error) from None
+    except OSError as error:
+        raise cannot("read", path, error) from None
+
+
+def skip(stream: IO[bytes], count: int) -> None:
+    """Skip `count` bytes."""
+    if stream.seekable():
+        stream.seek(count)
+        return
+    while count > 0 and (block := stream.read(min(_BUFFER, count))):
+        count -= len(block)
+
+
+def damaged(path: Path, error: Exception) -> LineartimeError:
+    """The error for a file that a library cannot decode."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return LineartimeError(f"{path} is damaged or cut off ({reason}): fetch it again, or leave it out.")
+
+
+def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
+    """The error for a byte that is not UTF-8."""
+    return LineartimeError(
+        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert it to UTF-8, or leave it out."
+    )
+
+
+def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame, and notice a file that is cut off, as the zstandard package's own reader does not."""
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_extra("zstandard", "data", f"Reading {path}") from None
+    frame: Any = None
+    compressed = b""
+    while compressed := compressed or raw.read(1 << 14):  # few, because they may expand by a factor of thousands
+        frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        try:
+            yield frame.decompress(compressed)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
+        compressed = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends within a frame")
+
+
+class _Reader(io.RawIOBase):
+    """Blocks of bytes, of which empty ones are skipped, as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = filter(None, blocks)
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._ready = self._ready or next(self._blocks, b"")
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

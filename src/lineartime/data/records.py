@@ -1,0 +1,171 @@
+"""Files of records, each with a document in one of its columns: JSON lines, JSON and Parquet."""
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lineartime.choices import TEXT_COLUMN
+from lineartime.data.local_files import damaged, file_version, format_suffix, not_utf8, open_bytes
+from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+
+Format = Literal["text", "json lines", "json", "parquet"]
+
+_PEEK = 1 << 16  # bytes that tell an array from JSON lines
+
+
+def file_format(path: Path, column: str = TEXT_COLUMN) -> Format:
+    """How a file holds its text; anything but "text" has records.
+
+    A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
+
+    Raises:
+        LineartimeError: for a .json file that cannot be read, or whose records lack the column.
+    """
+    match format_suffix(path):
+        case ".parquet":
+            return "parquet"
+        case ".jsonl" | ".ndjson":
+            return "json lines"
+        case ".json":
+            return _json_format(path, column, file_version(path))
+    return "text"
+
+
+@lru_cache(maxsize=4096)
+def _json_format(path: Path, column: str, version: tuple[int, int]) -> Format:
+    with open_bytes(path) as stream:
+        first = stream.readline(_PEEK)
+        while first.isspace():
+            first = stream.readline(_PEEK)
+        if first.startswith(b"["):
+            return "json"
+        if not first.endswith(b"\n"):
+            first += stream.readline()
+        row = _parsed(first)
+        if isinstance(row, dict):
+            if column in row:
+                return "json lines"
+            if stream.readline(_PEEK).lstrip().startswith(b"{"):
+                raise missing_column(column, f"{path}, line 1,", row)
+        content = first + stream.read()
+    whole = _parsed(content)
+    if not isinstance(whole, dict):
+        return "text"
+    lists = [name for name, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if isinstance(whole.get(column), str):
+        return "json"
+    if lists:
+        raise LineartimeError(
+            f'{path} is a JSON object with its records in "{lists[0]}": write that list alone, or one record in each line.'
+        )
+    return "text"
+
+
+def _parsed(content: bytes) -> Any:
+    """The value of a JSON text, or None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
+    """The error for records without the column of the text."""
+    names = ", ".join(columns)
+    return ArgumentError("text_column", f"is {column}, but {where} has the columns {names}: name the one that holds the text.")
+
+
+def read_records(path: Path, file_format: Format, column: str) -> Iterator[str]:
+    """The texts of a file of records in order; LineartimeError, naming file and place, for what cannot be read."""
+    match file_format:
+        case "json lines":
+            return _json_lines(path, column)
+        case "json":
+            return _json(path, column)
+        case "parquet":
+            return _parquet(path, column)
+    raise ValueError(f"{path} has no records.")
+
+
+def _json_lines(path: Path, column: str) -> Iterator[str]:
+    position = 0
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{path}, line {number},"
+                yield _text(where, _loaded(where, line, position), column)
+            position += len(line)
+
+
+def _json(path: Path, column: str) -> Iterator[str]:
+    """The records of an array, or the one record that the file is; all of it is in memory at a time."""
+    with open_bytes(path) as stream:
+        whole = _loaded(str(path), stream.read(), 0)
+    if isinstance(whole, dict):
+        yield _text(str(path), whole, column)
+        return
+    for number, record in enumerate(whole, 1):
+        where = f"{path}, record {number},"
+        yield _text(where, {column: record} if isinstance(record, str) else record, column)
+
+
+def _loaded(where: str, content: bytes, position: int) -> Any:
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, content[error.start], position + error.start) from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave it out.") from None
+
+
+def _text(where: str, record: Any, column: str) -> str:
+    if not isinstance(record, dict):
+        raise LineartimeError(
+            f'{where} is {record!r:.40}, but must be an object with a "{column}": correct it, or leave it out.'
+        )
+    if column not in record:
+        raise missing_column(column, where, record)
+    text = record[column]
+    if not isinstance(text, str):
+        raise _no_text(where, column, text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = error.reason
+        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct it, or leave it out.") from None
+    return text
+
+
+def _no_text(where: str, column: str, value: object) -> LineartimeError:
+    return LineartimeError(f'{where} has no text in "{column}", but {value!r:.40}: correct it, or leave it out.')
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "data", f"Reading {path}") from None
+    number = 0
+    try:
+        with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise missing_column(column, str(path), names)
+            # Few rows at a time: a row may be a whole book.
+            for batch in file.iter_batches(batch_size=16, columns=[column]):
+                for value in batch.column(0):
+                    text = value.as_py()
+                    if not isinstance(text, str):
+                        raise _no_text(f"{path}, row {number},", column, text)
+                    yield text
+                    number += 1
+    except UnicodeDecodeError as error:
+        raise not_utf8(f"{path}, row {number},", error.object[error.start], error.start) from None
+    except OSError as error:
+        raise (damaged(path, error) if error.errno is None else cannot("read", path, error)) from None
+    except arrow.ArrowException as error:
+        raise damaged(path, error) from None

@@ -1,0 +1,132 @@
+"""How local files are divided into splits: by the names of files and folders, by file, or within files."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Protocol
+
+from lineartime.choices import Split
+from lineartime.data.readers import SHARES, SPLITS, Part
+from lineartime.errors import ArgumentError
+
+_LETTER = r"[^\W\d_]"
+_WORDS = re.compile(
+    rf"(?<!{_LETTER})(?:(train|training)|(val|valid|validation|dev)|(test|testing))(?!{_LETTER})", re.IGNORECASE
+)
+_NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
+
+Files = dict[Split, list[Part]]
+
+
+def named_split(name: str) -> Split | None:
+    """The split that a name tells, or None: a whole word between characters that are no letters, as in wiki_train.txt.
+
+    The words are train and training; val, valid, validation and dev; test and testing. A name with words of two splits
+    tells none.
+    """
+    found = {SPLITS[(match.lastindex or 1) - 1] for match in _WORDS.finditer(name)}
+    return found.pop() if len(found) == 1 else None
+
+
+def split_of_path(relative: PurePath) -> Split | None:
+    """The split that the name of a file tells, or else that of the nearest folder with such a name."""
+    return next((split for name in reversed(relative.parts) if (split := named_split(name))), None)
+
+
+def by_name(root: Path, parts: Iterable[Part]) -> tuple[Files | None, str]:
+    """The splits by the names of files, and of the folders below `root` they are in.
+
+    Returns:
+        the splits that occur, or None unless every file but README and LICENSE has the name of one; and a sentence if some
+        files have such names in vain.
+    """
+    splits: Files = {}
+    others = []
+    for part in parts:
+        relative = part.path.relative_to(root) if part.path != root else PurePath(root.name)
+        if split := split_of_path(relative):
+            splits.setdefault(split, []).append(part)
+        elif not _NO_TEXT.match(relative.name):
+            others.append(relative)
+    if not others:
+        return {split: splits[split] for split in SPLITS if split in splits} or None, ""
+    note = f"The names of splits in {root} are ignored, because {others[0]} has none: rename it, or leave it out, to use them."
+    return None, note if splits else ""
+
+
+def completed(named: Files) -> Files:
+    """Named splits with those that are missing, which take 5% of each training file; without training files, as they are."""
+    missing = [split for split in SPLITS if split not in named]
+    if not missing or "train" in missing:
+        return named
+    cut: Files = {split: [] for split in SPLITS}
+    for part in named["train"]:
+        cut["train"] += [replace(part, split=split) for split in SPLITS if split not in missing]
+        for split in missing:
+            cut[split].append(replace(part, split=split))
+    return {**cut, **{split: named[split] for split in named if split != "train"}}
+
+
+class _Described(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def describe(self, split: Split) -> str | None: ...
+
+
+def missing_split(corpus: _Described, split: Split) -> ArgumentError:
+    """The error for a split that a corpus does not have, with those that it has."""
+    there = " and a ".join(each for each in SPLITS if corpus.describe(each))
+    advice = "give text to train on as well" if split == "train" else "choose a split that there is, or all"
+    return ArgumentError(
+        "data", f"is {corpus.name}, which by its names has a {there} split and no {split} split: {advice}, or rename the files."
+    )
+
+
+def within_files(parts: Sequence[Part]) -> Files:
+    """All splits from within each file."""
+    return {split: [replace(part, split=split) for part in parts] for split in SPLITS}
+
+
+def by_file(root: Path, parts: Iterable[Part]) -> Files:
+    """Distribute files in an order that depends only on their names, up to the shares of bytes of test and validation."""
+    sizes = {part: part.path.stat().st_size for part in parts}
+    total = sum(sizes.values())
+
+    def order(part: Part) -> tuple[bool, bytes]:
+        name = os.fsencode(part.path.relative_to(root).as_posix())
+        small = sizes[part] <= total / 2  # a file with most of the bytes comes first, for training
+        return small, hashlib.sha256(name).digest()
+
+    left = sorted(sizes, key=order)
+    splits: Files = {split: [] for split in SPLITS}
+    for split in ("test", "validation"):
+        size = 0
+        # At least one file for each split, training included.
+        while not splits[split] or (size < SHARES[split] * total and len(left) > len(sizes) // 2 + 1):
+            part = left.pop()
+            splits[split].append(part)
+            size += sizes[part]
+    splits["train"] = left
+    return splits
+
+
+def describe_parts(parts: Iterable[Part]) -> str:
+    """A list of parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    shares: dict[Path, float] = {}
+    for part in parts:
+        shares[part.path] = shares.get(part.path, 0.0) + (1.0 if part.split is None else SHARES[part.split])
+    groups: dict[float, list[str]] = {}
+    for path, share in shares.items():
+        groups.setdefault(round(share, 2), []).append(path.name)
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    shown = ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ..."
+    return f"{len(names):,} files ({shown})"

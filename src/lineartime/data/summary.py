@@ -1,0 +1,32 @@
+"""What a text consists of, in lines for the user."""
+
+from collections.abc import Mapping
+
+from lineartime.choices import Split
+from lineartime.data.corpora import Corpus, LocalCorpus
+from lineartime.data.readers import SPLITS
+from lineartime.data.tokens import TokenStream
+
+
+def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:
+    """A line for each split of a corpus: where it comes from, and of the encoded ones how many documents and tokens.
+
+    Nothing is read or encoded for this.
+    """
+    streams = streams or {}
+    lines = [source.note for source in corpus.sources if isinstance(source, LocalCorpus) and source.note]
+    for split in SPLITS:
+        if place := corpus.describe(split):
+            lines.append(f"{split + ':':<12}{place}{_counts(streams.get(split))}")
+    if "all" in streams:
+        lines.append(f"{'all:':<12}the whole text{_counts(streams['all'])}")
+    return lines
+
+
+def _counts(stream: TokenStream | None) -> str:
+    if stream is None:
+        return ""
+    first = "the first " if stream.is_cut else ""
+    count = stream.n_documents
+    documents = "" if count is None else "1 document, " if count == 1 else f"{count:,} documents, "
+    return f": {first}{documents}{len(stream):,} tokens"

@@ -1,0 +1,110 @@
+"""Evaluate a model, or the model of a run, on a split of a text."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from lineartime.checkpoint import find_checkpoint, has_training_state, load, load_tokenizer, read_training_state
+from lineartime.choices import TEXT_COLUMN, Context, Device, Precision, Split
+from lineartime.data import Tokenizer, default_cache, describe_splits, load_corpus, token_stream
+from lineartime.data.tokenizers import check_vocabulary
+from lineartime.errors import Argument, ArgumentError
+from lineartime.evaluation.perplexity import Evaluation, carried, windowed
+from lineartime.layers.checks import check_positive
+from lineartime.machine import choose_device, choose_precision
+from lineartime.models.heads import CausalLM, LanguageModel, check_model
+from lineartime.ops.activations import check_choice
+
+
+def evaluate(
+    model: LanguageModel | str | Path,
+    data: str | Path | Sequence[str | Path] | None = None,
+    *,
+    text_column: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    split: Split = "test",
+    context: Context = "windowed",
+    context_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int = 8,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    cache: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Evaluation:
+    """Measure a model on a split of a text: `evaluate("runs/books")`, or `evaluate(model, "books/", tokenizer=...)`.
+
+    Args:
+        model: the folder of a run (its best checkpoint is used), of a checkpoint or of a saved model; or a model in memory.
+        data: name of a corpus, or a file or folder, which is split as for training, or several of them; the default is what a
+            run was trained on.
+        text_column: the column of JSON, Parquet and data sets of the hub that holds the text; the default is "text", and for
+            the text of a run as in its training.
+        tokenizer: the model's own; the folder of a run holds it.
+        split: the part of the text to measure on.
+        context: "windowed" for independent windows, or "carried" for the split as one sequence, every token having all earlier
+            ones as context.
+        context_length: tokens in a window, or read at a time if carried; the default is the context of a run's training.
+        stride: tokens from one window to the next; the default is a whole window.
+        max_tokens: measure only on this many tokens from the beginning of the split.
+        batch_size: windows computed at once.
+        device: where to load the model of a run; a model in memory stays where it is.
+        precision: of matrix products.
+        cache: folder for encoded text; the default is lineartime in the user's cache folder.
+        say: is given lines about the splits of the text, before anything is measured.
+
+    Raises:
+        LineartimeError: for anything the user can fix, such as a text that is missing or too short.
+    """
+    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
+    for name, choice, allowed in (
+        ("split", split, Split),
+        ("context", context, Context),
+        ("device", device, Device),
+        ("precision", precision, Precision),
+    ):
+        check_choice(name, choice, get_args(allowed))
+    trained: dict[str, Any] = {}
+    if isinstance(model, (str, Path)):
+        checkpoint = find_checkpoint(model)
+        model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
+        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    elif device != "auto":
+        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
+    model = check_model(model, LanguageModel, "be measured")
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    assert tokenizer is not None
+    given = {"data": data, "context_length": context_length}
+    missing = [name for name, value in given.items() if not value and name not in trained]
+    if missing:
+        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
+        why = "is missing, but only the checkpoint of a run tells what its model was trained on: give "
+        raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
+    if context == "carried" and not isinstance(model, CausalLM):
+        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+    if context == "carried" and stride is not None:
+        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+
+    column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
+    corpus = load_corpus(data or trained["data"], column)
+    # With max_tokens, only that much is encoded, so that a split of any size can be measured.
+    stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
+    if say is not None:
+        for line in describe_splits(corpus, {split: stream}):
+            say(line)
+    bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
+    length: int = trained["context_length"] if context_length is None else context_length
+    if context == "carried" and isinstance(model, CausalLM):
+        return carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+    return windowed(
+        model,
+        stream,
+        tokenizer,
+        context_length=length,
+        stride=length if stride is None else stride,
+        batch_size=batch_size,
+        bf16=bf16,
+        max_tokens=max_tokens,
+    )

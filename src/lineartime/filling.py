@@ -1,0 +1,78 @@
+"""Masked tokens: what a masked language model expects in the gaps of a text.
+
+Shapes: T tokens of the text, M masks, V vocabulary, K candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, encode_given
+from lineartime.errors import ArgumentError
+from lineartime.layers.checks import check_positive
+from lineartime.models.heads import MaskedLM, check_model
+
+
+@dataclass(frozen=True)
+class Candidate:
+    r"""A token that may stand at a mask.
+
+    Attributes:
+        token: its id.
+        text: the token for people to read; bytes that are no whole character are written as \xc3.
+        probability: among all tokens of the vocabulary.
+    """
+
+    token: int
+    text: str
+    probability: float
+
+
+def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) -> list[list[Candidate]]:
+    """The likeliest tokens at each [MASK] of a text.
+
+    A mask stands for one token: with bytes, for one byte. The model reads all masks at once, and predicts each without knowing
+    what stands at the others. The parts of the text between masks are encoded one by one.
+
+    Args:
+        model: a masked language model, in evaluation mode.
+        tokenizer: the model's own.
+        text: with at least one "[MASK]".
+        top: K, the number of candidates.
+
+    Returns:
+        For each of the M masks in order, K candidates, the likeliest first.
+
+    Raises:
+        ArgumentError: for a text without a mask or longer than the model can read, a causal model, or a tokenizer that does
+            not fit the model.
+    """
+    known = check_model(model, MaskedLM, "fill masks").config
+    check_vocabulary(tokenizer, known.vocab_size)
+    check_positive(top=top)
+    ids = _masked_ids(tokenizer, text)
+    if known.longest_sequence is not None and len(ids) > known.longest_sequence:
+        raise ArgumentError(
+            "text", f"has {len(ids):,} tokens, but this model reads at most {known.longest_sequence:,}: shorten it."
+        )
+    places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        hidden = model.backbone(torch.tensor([ids], device=device))[0, places]
+        probabilities = model.logits(hidden).float().softmax(-1)  # [M, V]
+    values, tokens = probabilities.topk(min(top, known.vocab_size), dim=-1)
+    return [
+        [Candidate(token, tokenizer.show(token), value) for token, value in zip(ids, chances, strict=True)]
+        for ids, chances in zip(tokens.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, each [MASK] being the mask token; ArgumentError if it has none."""
+    if not isinstance(text, str):
+        raise ArgumentError("text", f"is of type {type(text).__name__}, but must be a text.")
+    if MASK_TEXT not in text:
+        beginning = text if len(text) <= 40 else f"{text[:37]}..."
+        raise ArgumentError("text", f"is {beginning!r}, which holds no {MASK_TEXT}: write {MASK_TEXT} at each gap.")
+    first, *rest = (encode_given(tokenizer, "text", part) for part in text.split(MASK_TEXT))
+    return [*first, *(token for part in rest for token in (tokenizer.mask, *part))]

@@ -1,0 +1,63 @@
+"""The host: its processor, how busy it is, and the packages installed on it. Nothing here needs PyTorch."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+"""Where Linux describes the processor."""
+STAT = Path("/proc/stat")
+"""Where Linux counts what each core has done."""
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """The model name of the CPU where the system tells it, otherwise its architecture."""
+    return _described("model name") or platform.machine()
+
+
+def processor_features() -> frozenset[str] | None:
+    """The instruction sets of the CPU by Linux's names, such as "avx512_bf16"; None where the system does not tell them."""
+    listed = _described("flags") or _described("Features")  # on x86 and on Arm
+    return frozenset(listed.split()) if listed else None
+
+
+def _described(name: str) -> str:
+    """A property of the first core, or nothing where the system does not tell it."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")
+
+
+def available_cores() -> frozenset[int]:
+    """The cores that this process may use, by number."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def busy_seconds(cores: frozenset[int]) -> float | None:
+    """Seconds that these cores have computed for any program since the start; None where the system does not tell them.
+
+    The time that a virtual machine waited for its host counts too.
+    """
+    try:
+        lines = STAT.read_text().splitlines()
+    except OSError:
+        return None
+    ticks = 0
+    for name, *fields in map(str.split, lines):
+        if name.removeprefix("cpu").isdecimal() and int(name.removeprefix("cpu")) in cores:
+            user, nice, system, _idle, _waiting, *others = map(int, fields)
+            ticks += user + nice + system + sum(others[:3])  # interrupts of both kinds, and stolen time; guests are in user
+    return ticks / os.sysconf("SC_CLK_TCK")

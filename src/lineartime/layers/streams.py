@@ -1,0 +1,112 @@
+"""States of streams as trees of tensors [B, ...], and streams that stand at different positions.
+
+Shapes: B streams, N new tokens, d model width.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+
+
+class RaggedState(NamedTuple):
+    """What a mixer remembers of streams at different positions, as `extend` with a mask returns it.
+
+    Attributes:
+        rows: for each group of streams at one position, which they are.
+        states: for each group, its state.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    states: tuple[Any, ...]
+
+    @property
+    def position(self) -> list[int]:
+        """The number of tokens that each stream has read."""
+        positions = [(row, state.position) for rows, state in zip(self.rows, self.states, strict=True) for row in rows]
+        return [position for _, position in sorted(positions)]
+
+
+def extend_ragged(
+    extend: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor | None
+) -> tuple[Tensor, Any]:
+    """Continue each stream by its own real tokens: those that stand at one position and get as many are read together.
+
+    Args:
+        extend: continues streams at one position by tokens without padding.
+        x: [B, N, d].
+        state: of streams at one position, or a `RaggedState`.
+        mask: bool [B, N], True for real tokens; None where all are.
+
+    Returns:
+        [B, N, d], with zeros at padding, and the state: a `RaggedState` unless all streams stand at one position.
+    """
+    batch, length = x.shape[:2]
+    counts = [length] * batch if mask is None else mask.sum(1).tolist()
+    groups = list(zip(*state, strict=True)) if isinstance(state, RaggedState) else [(tuple(range(batch)), state)]
+    out = torch.zeros_like(x)
+    after: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
+    for rows, group_state in groups:
+        for count in sorted({counts[row] for row in rows}):
+            places = [place for place, row in enumerate(rows) if counts[row] == count]
+            chosen = tuple(rows[place] for place in places)
+            part = take_streams(group_state, torch.tensor(places, device=x.device))
+            if count:
+                index = torch.tensor(chosen, device=x.device)
+                real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
+                tokens = real[index].nonzero()[:, 1].view(len(chosen), count)
+                read, part = extend(x[index[:, None], tokens], part)
+                out = out.to(read.dtype).index_put((index[:, None], tokens), read)
+            after.setdefault(part.position, []).append((chosen, part))
+    if not batch:
+        return out, state
+    joined = [_join(parts) for _, parts in sorted(after.items())]
+    if len(joined) == 1:
+        ((rows, one),) = joined
+        order = torch.tensor(rows, device=x.device).argsort()
+        return out, take_streams(one, order)
+    return out, RaggedState(tuple(rows for rows, _ in joined), tuple(one for _, one in joined))
+
+
+def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], Any]:
+    """Groups of streams at one position as one group."""
+    rows = tuple(row for rows, _ in parts for row in rows)
+    return rows, _map_tensors(lambda *tensors: torch.cat(tensors), *(state for _, state in parts))
+
+
+def take_streams(state: Any, rows: Tensor) -> Any:
+    """The state of some of the streams, in the order of `rows`, int64."""
+    return _map_tensors(lambda tensor: tensor[rows], state)
+
+
+def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
+    """The state whose tensors are those of a function of the tensors of equally built states; the rest is the first's."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return function(*states)
+    if isinstance(first, tuple):
+        return type(first)(*(_map_tensors(function, *parts) for parts in zip(*states, strict=True)))
+    return first
+
+
+def check_state(state: Any, template: Any, layer: str, name: str = "state") -> None:
+    """Raise ArgumentError unless a state is built like the `template`, the layer's own for no streams.
+
+    The first dimension of a tensor is that of the streams; one that is 0 in the template grows with the tokens.
+    """
+    advice = "give it the state that init_state or extend of the same layer returned"
+    if type(state) is not type(template):
+        raise ArgumentError(name, f"is a {type(state).__name__}, but {layer} needs a {type(template).__name__}: {advice}.")
+    if isinstance(template, Tensor):
+        wanted = template.shape[1:]
+        fits = state.dim() == template.dim() and all(b in (0, a) for a, b in zip(state.shape[1:], wanted, strict=True))
+        if not fits:
+            expected = ", ".join(["B", *(str(size) if size else "any" for size in wanted)])
+            raise ArgumentError(name, f"has shape {list(state.shape)}, but {layer} needs [{expected}]: {advice}.")
+    elif isinstance(template, tuple):
+        fields = getattr(template, "_fields", range(len(template)))
+        for field, part, own in zip(fields, state, template, strict=True):
+            check_state(part, own, layer, f"{name}.{field}")

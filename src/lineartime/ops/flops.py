@@ -1,0 +1,156 @@
+"""What FlopCounterMode of PyTorch counts for the operators of lineartime: the operations of their matrix products.
+
+A multiplication and an addition count as two, as everywhere in PyTorch. Products that a backward pass computes again count
+again. A causal quadratic form counts the blocks of queries and keys that `tiled.py` computes, of which no key stands wholly
+behind its queries; sums over chunks count the chunks that are read and those that read.
+
+The formulas are registered when torch.utils.flop_counter is imported, before or after lineartime: the import takes a while,
+and few programs count.
+
+Shapes: B batch, G chunks, C chunk size, R rows, L slots of a row, s query/key width, e value width, N tokens, V vocabulary.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lineartime.ops.quadratic.tiled import QUERIES
+
+COUNTER = "torch.utils.flop_counter"
+
+# 1. The formulas: from the arguments of an operator, shapes in place of tensors, to a count ---------------------------
+
+
+def _chunk_products(batch: int, n_chunks: int, chunk_size: int, of_pairs: int, n_sums: int, matrix: int) -> int:
+    """Products of `of_pairs` features for all pairs of tokens of a chunk, and `n_sums` of a chunk and an s x e matrix."""
+    return 2 * batch * chunk_size * (n_chunks * chunk_size * of_pairs + n_sums * matrix)
+
+
+def _tiled_mixed_chunk(arguments: dict[str, Any], times: int = 1) -> int:
+    (batch, n_chunks, chunk_size, width), (_, d_qk) = arguments["projected"], arguments["gamma"]
+    d_value = (width - d_qk) // 2
+    n_summed = max(0, n_chunks - 1) if arguments["causal"] else n_chunks  # the first chunk reads nothing, the last is not read
+    of_pairs = d_qk + d_value if times == 1 else 3 * d_qk + 2 * d_value
+    return _chunk_products(batch, n_chunks, chunk_size, of_pairs, 2 * times * n_summed, d_qk * d_value)
+
+
+def _tiled_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
+    return _tiled_mixed_chunk(arguments, times=2)
+
+
+def _triton_mixed_chunk(arguments: dict[str, Any]) -> int:
+    (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
+    return _chunk_products(batch, n_chunks, chunk_size, d_qk + d_value, 2 * n_chunks, d_qk * d_value)
+
+
+def _triton_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
+    (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
+    return _chunk_products(batch, n_chunks, chunk_size, 4 * d_qk + 2 * d_value, 5 * n_chunks, d_qk * d_value)
+
+
+def _exported_mixed_chunk(arguments: dict[str, Any]) -> int:
+    (batch, length, width), (_, d_qk), chunk_size = arguments["projected"], arguments["gamma"], arguments["chunk_size"]
+    n_chunks, d_value = -(-length // int(chunk_size)), (width - d_qk) // 2
+    return _chunk_products(batch, n_chunks, chunk_size, d_qk + d_value, 2 * n_chunks, d_qk * d_value)
+
+
+def _quadratic(arguments: dict[str, Any], of_keys: int = 1, of_values: int = 1) -> int:
+    """`of_keys` and `of_values` products of the widths s and e for all pairs of a query and a key."""
+    (rows, length, d_qk), d_value = arguments["q"], arguments["v"][-1]
+    stops = [(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES)]
+    pairs = sum((stop - start) * (stop if arguments["causal"] else length) for start, stop in stops)
+    flops: int = 2 * rows * pairs * (of_keys * d_qk + of_values * d_value)
+    return flops
+
+
+def _tiled_quadratic_backward(arguments: dict[str, Any]) -> int:
+    return _quadratic(arguments, of_keys=3, of_values=2)
+
+
+def _triton_quadratic_backward(arguments: dict[str, Any]) -> int:
+    with_bias = int(arguments["bias"] is not None and arguments["with_d_bias"])
+    return _quadratic(arguments, of_keys=5 + with_bias, of_values=3 + with_bias)
+
+
+def _linear_cross_entropy(arguments: dict[str, Any]) -> int:
+    (tokens, width), (vocabulary, _) = arguments["hidden"], arguments["weight"]
+    flops: int = 2 * tokens * width * vocabulary * (3 if arguments["keep"] else 1)  # kept gradients are computed with the loss
+    return flops
+
+
+FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "tiled_mixed_chunk": _tiled_mixed_chunk,
+    "tiled_mixed_chunk_backward": _tiled_mixed_chunk_backward,
+    "tiled_quadratic": _quadratic,
+    "tiled_quadratic_backward": _tiled_quadratic_backward,
+    "exported_mixed_chunk": _exported_mixed_chunk,
+    "exported_quadratic": _quadratic,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "mixed_chunk_attention": _triton_mixed_chunk,
+    "mixed_chunk_attention_backward": _triton_mixed_chunk_backward,
+    "quadratic_attention": _quadratic,
+    "quadratic_attention_backward": _triton_quadratic_backward,
+}
+"""By the name of the operator in torch.ops.lineartime; the last four are those of the Triton kernels."""
+
+
+# 2. How they reach the counter ----------------------------------------------------------------------------------------
+
+
+def _register(counter: ModuleType) -> None:
+    """Register all formulas with torch.utils.flop_counter."""
+    modules = ["lineartime.ops.cross_entropy"]
+    if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():  # the kernels may run
+        modules += ["lineartime.ops.triton.mixed_chunk", "lineartime.ops.triton.quadratic"]
+    for module in modules:
+        importlib.import_module(module)  # defines its operators
+    for name, formula in FORMULAS.items():
+        operator = getattr(torch.ops.lineartime, name, None)
+        if operator is not None and operator not in counter.flop_registry:  # without kernels, there are none of theirs
+            counter.register_flop_formula(operator)(_by_name(operator, formula))
+
+
+def _by_name(operator: Any, formula: Callable[[dict[str, Any]], int]) -> Callable[..., int]:
+    names = [argument.name for argument in operator.default._schema.arguments]
+
+    def count(*arguments: Any, out_shape: Any = None, **keywords: Any) -> int:
+        return formula({**dict(zip(names, arguments, strict=False)), **keywords})
+
+    return count
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Registers the formulas as soon as something imports the counter; then it is gone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register_formulas() -> None:
+    """Register the formulas of all operators there are: now if the counter has been imported, else when it is."""
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,199 @@
+"""Text in, text out: a model continues a text until a stop text appears, its document ends, or enough tokens are drawn."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
+from lineartime.errors import ArgumentError
+from lineartime.generation import Sampling, chosen, generate, generate_batch
+from lineartime.layers.checks import check_positive
+from lineartime.models.heads import CausalLM, check_model
+
+Ending = Literal["stop", "end_of_document", "max_tokens"]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after a prompt.
+
+    Attributes:
+        text: without the prompt, and without the stop text and all that follows it.
+        tokens: how many were drawn, without an end of document.
+        ended_by: what ended the text.
+    """
+
+    text: str
+    tokens: int
+    ended_by: Ending
+
+
+def generate_text(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+) -> Iterator[str]:
+    """Continue a text, and yield its pieces as soon as they are certain.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        tokenizer: the model's own.
+        prompt: the text to continue; an empty one begins a new document.
+        max_tokens: the largest number of tokens to draw.
+        sampling: how to draw them; the default is `Sampling()`.
+        stop: texts that end the continuation, wherever the borders of tokens are. The one that is complete first counts. It
+            is left out, and no piece holds a part of it. The prompt is not searched.
+
+    Raises:
+        ArgumentError: as for `generate`, and for a tokenizer that does not fit the model, or an empty stop text.
+    """
+    ids, stops = _checked(model, tokenizer, prompt, stop)
+    tokens = generate(model, ids, max_tokens, sampling, tokenizer.end_of_document)
+    return _pieces(_Writing(tokenizer, ids, stops), tokens)
+
+
+def generate_samples(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    samples: int,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+) -> Iterator[Continuation]:
+    """Continue a text several times: all together if the model can step, as FLASH can, and else one after another.
+
+    Args:
+        model, tokenizer, prompt, max_tokens, stop: as for `generate_text`.
+        samples: how many continuations.
+        sampling: how to draw; the same seed gives the same samples.
+
+    Raises:
+        ArgumentError: as for `generate_text`.
+    """
+    ids, stops = _checked(model, tokenizer, prompt, stop)
+    check_positive(samples=samples, max_tokens=max_tokens)
+    sampling, end = chosen(sampling), tokenizer.end_of_document
+    writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
+    if samples > 1 and model.can_step:
+        generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))
+        return (writing.finished(max_tokens) for writing in writings)
+    # Checked at once, although each sample is drawn when it is asked for.
+    drawn = [generate(model, ids, max_tokens, _of_sample(sampling, number), end) for number in range(samples)]
+    return (_written(writing, tokens, max_tokens) for writing, tokens in zip(writings, drawn, strict=True))
+
+
+class _StopSearch:
+    """Finds the first stop text to be complete in a text that arrives in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""  # the end of the text so far, in which a stop text may have begun
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """The text that is now certain to stand before any stop text."""
+        text = self._held + text
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            self.found = True
+            certain = min(ends)[1]
+            self._held = ""
+            return text[:certain]
+        certain = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """The text held back, which no stop text follows any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of a stop text with which a text ends."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class _Writing:
+    """A continuation in the making: tokens in, text out."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._decoder = tokenizer.stream_decoder()
+        for token in prompt:  # the text of a token can depend on the token before
+            self._decoder.push(token)
+        self._decoder.flush()
+        self._search = _StopSearch(stops)
+        self._tokens = 0
+        self._pieces: list[str] = []
+
+    def push(self, token: int) -> bool:
+        """Add a token; whether a stop text is complete."""
+        self._tokens += 1
+        self._pieces.append(self._search.push(self._decoder.push(token)))
+        return self._search.found
+
+    def flush(self) -> None:
+        """Add what was held back, after the last token."""
+        if not self._search.found:
+            self._pieces.append(self._search.push(self._decoder.flush()))
+        if not self._search.found:
+            self._pieces.append(self._search.flush())
+
+    def take(self) -> str:
+        """The text since the last call."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    def finished(self, max_tokens: int) -> Continuation:
+        """The whole continuation, after the last token, if `take` was not called."""
+        self.flush()
+        ending: Ending = "end_of_document" if self._tokens < max_tokens else "max_tokens"
+        return Continuation(self.take(), self._tokens, "stop" if self._search.found else ending)
+
+
+def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
+    """The text of tokens up to a stop text, in pieces."""
+    for token in tokens:
+        stopped = writing.push(token)
+        if piece := writing.take():
+            yield piece
+        if stopped:
+            return
+    writing.flush()
+    if piece := writing.take():
+        yield piece
+
+
+def _written(writing: _Writing, tokens: Iterator[int], max_tokens: int) -> Continuation:
+    """The continuation that tokens make, drawn up to a stop text."""
+    for token in tokens:
+        if writing.push(token):
+            break
+    return writing.finished(max_tokens)
+
+
+def _of_sample(sampling: Sampling, number: int) -> Sampling:
+    """The sampling of one of several texts that are drawn one after another: each has a seed of its own."""
+    return sampling if sampling.seed is None else dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**63)
+
+
+def _checked(
+    model: CausalLM, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids of the prompt, and the stop texts; ArgumentError for what cannot be used."""
+    vocabulary = check_model(model, CausalLM, "generate").config.vocab_size
+    check_vocabulary(tokenizer, vocabulary)
+    if not isinstance(stop, (str, list, tuple)):
+        raise ArgumentError("stop", f"is {stop!r}, but must be a text, or a list of texts.")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ArgumentError("stop", f"holds {text!r}, but must hold texts of at least one character.")
+    return tuple(encode_given(tokenizer, "prompt", prompt)) or (tokenizer.end_of_document,), stops

@@ -1,0 +1,117 @@
+"""`evaluate`: a run, a saved model or a model in memory, on a text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints
+from lineartime.data import ByteTokenizer, local_text, token_stream
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.evaluation import carried, evaluate, windowed
+from lineartime.models import CausalLM
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import read_metrics
+from lineartime.runs.record import read_record
+from lineartime.training.config import TrainConfig
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on `text.txt` beside it, with a cache."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "text.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(300)))
+    options: dict[str, Any] = {"data": folder / "text.txt", "cache": folder / "cache", "out": folder / "run"}
+    size = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
+    lineartime.train(
+        TrainConfig(override=size, context_length=24, batch_size=2, steps=2, eval_windows=2, precision="fp32", **options)  # type: ignore[arg-type]
+    )
+    return folder / "run"
+
+
+def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
+    model = lineartime.load(run)
+    assert isinstance(model, CausalLM)
+    cache = run.parent / "cache"
+    stream = token_stream(local_text(run.parent / "text.txt"), "test", TOKENIZER, cache)
+    by_windows = windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
+    assert evaluate(str(run), cache=str(cache), precision="fp32") == by_windows
+    assert by_windows.text == stream.name
+    in_one = carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
+    assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
+
+
+def test_a_model_in_memory_is_measured_like_its_run(run: Path) -> None:
+    given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache", "precision": "fp32"}
+    found = evaluate(lineartime.load(run), str(run.parent / "text.txt"), tokenizer=TOKENIZER, **given)
+    assert found == evaluate(run, **given)
+
+
+def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run: Path, tmp_path: Path) -> None:
+    model = lineartime.load(run)
+    with torch.no_grad():
+        model.backbone.embedding.weight.mul_(0.5)
+    given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache", "precision": "fp32", "split": "validation"}
+    in_memory = evaluate(model, run.parent / "text.txt", tokenizer=TOKENIZER, **given)
+    saved = lineartime.save(model, TOKENIZER, tmp_path / "changed")
+    assert evaluate(saved, run.parent / "text.txt", **given) == in_memory != evaluate(run, **given)
+    with pytest.raises(ArgumentError, match="data is missing: only the checkpoint of a run tells what its model"):
+        evaluate(saved)
+    with pytest.raises(ArgumentError, match="context_length is missing: only the checkpoint of a run"):
+        evaluate(saved, run.parent / "text.txt")
+
+
+def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
+    model, text = lineartime.load(run), str(run.parent / "text.txt")
+    masked = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1)
+    given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache"}
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (model, {"data": text}, "tokenizer is of type NoneType, but must be the tokenizer of the model"),
+        (model, {"tokenizer": TOKENIZER}, "data is missing"),
+        (
+            model,
+            {"data": text, "tokenizer": TOKENIZER, "device": "cpu"},
+            "device is cpu, but a model in memory is measured",
+        ),
+        (run, {"split": "testing"}, "split is 'testing', but must be one of 'train'"),
+        (run, {"context": "all"}, "context is 'all', but must be one of 'windowed', 'carried'"),
+        (run, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
+        (run, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
+        (run, {"stride": "3"}, "stride is '3', but must be a whole number"),
+        (run, {"precision": "fp8"}, "precision is 'fp8', but must be one of 'auto'"),
+        (run, {"device": "tpu"}, "device is 'tpu', but must be one of 'auto'"),
+        (
+            masked,
+            {"data": text, "tokenizer": TOKENIZER, "context": "carried"},
+            "context is carried, which needs a causal",
+        ),
+        (3, {}, "model is of type int, but must be a language model"),
+    ]
+    for found, options, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            evaluate(found, **{**given, **options})
+    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
+        evaluate(tmp_path / "nothing")
+
+
+def test_dropout_cannot_disturb_a_measurement_unnoticed(run: Path) -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, dropout=0.5)
+    with pytest.raises(ArgumentError, match="model is in training mode, in which dropout"):
+        evaluate(model, str(run.parent / "text.txt"), tokenizer=TOKENIZER, context_length=24)
+
+
+def test_every_path_may_be_a_text(run: Path) -> None:
+    text = str(run)
+    assert lineartime.load(text).config == lineartime.load(run).config
+    assert [str(path) for path in list_checkpoints(text)] == [f"{text}/step-00000000", f"{text}/step-00000002"]
+    assert find_checkpoint(text) == best_checkpoint(text) == find_checkpoint(str(best_checkpoint(text)))
+    assert last_checkpoint(text) == run / "step-00000002"
+    assert read_metrics(text) == read_metrics(run)
+    assert read_record(text) == read_record(run)
+    assert draw_curve(text) == run / "loss.png"
+    corpus = local_text(str(run.parent / "text.txt"))
+    assert len(token_stream(corpus, "test", TOKENIZER, str(run.parent / "cache"))) > 0

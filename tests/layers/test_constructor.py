@@ -1,0 +1,112 @@
+"""How every layer is built: where its parameters are made, drawn anew, and shown."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lineartime
+from lineartime.layers import CrossGAU, LearnedPositions, RMSNorm, RotaryBias, ScaledSin, ScaleNorm, TableBias, set_backend
+from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import LayerOptions, ResidualLayer
+from lineartime.models.layer_config import KINDS
+
+LAYERS: list[type[ResidualLayer]] = [layer for kinds in KINDS.values() for layer in kinds.values()]
+D_MODEL = 24
+
+
+def build(layer: type[ResidualLayer], **options: Any) -> ResidualLayer:
+    heads = {"n_heads": 2} if "n_heads" in constructor_options(layer) else {}
+    return layer(D_MODEL, **heads, **options)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("norm", ["layernorm", "scalenorm", "rmsnorm"])
+def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer], norm: str) -> None:
+    built = build(layer, device="meta", dtype=torch.float64, norm=norm)
+    tensors = [*built.parameters(), *built.buffers()]
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", torch.float64)}
+    default = build(layer, norm=norm)
+    assert {(tensor.device.type, tensor.dtype) for tensor in default.parameters()} == {("cpu", torch.float32)}
+
+
+def test_a_seed_gives_the_same_weights_in_whatever_way_the_device_is_named() -> None:
+    torch.manual_seed(3)
+    plain = lineartime.FLASH(D_MODEL)
+    torch.manual_seed(3)
+    named = lineartime.FLASH(D_MODEL, device=torch.device("cpu"), dtype=torch.float32)
+    for one, other in zip(plain.parameters(), named.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer], one_by_one: bool) -> None:
+    torch.manual_seed(0)
+    built = build(layer)
+    drawn = build(layer, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*drawn.parameters(), *drawn.buffers()]:
+            tensor.fill_(torch.nan)
+    if one_by_one:  # as FSDP does
+        for module in drawn.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    else:
+        drawn.reset_parameters()
+    for name, tensor in drawn.state_dict().items():
+        expected = built.state_dict()[name]
+        if (expected == expected.flatten()[0]).all():  # a constant
+            assert torch.equal(tensor, expected), name
+        else:
+            assert not torch.equal(tensor, expected), name
+            few = 4 / tensor.numel() ** 0.5
+            assert tensor.std() == pytest.approx(float(expected.std()), rel=few), name
+            assert abs(tensor.mean()) <= few * tensor.std(), name
+
+
+@pytest.mark.parametrize(
+    "part",
+    [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), LearnedPositions(9, 8)],
+    ids=lambda part: str(part),
+)
+def test_a_part_is_drawn_anew_in_place(part: nn.Module) -> None:
+    before = copy.deepcopy(part)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.fill_(torch.nan)
+    part.reset_parameters()
+    for one, other in zip(part.parameters(), before.parameters(), strict=True):
+        assert one.isfinite().all()
+        assert bool((one == other).all()) == (other.numel() == 1 or bool((other == 1).all()))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_repr_shows_every_option(layer: type[ResidualLayer]) -> None:
+    built = build(layer)
+    shown = built.extra_repr()
+    assert shown.startswith(f"d_model={D_MODEL}")
+    assert repr(built).startswith(f"{layer.__name__}(\n  {shown}\n  (norm): LayerNorm(({D_MODEL},)")
+    for name, option in constructor_options(layer).items():
+        if name not in LayerOptions.__annotations__ and name != "n_heads":
+            assert f"{name}={option.default!r}" in shown
+    if isinstance(built, CrossGAU):
+        return
+    other = {name: value for name, value in {"causal": True, "chunk_size": 12, "d_qk": 8}.items() if f"{name}=" in shown}
+    if built.__class__ in KINDS["mixer"].values() and getattr(built, "why_not_causal", None) is None:
+        assert all(f"{name}={value}" in build(layer, **other).extra_repr() for name, value in other.items())
+
+
+def test_repr_shows_the_backend_and_the_options_of_a_subclass() -> None:
+    class Narrow(lineartime.GAU):
+        def __init__(self, d_model, *, width=3, **options):  # type: ignore[no-untyped-def] # as users write it
+            super().__init__(d_model, **options)
+            self.width = width
+
+    layer = Narrow(D_MODEL, width=5, d_qk=8)
+    set_backend(layer, "torch")
+    assert "d_qk=8" in repr(layer)
+    assert "width=5" in repr(layer)
+    assert "backend='torch'" in repr(layer)

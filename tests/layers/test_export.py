@@ -1,0 +1,112 @@
+"""torch.export of layers: one program reads any batch size and length, and gives the layer's own values."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim, export
+
+import lineartime
+from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers.residual import Mixer
+
+# PyTorch's own, within torch.export, where a user does not see them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
+
+LAYERS: dict[str, Any] = {
+    "flash": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal),
+    "flash, paper": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal, normalization="paper", rope=False),
+    "flash, softmax": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal, activation="softmax"),
+    "flash, rotary bias": lambda causal: FLASH(8, d_qk=4, chunk_size=513, causal=causal),
+    "gau": lambda causal: GAU(8, d_qk=4, causal=causal),
+    "gau, paper": lambda causal: GAU(8, d_qk=4, causal=causal, normalization="paper", relative_bias=False),
+    "gau, softmax_plus": lambda causal: GAU(8, d_qk=4, causal=causal, activation="softmax_plus", max_length=60),
+}
+SIZES = [(1, 1), (2, 16), (5, 48), (2, 60), (4, 5)]
+
+
+def build(name: str, causal: bool) -> Mixer[Any]:
+    layer: Mixer[Any] = LAYERS[name](causal).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, 8, dtype=torch.float64, requires_grad=True)
+
+
+def exported(layer: Any, *example: Tensor) -> Any:
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=1, max=60)
+    return export(layer, example, dynamic_shapes=tuple({0: batch, 1: length} for _ in example))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name: str, causal: bool, masked: bool) -> None:
+    layer = build(name, causal)
+    example = (tokens(3, 37), torch.rand(3, 37) > 0.3) if masked else (tokens(3, 37),)
+    program = exported(layer, *example).module()
+    set_backend(layer, "oracle")
+    for batch, length in SIZES:
+        x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
+        given = (x, mask) if masked else (x,)
+        out, expected = program(*given), layer(*given)
+        torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+        direction = torch.randn_like(out)
+        gradients = [torch.autograd.grad((y * direction).sum(), x)[0] for y in (out, expected)]
+        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["flash", "gau"])
+def test_an_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: str) -> None:
+    layer = build(name, causal=True)
+    length, count = Dim("length", min=1, max=4096), Dim("count", min=3, max=64)  # two documents or more
+    example = (tokens(1, 40), None, torch.tensor([0, 5, 40]))
+    program = export(layer, example, dynamic_shapes=({1: length}, None, {0: count})).module()
+    set_backend(layer, "oracle")
+    for ends in ([0, 17, 20, 45], [0, 0, 3, 60], [0, 64, 100]):
+        x = tokens(1, ends[-1])
+        torch.testing.assert_close(program(x, None, torch.tensor(ends)), layer(x, None, torch.tensor(ends)), atol=1e-10, rtol=0)
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the number of tokens of the row"):
+        program(tokens(1, 9), None, torch.tensor([0, 5, 4, 9]))
+
+
+def test_an_exported_layer_refuses_a_mask_of_other_numbers() -> None:
+    layer = build("flash", causal=True)
+    program = exported(layer, tokens(3, 37), torch.ones(3, 37, dtype=torch.long)).module()
+    x, mask = tokens(2, 20), (torch.rand(2, 20) > 0.5).long()
+    torch.testing.assert_close(program(x, mask), layer(x, mask), atol=1e-10, rtol=0)
+    with pytest.raises(RuntimeError, match="mask holds other numbers than 0 and 1"):
+        program(x, 2 * mask)
+
+
+def test_the_parameters_of_an_exported_layer_get_the_layers_gradients() -> None:
+    layer = build("flash", causal=True)
+    program = exported(layer, tokens(3, 37)).module()
+    x = tokens(2, 21)
+    names = [name for name, _ in layer.named_parameters()]
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    own = dict(program.named_parameters())
+    gradients = torch.autograd.grad(program(x).square().sum(), [own[name] for name in names])
+    for name, gradient, wanted in zip(names, gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny"])
+def test_an_exported_model_can_be_saved_and_read_back(preset: str) -> None:
+    model = lineartime.build(preset, d_model=16, n_blocks=2, d_qk=8).eval()
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=1, max=4096)
+    sizes = {0: batch, 1: length}
+    example = torch.randint(0, 258, (3, 37)), torch.rand(3, 37) > 0.3
+    file = io.BytesIO()
+    torch.export.save(export(model, example, dynamic_shapes=(sizes, sizes)), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    for size in ((2, 300), (1, 5)):
+        ids, mask = torch.randint(0, 258, size), torch.rand(*size) > 0.3
+        torch.testing.assert_close(program(ids, mask), model(ids, mask), atol=1e-6, rtol=0)

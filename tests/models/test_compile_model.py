@@ -1,0 +1,83 @@
+"""Compiling a layer or a model as a whole, packs included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.layers import FLASH, GAU, set_backend
+
+# PyTorch's own, within torch.compile, where a user does not see them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+LAYERS: dict[str, Any] = {
+    "flash": lambda: FLASH(16, d_qk=8, chunk_size=16, causal=True),
+    "gau": lambda: GAU(16, d_qk=8, causal=True),
+    "gau with a table": lambda: GAU(16, d_qk=8, max_length=36),  # shorter than the packs
+}
+PACKS = [[0, 5, 40], [0, 17, 20, 45], [0, 0, 30, 31, 52], [0, 35, 70, 75]]
+
+
+def read(layer: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The outputs, and the gradient of the sum of their squares."""
+    x = x.detach().requires_grad_()
+    out = layer(x, *rest)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    return out, gradient
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str) -> None:
+    torch._dynamo.reset()
+    layer = LAYERS[name]().double()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    reference = LAYERS[name]().double()
+    reference.load_state_dict(layer.state_dict())
+    set_backend(reference, "oracle")
+    for index, ends in enumerate(PACKS):
+        x, cu_seqlens = torch.randn(1, ends[-1], 16, dtype=torch.float64), torch.tensor(ends)
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
+            fast = read(compiled, x, None, cu_seqlens)
+        for one, other in zip(fast, read(reference, x, None, cu_seqlens), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the number of tokens of the row"):
+        compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 30, 20, 50]))
+    if name == "gau with a table":
+        with pytest.raises(RuntimeError, match="max_length is 36, but a sequence has more tokens"):
+            compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 40, 45, 50]))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["flash", "gau"])
+def test_a_compiled_layer_reads_other_masks_without_compiling_again(name: str) -> None:
+    torch._dynamo.reset()
+    layer = LAYERS[name]()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for index, (batch, length) in enumerate([(2, 40), (3, 45), (4, 52)]):
+        x, mask = torch.randn(batch, length, 16), (torch.rand(batch, length) > 0.4).long()
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+            fast = read(compiled, x, mask)
+        for one, other in zip(fast, read(layer, x, mask.bool()), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    with pytest.raises(RuntimeError, match="mask holds other numbers than 0 and 1"):
+        compiled(torch.randn(2, 41, 16), 2 * torch.ones(2, 41, dtype=torch.long))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_a_model_compiled_as_a_whole_reads_packs(preset: str) -> None:
+    torch._dynamo.reset()
+    model = lineartime.build(preset, d_model=16, n_blocks=2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for index, ends in enumerate(PACKS[:3]):
+        ids, cu_seqlens = torch.randint(0, 258, (1, ends[-1])), torch.tensor(ends)
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+            logits = compiled(ids, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(logits, model(ids, cu_seqlens=cu_seqlens), atol=1e-5, rtol=0)
+    torch._dynamo.reset()

@@ -1,0 +1,106 @@
+"""What a masked model expects at the gaps of a text."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.data import ByteTokenizer, JsonTokenizer
+from lineartime.errors import ArgumentError
+from lineartime.filling import fill_mask
+from lineartime.models import MaskedLM
+
+TOKENIZER = ByteTokenizer()
+
+
+def build(preset: str = "flash-tiny", vocab_size: int = 258, **options: Any) -> MaskedLM:
+    options = {"d_qk": 8, "chunk_size": 8} if preset == "flash-tiny" else options
+    model = lineartime.build(preset, "mlm", d_model=16, n_blocks=1, vocab_size=vocab_size, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_candidates_have_the_probabilities_of_the_model_at_each_mask() -> None:
+    model = build()
+    ids = [*b"the c", 257, *b"t ", 257, 257]
+    expected = model(torch.tensor([ids]))[0].softmax(-1).detach()
+    masks = fill_mask(model, TOKENIZER, "the c[MASK]t [MASK][MASK]", top=258)
+    assert len(masks) == 3
+    for place, candidates in zip((5, 8, 9), masks, strict=True):
+        probabilities = [candidate.probability for candidate in candidates]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1, rel=1e-5)
+        for candidate in candidates:
+            assert candidate.probability == pytest.approx(float(expected[place, candidate.token]), rel=1e-5)
+    assert [len(candidates) for candidates in fill_mask(model, TOKENIZER, "[MASK] and [MASK]", top=3)] == [3, 3]
+
+
+def test_a_model_that_has_learned_a_text_fills_its_gaps() -> None:
+    model = build().train()
+    text = "abcabcabcabc"
+    ids = torch.tensor([list(text.encode())] * len(text))
+    hidden = ids.masked_fill(torch.eye(len(text), dtype=torch.bool), TOKENIZER.mask)  # a row for each gap
+    targets = ids.where(hidden == TOKENIZER.mask, -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model.loss(hidden, targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for place, letter in enumerate(text):
+        ((candidate,),) = fill_mask(model, TOKENIZER, text[:place] + "[MASK]" + text[place + 1 :], top=1)
+        assert (candidate.text, candidate.token) == (letter, ord(letter))
+
+
+def test_bytes_that_are_no_character_can_be_read() -> None:
+    shown = {candidate.token: candidate.text for candidate in fill_mask(build(), TOKENIZER, "[MASK]", top=258)[0]}
+    assert (shown[ord("a")], shown[10], shown[0xC3], shown[0xA9]) == ("a", "\n", "\\xc3", "\\xa9")
+    assert (shown[TOKENIZER.mask], shown[TOKENIZER.end_of_document]) == ("[MASK]", "[END]")
+    assert len(set(shown.values())) == 258
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte fallback"])
+def test_pieces_of_other_tokenizers_can_be_read_too(kind: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if kind == "bpe":
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        inner.train_from_iterator(
+            ["the café"] * 5,
+            trainers.BpeTrainer(vocab_size=262, initial_alphabet=alphabet, special_tokens=["[MASK]"], show_progress=False),
+        )
+    else:
+        pieces = [("<unk>", 0.0), ("the", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+        inner = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+        inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = JsonTokenizer(inner.to_str(), kind)
+    texts = [tokenizer.show(token) for token in range(tokenizer.vocab_size)]
+    assert {"the", "\\xc3", "[MASK]", "[END]"} <= set(texts)
+    assert not any("\ufffd" in text or not text for text in texts)
+    masks = fill_mask(build(vocab_size=tokenizer.vocab_size), tokenizer, "the [MASK]\u00e9[MASK]", top=2)
+    assert all(candidate.text == texts[candidate.token] for candidates in masks for candidate in candidates)
+
+
+def test_what_cannot_be_filled_is_named() -> None:
+    model = build()
+    wrong: list[tuple[Any, Any, Any, dict[str, int], str]] = [
+        (model, TOKENIZER, "the cat", {}, r"text is 'the cat', which holds no \[MASK\]: write \[MASK\] at each gap"),
+        (model, TOKENIZER, 3, {}, "text is of type int, but must be a text"),
+        (model, TOKENIZER, "\udcff[MASK]", {}, "text is not UTF-8 text"),
+        (model, TOKENIZER, "[MASK]", {"top": 0}, "top is 0, but must be at least 1"),
+        (model, None, "[MASK]", {}, "tokenizer is of type NoneType"),
+        (build(vocab_size=300), TOKENIZER, "[MASK]", {}, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
+        (lineartime.build("flash-tiny", n_blocks=1), TOKENIZER, "[MASK]", {}, "model is a causal language model, which cannot"),
+    ]
+    for found, tokenizer, text, options, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            fill_mask(found, tokenizer, text, **options)
+    short = build("transformer-tiny", n_heads=2, max_positions=10)
+    with pytest.raises(ArgumentError, match="text has 11 tokens, but this model reads at most 10: shorten it"):
+        fill_mask(short, TOKENIZER, "1234567890[MASK]")
+    assert fill_mask(short, TOKENIZER, "123456789[MASK]")

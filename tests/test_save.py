@@ -1,0 +1,81 @@
+"""A model saved outside a run: everything that reads a checkpoint reads it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.cli import main
+from lineartime.data import ByteTokenizer
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.models import CausalLM
+
+TOKENIZER = ByteTokenizer()
+
+
+def tiny(**options: Any) -> CausalLM:
+    return lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, **options)
+
+
+def test_a_saved_model_is_the_same_when_loaded(tmp_path: Path) -> None:
+    model = tiny(dropout=0.1)  # in training mode
+    folder = lineartime.save(model, TOKENIZER, str(tmp_path / "new" / "model"))
+    assert folder == tmp_path / "new" / "model"
+    loaded = lineartime.load(str(folder))
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    assert lineartime.load_tokenizer(folder).to_json() == TOKENIZER.to_json()
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing half written
+
+
+def test_the_commands_read_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(lineartime.save(tiny(), TOKENIZER, tmp_path / "model"))
+    assert main(["generate", folder, "--prompt", "a", "--max-tokens", "3"]) == 0
+    text = tmp_path / "text.txt"
+    text.write_text("what a saved model is measured on\n" * 50)
+    measured = ["eval", folder, "--data", str(text), "--context-length", "16", "--cache", str(tmp_path / "cache")]
+    assert main(measured) == 0
+    assert "nats per token" in capsys.readouterr().out
+    assert main(["eval", folder]) == 1
+    assert "--data is missing" in " ".join(capsys.readouterr().err.split())
+    masked = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8)
+    folder = str(lineartime.save(masked, TOKENIZER, tmp_path / "masked"))
+    assert main(["fill", folder, "--text", "[MASK]"]) == 0
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    lineartime.save(tiny(), TOKENIZER, tmp_path / "empty")
+    with pytest.raises(ArgumentError, match=r"folder is .*empty, which exists already: delete it, or choose another folder"):
+        lineartime.save(tiny(), TOKENIZER, tmp_path / "empty")
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(ArgumentError, match=r"folder is .*file, which exists already"):
+        lineartime.save(tiny(), TOKENIZER, tmp_path / "file")
+    with pytest.raises(ArgumentError, match="step-00000100, the name of a checkpoint in a run"):
+        lineartime.save(tiny(), TOKENIZER, tmp_path / "run" / "step-00000100")
+
+
+def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    wrong: list[tuple[Any, Any, str]] = [
+        (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
+        (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),
+        (tiny(), "bytes", "tokenizer is of type str"),
+    ]
+    for model, tokenizer, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            lineartime.save(model, tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lineartime.checkpoint.saving.write_files", full)
+    with pytest.raises(LineartimeError, match=r"Cannot write .*model: No space left on device; free some space"):
+        lineartime.save(tiny(), TOKENIZER, tmp_path / "model")
+    assert not list(tmp_path.iterdir())

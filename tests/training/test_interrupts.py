@@ -1,0 +1,23 @@
+"""Requests to stop a run."""
+
+import os
+import signal
+
+import pytest
+
+from lineartime.training.interrupts import interrupts
+
+
+def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
+    with interrupts(alone=True) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has_saved() -> None:
+    with interrupts(alone=False) as stop:
+        for number in 2 * (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.requested
