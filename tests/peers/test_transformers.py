@@ -69,6 +69,15 @@ def test_transformer_is_gpt2(gpt2: Callable[[CausalLM], Any], randomized: Callab
     torch.testing.assert_close(model(ids), gpt2(model)(ids).logits, atol=1e-10, rtol=0)
 
 
+def test_padding_is_read_as_gpt2_reads_it(gpt2: Callable[[CausalLM], Any], randomized: Callable[[nn.Module], Any]) -> None:
+    model = randomized(lineartime.build("transformer-tiny", **SIZES))
+    ids, mask = torch.randint(VOCABULARY, (3, 20)), torch.ones(3, 20, dtype=torch.bool)
+    mask[0, :7] = mask[1, 15:] = False
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # it has to be told where the real tokens begin
+    expected = gpt2(model)(ids, attention_mask=mask.long(), position_ids=positions).logits
+    torch.testing.assert_close(model(ids, mask)[mask], expected[mask], atol=1e-10, rtol=0)
+
+
 def test_transformer_plus_is_gpt_neox(peer: Callable[[str], Any], randomized: Callable[[nn.Module], Any]) -> None:
     model = randomized(lineartime.build("transformer+-tiny", **SIZES))
     config = peer("transformers.models.gpt_neox.configuration_gpt_neox").GPTNeoXConfig(
