@@ -140,7 +140,7 @@ def test_a_masked_model_cannot_generate_or_carry(
     assert main(["train", *options, "--out", run, "--steps", "1", "--task", "mlm"]) == 0
     assert main(["eval", run]) == 0
     assert " per masked token" in capsys.readouterr().out
-    fails(["generate", run], "model is a masked language model, which cannot generate: train one with task='clm'")
+    fails(["generate", run], "model is a masked language model, which cannot generate: train one with --task clm")
     fails(["eval", run, "--context", "carried"], "--context is carried, which needs a causal model")
 
 

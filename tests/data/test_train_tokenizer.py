@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lineartime.choices import TokenizerKind
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, JsonTokenizer, local_text, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data.tokenizers import Tokenizer
-from lineartime.data.train_tokenizer import Kind
 from lineartime.errors import LineartimeError
 
 LINES = "naïve 日本 text.\n\tindented\n" * 20 + Path(textwrap.__file__).read_text()
-KINDS: tuple[Kind, ...] = ("bpe", "unigram")
+KINDS: tuple[TokenizerKind, ...] = ("bpe", "unigram")
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizers(text: Path) -> dict[Kind, JsonTokenizer]:
+def tokenizers(text: Path) -> dict[TokenizerKind, JsonTokenizer]:
     return {kind: train_tokenizer(local_text(text), kind, 600) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[Kind, JsonTokenizer]) -> JsonTokenizer:
+def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[TokenizerKind, JsonTokenizer]) -> JsonTokenizer:
     return tokenizers[request.param]
 
 
@@ -45,7 +45,7 @@ def stream_decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 @example("<|endoftext|> and [MASK] are text")
 @example("  two\n\n\tspaces \u00a0\u3000 \r\n")
 @example("e\u0301 \x00 \U0010ffff")
-def test_bpe_gives_back_every_text(tokenizers: dict[Kind, JsonTokenizer], text: str) -> None:
+def test_bpe_gives_back_every_text(tokenizers: dict[TokenizerKind, JsonTokenizer], text: str) -> None:
     ids = tokenizers["bpe"].encode(text).tolist()
     assert tokenizers["bpe"].decode(ids) == text
     assert not {tokenizers["bpe"].end_of_document, tokenizers["bpe"].mask} & set(ids)
@@ -59,7 +59,7 @@ def test_bpe_gives_back_every_text(tokenizers: dict[Kind, JsonTokenizer], text: 
 @example("▁")
 @example("e\u0301 \x00 \U0010ffff 猫")
 def test_unigram_gives_back_every_text_but_for_its_own_sign_of_a_space(
-    tokenizers: dict[Kind, JsonTokenizer], text: str
+    tokenizers: dict[TokenizerKind, JsonTokenizer], text: str
 ) -> None:
     ids = tokenizers["unigram"].encode(text).tolist()
     assert tokenizers["unigram"].decode(ids) == text.replace("▁", " ")
@@ -98,7 +98,7 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
-def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: Kind, smallest: int) -> None:
+def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: TokenizerKind, smallest: int) -> None:
     with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but {kind} needs at least {smallest}"):
         train_tokenizer(local_text(text), kind, 100)
 

@@ -251,7 +251,7 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     processes = launch(config(data="/does/not/exist"), 2)
     assert processes.wait(60) == [1, 1]
     first, second = processes.errors()
-    assert first.startswith("LineartimeError: Cannot read /does/not/exist")
+    assert first.startswith("ArgumentError: data is /does/not/exist, which is neither a file or folder")
     assert second.startswith("ReportedError")  # which the command line does not show
 
 

@@ -59,7 +59,7 @@ def test_text_that_cannot_be_streamed_leaves_no_folder(config: MakeConfig) -> No
 def test_a_single_document_is_not_blamed_on_the_context(config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text('{"text": "' + "word " * 1000 + '"}')
-    with pytest.raises(LineartimeError, match=r"The validation split of .* is empty, since the text has too few documents"):
+    with pytest.raises(LineartimeError, match=r"There is no text in the validation split of .*one.jsonl: give more text"):
         trained(config(data=str(file)))
 
 

@@ -92,7 +92,7 @@ def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dic
 
 
 def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(TypeError, match="train has no option 'stepz' .did you mean steps"):
+    with pytest.raises(TypeError, match=r"train has no option 'stepz' \(did you mean steps"):
         train(stepz=3)
     with pytest.raises(TypeError, match=r"train has no option 'qqqq'\.$"):
         train(qqqq=3)
@@ -122,7 +122,7 @@ def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_p
     assert train(out=str(result.run), resume=True, preset=model).finished
     like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
     assert like.model.config == model.override(chunk_size=4)
-    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*the tokenizer, which has 258 tokens"):
+    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*tokenizer, which has 258 tokens"):
         train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
 
 

@@ -93,10 +93,15 @@ def _check(arguments: Sequence[str]) -> None:
 
 
 def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
-    """What an error names, as it is written on the command line; an argument that the command does not have, as in Python."""
+    """What an error names, as it is written on the command line.
+
+    Advice may name an option of `train`; an argument that neither command has is named as in Python.
+    """
     if isinstance(part, Call):
         return f"`lineartime {part.name}`"
     hints = get_type_hints(type(options), include_extras=True)
+    if part.name not in hints and part.value is not None:
+        hints = get_type_hints(_command("train").Options, include_extras=True)
     if part.name not in hints:
         return str(part)
     if tyro.conf.Positional in get_args(hints[part.name]):

@@ -67,10 +67,12 @@ def evaluate(
     ):
         check_choice(name, choice, get_args(allowed))
     trained: dict[str, Any] = {}
+    untold = "a model in memory does not tell"
     if isinstance(model, (str, Path)):
         checkpoint = find_checkpoint(model)
         model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
         trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+        untold = f"{checkpoint} has no training.json, which tells"
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
@@ -80,7 +82,7 @@ def evaluate(
     missing = [name for name, value in given.items() if not value and name not in trained]
     if missing:
         others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
-        why = "is missing, but only the checkpoint of a run tells what its model was trained on: give "
+        why = f"is missing, but {untold} what the model was trained on: give "
         raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
     if context == "carried" and not isinstance(model, CausalLM):
         raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 from lineartime.layers.residual import SteppingMixer
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
@@ -177,7 +177,9 @@ def check_model(model: object, kind: type[Kind], action: str, computes: bool = T
         )
     if not isinstance(inner, kind):
         found, task = ("masked", "clm") if isinstance(inner, MaskedLM) else ("causal", "mlm")
-        raise ArgumentError("model", f"is a {found} language model, which cannot {action}: train one with task={task!r}.")
+        raise ArgumentError(
+            "model", f"is a {found} language model, which cannot {action}: train one with ", Argument("task", task), "."
+        )
     if computes and inner.training and inner.config.dropout > 0:
         raise ArgumentError("model", "is in training mode, in which dropout changes its logits: call model.eval() first.")
     return inner
