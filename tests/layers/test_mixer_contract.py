@@ -37,6 +37,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "linear-elu": [{}, {"rotated": "features"}],
     "linear-taylor": [{}, {"rotated": "features"}],
     "efficient": [{}, {"rotated": "features"}],
+    "cosformer": [{"max_length": 96}, {"max_length": 96, "rotated": "features"}],
     "mc-tfm": [{}],
     "combiner": [{}, {"rope": False}],
     "combiner-fixed": [{}],

@@ -12,6 +12,15 @@ def check_positive(**sizes: int) -> None:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")
 
 
+def check_fits(layer: str, length: int, max_length: int) -> None:
+    """Raise ValueError, naming the layer, if a sequence is longer than its max_length."""
+    if length > max_length:
+        raise ValueError(
+            f"The sequence has {length} tokens, but this {layer} reads at most max_length = {max_length}: build it with "
+            "more, or give it shorter sequences."
+        )
+
+
 def check_even(reason: str, **sizes: int) -> None:
     """Raise ArgumentError, naming the argument, unless every size is even."""
     for argument, value in sizes.items():

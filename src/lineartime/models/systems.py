@@ -11,6 +11,7 @@ from typing import Any
 
 from lineartime.baselines.combiner import Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed
+from lineartime.baselines.cosformer import CosFormer
 from lineartime.baselines.efficient import Efficient
 from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
@@ -149,6 +150,7 @@ SYSTEMS: dict[str, System] = {
     "linear-elu": System(LinearELU, MLP),
     "efficient": System(Efficient, MLP),
     "linear-taylor": System(LinearTaylor, MLP),
+    "cosformer": System(CosFormer, MLP, options={"rope": False}),
     "linformer": System(Linformer, MLP),
     "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
