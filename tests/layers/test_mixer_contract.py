@@ -43,6 +43,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "combiner-fixed": [{}],
     "linformer": [{"n_landmarks": 6, "max_length": 64}],
     "sparse": [{"stride": 4}],
+    "longformer": [{"window": 4}, {"window": 5, "n_global": 7}],
+    "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
 CASES = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lineartime.baselines.bigbird import BigBird
 from lineartime.baselines.combiner import Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed
 from lineartime.baselines.cosformer import CosFormer
@@ -24,6 +25,7 @@ from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.linformer import Linformer
+from lineartime.baselines.longformer import Longformer
 from lineartime.baselines.mc_tfm import MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
@@ -153,5 +155,7 @@ SYSTEMS: dict[str, System] = {
     "cosformer": System(CosFormer, MLP, options={"rope": False}),
     "linformer": System(Linformer, MLP),
     "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
+    "longformer": System(Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
+    "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
 }
