@@ -29,6 +29,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_heads": (2, {}),
     "dropout": (0.5, {}),
     "stride": (3, {}),
+    "n_largest": (2, {}),
     "window": (2, {}),
     "n_global": (4, {"window": 2, "block_size": 1}),
     "block_size": (1, {"n_global": 1, "n_random": 1}),

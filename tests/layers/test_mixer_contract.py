@@ -38,6 +38,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "linear-taylor": [{}, {"rotated": "features"}],
     "efficient": [{}, {"rotated": "features"}],
     "cosformer": [{"max_length": 96}, {"max_length": 96, "rotated": "features"}],
+    "flowformer": [{}],
     "mc-tfm": [{}],
     "combiner": [{}, {"rope": False}],
     "combiner-fixed": [{}],
@@ -45,6 +46,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "sparse": [{"stride": 4}],
     "longformer": [{"window": 4}, {"window": 5, "n_global": 7}],
     "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],
+    "explicit-topk": [{"n_largest": 4}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
 CASES = {

@@ -14,12 +14,14 @@ from lineartime.baselines.combiner import Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed
 from lineartime.baselines.cosformer import CosFormer
 from lineartime.baselines.efficient import Efficient
+from lineartime.baselines.explicit_topk import ExplicitTopK
 from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
+from lineartime.baselines.flowformer import Flowformer
 from lineartime.baselines.gau_multi_head import GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.linear_elu import LinearELU
@@ -153,9 +155,11 @@ SYSTEMS: dict[str, System] = {
     "efficient": System(Efficient, MLP),
     "linear-taylor": System(LinearTaylor, MLP),
     "cosformer": System(CosFormer, MLP, options={"rope": False}),
+    "flowformer": System(Flowformer, MLP, options={"rope": False}),
     "linformer": System(Linformer, MLP),
     "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
     "longformer": System(Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
     "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
+    "explicit-topk": System(ExplicitTopK, MLP),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
 }
