@@ -35,6 +35,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "block_size": (1, {"n_global": 1, "n_random": 1}),
     "n_random": (1, {"block_size": 1}),
     "n_landmarks": (5, {}),
+    "convolution": (0, {}),
     "n_buckets": (4, {}),
     "n_rounds": (1, {}),
     "rotated": ("features", {}),

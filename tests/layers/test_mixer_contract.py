@@ -43,6 +43,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "combiner": [{}, {"rope": False}],
     "combiner-fixed": [{}],
     "linformer": [{"n_landmarks": 6, "max_length": 64}],
+    "nystromformer": [{"n_landmarks": 6, "convolution": 5}, {"n_landmarks": 6, "convolution": 0}],
     "sparse": [{"stride": 4}],
     "longformer": [{"window": 4}, {"window": 5, "n_global": 7}],
     "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],

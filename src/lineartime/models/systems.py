@@ -31,6 +31,7 @@ from lineartime.baselines.longformer import Longformer
 from lineartime.baselines.mc_tfm import MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer
 from lineartime.baselines.sparse import Sparse
@@ -157,6 +158,7 @@ SYSTEMS: dict[str, System] = {
     "cosformer": System(CosFormer, MLP, options={"rope": False}),
     "flowformer": System(Flowformer, MLP, options={"rope": False}),
     "linformer": System(Linformer, MLP),
+    "nystromformer": System(Nystromformer, MLP),
     "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
     "longformer": System(Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
     "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
