@@ -40,6 +40,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "cosformer": [{"max_length": 96}, {"max_length": 96, "rotated": "features"}],
     "flowformer": [{}],
     "mc-tfm": [{}],
+    "mixed-chunk": [{}, {"local": "overlapping"}, {"features": "relu"}, {"features": "cos", "max_length": 96}],
     "combiner": [{}, {"rope": False}],
     "combiner-fixed": [{}],
     "linformer": [{"n_landmarks": 6, "max_length": 64}],

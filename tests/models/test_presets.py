@@ -97,7 +97,16 @@ def test_a_system_is_what_its_name_says() -> None:
 
 def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size() -> None:
     takes = {name for name, system in SYSTEMS.items() if system.takes_chunk_size}
-    assert takes == {"flash", "flash-local", "flash-overlapping", "flash-weighted", "mc-tfm++", "combiner", "combiner-fixed"}
+    assert takes == {
+        "flash",
+        "flash-local",
+        "flash-overlapping",
+        "flash-weighted",
+        "mc-tfm++",
+        "mixed-chunk",
+        "combiner",
+        "combiner-fixed",
+    }
     assert system_of("flash-large").takes_chunk_size
     assert not system_of("gau-scaling-512").takes_chunk_size
 

@@ -31,6 +31,7 @@ from lineartime.baselines.longformer import Longformer
 from lineartime.baselines.mc_tfm import MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines.mixed_chunk import MixedChunk
 from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer
@@ -140,6 +141,7 @@ SYSTEMS: dict[str, System] = {
     "combiner": System(Combiner, MLP),
     "combiner-fixed": System(CombinerFixed, MLP),
     "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
+    "mixed-chunk": System(MixedChunk, GLU),
     "flash-local": System(FLASHLocal),
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(FLASHOverlapping),
