@@ -158,16 +158,10 @@ def bigbird_attention_extend(
         near_start = max(0, start - block_size)
         near, of_global = slice(near_start, start + last), slice(0, min(n_global * block_size, near_start))
         at_random, there = _random_tokens(start // block_size, seeds, block_size, n_global, n_random)
-
-        def read(cache: Tensor, at_random: Tensor = at_random) -> Tensor:
-            """Tokens of a cache [B, H, T, h] at the places [H, K] of each head."""
-            index = at_random.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
-            return cache.gather(2, index).to(compute)
-
+        keys, values = ([part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in state)
         queries = q[:, :, new].to(compute)
         places = torch.arange(near_start, start + last, device=q.device)
         visible = places <= places[len(places) - last + first :, None]
-        keys, values = ((x[:, :, near].to(compute), x[:, :, of_global].to(compute), read(x)) for x in state)
         scores = (
             masked_products(queries, keys[0], visible),
             scaled_products(queries, keys[1]),
@@ -183,6 +177,12 @@ def _random_tokens(block: int, seeds: Tensor, block_size: int, n_global: int, n_
     chosen, there = choose_blocks(seeds, one, one + 1, n_global=n_global, n_random=n_random)  # [H, 1, r]
     places = chosen[..., None] * block_size + torch.arange(block_size, device=seeds.device)
     return places.flatten(1), there[..., None].expand_as(places).flatten(1)
+
+
+def _read(cache: Tensor, places: Tensor) -> Tensor:
+    """The tokens of a cache [B, H, T, h] at the places [H, K] of each head, [B, H, K, h]; any one for a place beyond it."""
+    index = places.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
+    return cache.gather(2, index)
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
 
 
 class CosFormer(KernelAttention):
-    """cosFormer: features relu, weighed by the cosine of the distance.
+    """cosFormer: features relu, weighed by distance.
 
     Args:
         max_length: M, the distance at which a token would weigh nothing, and the largest number of tokens in a sequence; a

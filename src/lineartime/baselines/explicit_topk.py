@@ -73,7 +73,7 @@ def explicit_topk_attention_extend(
 
 
 class ExplicitTopK(MultiHeadMixer[KVCache]):
-    """Explicit sparse Transformer: softmax over the k largest scores.
+    """Explicit top-k: softmax over the k largest scores.
 
     Two forms of the layer agree up to rounding, unless rounding moves another token among the k largest.
 

@@ -103,11 +103,12 @@ def longformer_attention_extend(
         position = state.position + queries.shape[2]
         first = position - keys.shape[2]  # the position of the first key
         still_global = slice(state.position - first, max(state.position, n_global) - first)
+        in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
         state = LongformerState(
             torch.cat([state.k_global, keys[:, :, still_global]], 2),
             torch.cat([state.v_global, values[:, :, still_global]], 2),
-            keys[:, :, keys.shape[2] - min(window - 1, keys.shape[2]) :],
-            values[:, :, values.shape[2] - min(window - 1, values.shape[2]) :],
+            keys[:, :, in_reach],
+            values[:, :, in_reach],
             position,
         )
         i = torch.arange(position - queries.shape[2], position, device=q.device)[:, None]

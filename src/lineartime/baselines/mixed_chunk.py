@@ -156,7 +156,7 @@ def mixed_chunk_scheme_extend(
 
 
 class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
-    """Mixed chunk attention of a local and a global part of choice.
+    """Mixed chunk attention of any local and global part.
 
     Causal, it streams with constant memory.
 
