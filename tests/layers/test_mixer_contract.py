@@ -47,11 +47,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "linear-elu": [{}, {"rotated": "features"}],
     "linear-taylor": [{}, {"rotated": "features"}],
     "efficient": [{}, {"rotated": "features"}],
+    "cosformer": [{"max_length": 96}],
+    "flowformer": [{}],
     "mc-tfm": [{}],
+    "mixed-chunk": [{}, {"local": "overlapping"}, {"features": "relu"}, {"features": "cos", "max_length": 96}],
     "combiner": [{}, {"rope": False}],
     "combiner-fixed": [{}],
     "linformer": [{"n_landmarks": 6, "max_length": 64}],
+    "nystromformer": [{"n_landmarks": 6, "convolution": 5}, {"n_landmarks": 6, "convolution": 0}],
     "sparse": [{"stride": 4}],
+    "longformer": [{"window": 4}, {"window": 5, "n_global": 7}],
+    "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],
+    "explicit-topk": [{"n_largest": 4}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
 CASES = {

@@ -39,6 +39,7 @@ ADAPTED: dict[str, dict[str, int]] = {
     "gau-multi-head": {"n_heads": 2},  # four heads of 8 are too narrow
     "linformer": {"n_landmarks": 32},
     "sparse": {"stride": 64},  # two blocks take two steps, and the measured tokens are two steps from the pairs
+    "longformer": {"n_global": 8},  # the pairs: a window of 16 loses them
     "reformer": {"n_buckets": 2, "chunk_size": 32},
 }
 

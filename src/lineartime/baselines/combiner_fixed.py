@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineartime.baselines.blocks import joint_softmax
 from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads
@@ -70,7 +71,7 @@ def combiner_fixed_attention(
     far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
 
     k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
-    out = _read_both(masked_products(q, k, near), v, masked_products(q, k_bar, far), v_bar)
+    out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
     joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
     return joined.view(*joined.shape[:2], n_heads, q.shape[-1]).transpose(1, 2)
 
@@ -93,14 +94,6 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
     """v_bar [..., H, h] from a pooled query [..., H, h] and a chunk's keys and values [..., H, C, h]."""
     weights = masked_products(q_bar[..., None, :], k, slots).softmax(-1).to(v.dtype)
     return (weights @ v)[..., 0, :]
-
-
-def _read_both(near: Tensor, values: Tensor, far: Tensor, summaries: Tensor) -> Tensor:
-    """One softmax over the scores of tokens and of summaries, then the values of both."""
-    weights = torch.cat([near, far], -1).softmax(-1).to(values.dtype)
-    near, far = weights.split([near.shape[-1], far.shape[-1]], -1)
-    out: Tensor = near @ values + far @ summaries
-    return out
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
@@ -142,7 +135,7 @@ def combiner_fixed_attention_extend(
         )
         near = masked_products(queries, state.k[..., :last, :], triangle[first:last, :last])
         far = scaled_products(queries, state.k_bar)
-        outputs.append(_read_both(near, state.v[..., :last, :], far, state.v_bar))
+        outputs.append(joint_softmax([(near, state.v[..., :last, :]), (far, state.v_bar)]))
         if last == chunk_size:
             everything = torch.ones(chunk_size, dtype=torch.bool, device=v.device)
             v_bar = _summary(state.highest_q, state.k, state.v, everything)

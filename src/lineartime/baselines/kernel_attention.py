@@ -47,6 +47,13 @@ class KernelAttention(MultiHeadMixer[LinearState]):
     def features(self, x: Tensor) -> Tensor:
         """Queries or keys [..., h] -> features [..., f], which must not be negative."""
 
+    def weigh(self, features: Tensor, first: int) -> Tensor:
+        """Features [..., T, f] of tokens at positions `first`, `first` + 1, ... -> [..., T, g], weighed by their positions.
+
+        They stay as they are, unless a subclass does otherwise.
+        """
+        return features
+
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
         return chunked_sums(q, k, v)
@@ -65,24 +72,24 @@ class KernelAttention(MultiHeadMixer[LinearState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Linear attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        q, k, plain = self._features(q, k)
+        q, k, plain = self._features(q, k, first=0)
         real = None if real is None else real[:, None]
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size, and the state N tokens later."""
-        q, k, plain = self._features(q, k)
+        q, k, plain = self._features(q, k, first=state.position)
         return linear_attention_extend(q, k, v, state, plain=plain)
 
-    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Features of what `rotate` gave, and those of the denominator if they are others."""
+    def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Features of what `rotate` gave, and those of the denominator if they are others; `first` is the first position."""
         if self.rotated == "inputs":
-            return self.features(q), self.features(k), None
-        (plain_q, q), (plain_k, k) = q.chunk(2, -1), k.chunk(2, -1)
+            return self.weigh(self.features(q), first), self.weigh(self.features(k), first), None
+        (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))
         return q, k, (plain_q, plain_k)
 
     def init_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
-        n_features = self.features(empty).shape[-1]
+        n_features = self.weigh(self.features(empty), first=0).shape[-1]
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

@@ -19,6 +19,11 @@ SMALLEST_FEATURE = 1e-3
 """The published eps; without it, a query could be similar to no key."""
 
 
+def relu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return torch.relu(x) + SMALLEST_FEATURE
+
+
 class Performer(KernelAttention):
     """Performer with its ReLU kernel, as published.
 
@@ -39,7 +44,7 @@ class Performer(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return torch.relu(x) + SMALLEST_FEATURE
+        return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens, as `causal_sums` says."""
