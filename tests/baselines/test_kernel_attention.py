@@ -8,11 +8,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.baselines.efficient import efficient_attention, efficient_attention_oracle
+from lineartime.baselines.efficient import (
+    efficient_attention,
+    efficient_attention_oracle,
+    efficient_features,
+    rotated_features,
+)
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.performer import Performer
+from lineartime.ops.positions import rope, rotary_table
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return efficient_attention(efficient_features(q, k), v, causal=causal)
 
 
 def performer_similarity(q: Tensor, k: Tensor) -> Tensor:
@@ -70,10 +80,45 @@ def test_a_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_su
 @pytest.mark.parametrize("length", [1, 5, 130])
 def test_efficient_attention_is_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(
-        lambda q, k, v: efficient_attention(q[None, None], k[None, None], v[None, None], causal=causal)[0, 0],
+        lambda q, k, v: efficient(q, k, v, causal=causal),
         lambda q, k, v: efficient_attention_oracle(q, k, v, causal=causal),
         *(torch.randn(length, width) for width in (4, 4, 5)),
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 130])
+def test_efficient_attention_with_rotated_features_is_the_definition(
+    causal: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    rotations = rotary_table(torch.arange(length), 2, torch.float64)
+    assert_same_function(
+        lambda q, k, v: efficient_attention(rotated_features(efficient_features(q, k), rotations), v, causal=causal),
+        lambda q, k, v: efficient_attention_oracle(q, k, v, causal=causal, rotated=True),
+        *(torch.randn(length, width) for width in (4, 4, 5)),
+    )
+
+
+@pytest.mark.parametrize("layer", SIMILARITIES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotated_features_weigh_values_and_plain_ones_normalise(layer: Callable[..., KernelAttention], causal: bool) -> None:
+    """RoFormer, equation 19, from the formula."""
+    mixer = layer(4, n_heads=1, causal=causal, rotated="features").double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, 13, 4, dtype=torch.float64)
+    q, k, v = mixer.to_qkv(mixer.norm(x))[0].chunk(3, -1)
+    q, k = mixer.features(q), mixer.features(k)
+    constant = q[:, : q.shape[1] % 2], k[:, : k.shape[1] % 2]  # of a Taylor series
+    turned_q, turned_k = (
+        torch.cat([one, rope(features[:, one.shape[1] :], torch.arange(13))], -1)
+        for one, features in zip(constant, (q, k), strict=True)
+    )
+    rows = []
+    for t in range(13):
+        visible = slice(0, t + 1) if causal else slice(None)
+        rows.append((turned_k[visible] @ turned_q[t]) @ v[visible] / (k[visible] @ q[t]).sum())
+    torch.testing.assert_close(mixer(x)[0], x[0] + mixer.to_output(torch.stack(rows)))
 
 
 @pytest.mark.parametrize("step", [20.0, 60.0, 2000.0])
@@ -82,8 +127,8 @@ def test_keys_far_larger_than_those_before_change_no_earlier_output(step: float)
     q, k, v = (torch.randn(1, 1, 40, 4) for _ in range(3))
     larger = k.clone()
     larger[:, :, 25:] += step
-    fast = efficient_attention(q, larger, v, causal=True)
-    torch.testing.assert_close(fast[:, :, :25], efficient_attention(q[:, :, :25], k[:, :, :25], v[:, :, :25], causal=True))
+    fast = efficient(q, larger, v, causal=True)
+    torch.testing.assert_close(fast[:, :, :25], efficient(q[:, :, :25], k[:, :, :25], v[:, :, :25], causal=True))
     exact = efficient_attention_oracle(*(x[0, 0].double() for x in (q, larger, v)), causal=True)
     torch.testing.assert_close(fast[0, 0].double(), exact, atol=1e-5, rtol=0)
 
@@ -92,7 +137,7 @@ def test_keys_that_grow_by_thousands_neither_overflow_nor_vanish() -> None:
     k = torch.linspace(-1000, 1000, 300)[:, None].expand(-1, 4)
     q, v = torch.randn(300, 4), torch.randn(300, 4)
     for causal in (False, True):
-        fast = efficient_attention(q[None, None], k[None, None], v[None, None], causal=causal)[0, 0]
+        fast = efficient(q, k, v, causal=causal)
         exact = efficient_attention_oracle(q.double(), k.double(), v.double(), causal=causal)
         torch.testing.assert_close(fast.double(), exact, atol=1e-5, rtol=0)
 

@@ -24,7 +24,8 @@ def stream(length: int) -> TokenStream:
 
 
 def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
-    rows = Rows(*(options.pop(name, default) for name, default in (("per_step", 4), ("at_once", 2), ("rank", 0), ("ranks", 1))))
+    usual = {"per_step": 4, "at_once": 2, "rank": 0, "ranks": 1, "groups": 0}
+    rows = Rows(*(options.pop(name, default) for name, default in usual.items()))
     return CachedLoader(stream(length), BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 3, **options}), context, rows)
 
 
@@ -214,3 +215,15 @@ def test_an_error_of_prefetching_is_raised_by_next_step() -> None:
     ahead.restore({"rows": 0})
     assert number(ahead) == 1
     ahead.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_groups_hold_the_same_rows_whatever_the_number_of_processes(ranks: int) -> None:
+    """Three steps, so that an epoch ends in one of them."""
+    plain = loader(per_step=16)
+    loaders = [loader(per_step=16, at_once=2, rank=rank, ranks=ranks, groups=8) for rank in range(ranks)]
+    for _ in range(4):
+        rows = step_rows([plain], 8)
+        for rank, one in enumerate(loaders):
+            batches = [rows_of(batch, 8) for batch in one.next_step()]
+            assert batches == [[rows[group], rows[group + 8]] for group in range(rank, 8, ranks)]

@@ -132,6 +132,16 @@ def step_rows(loaders: list[Loader]) -> list[list[int]]:
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
+def test_groups_hold_the_rows_that_are_read_without_groups(corpus: Corpus) -> None:
+    plain = loader(corpus, 2, per_step=8)
+    rows = Rows(8, 2, 0, 1, groups=4)
+    grouped = StreamingLoader(corpus, BatchMaker(BYTES, "clm"), CONTEXT, rows, 2)
+    for _ in range(2):
+        wanted = step_rows([plain])
+        batches = [batch.inputs.view(-1, CONTEXT).tolist() for batch in grouped.next_step()]
+        assert batches == [[wanted[group], wanted[group + 4]] for group in range(4)]
+
+
 def test_a_lane_is_its_documents_one_after_another(corpus: Corpus) -> None:
     texts = [text for text, _ in read(corpus, 1, 2)]
     expected = [token for _ in range(2) for text in texts for token in [*text.encode(), BYTES.end_of_document]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.linformer import Linformer
 from lineartime.baselines.reformer import Reformer
 from lineartime.baselines.sparse import Sparse
@@ -25,13 +26,22 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": ("scalenorm", {}),
     "rope": (False, {}),
     "relative_bias": (False, {}),
-    "max_length": (16, {}),
+    "max_length": (16, {"features": "cos", "chunk_size": 2}),
     "n_heads": (2, {}),
     "dropout": (0.5, {}),
     "stride": (3, {}),
+    "n_largest": (2, {}),
+    "window": (2, {}),
+    "n_global": (4, {"window": 2, "block_size": 1}),
+    "block_size": (1, {"n_global": 1, "n_random": 1}),
+    "n_random": (1, {"block_size": 1}),
     "n_landmarks": (5, {}),
+    "convolution": (0, {}),
+    "local": ("overlapping", {"chunk_size": 2}),
+    "features": ("relu", {"chunk_size": 2}),
     "n_buckets": (4, {}),
     "n_rounds": (1, {}),
+    "rotated": ("features", {}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values()]
 D_MODEL, LENGTH = 24, 10
@@ -92,7 +102,9 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module], activa
         (GAU, {"d_qk": 0}, "d_qk is 0, but must be at least 1"),
         (GAU, {"max_length": 0}, "max_length is 0"),
         (GAU, {"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
-        (FLASH, {"normalization": "none"}, "normalization is 'none', but must be one of 'count', 'paper'"),
+        (FLASH, {"normalization": "none"}, "normalization is 'none', but must be one of 'count', 'paper', 'paper_sum'"),
+        (GAU, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
+        (FLASHWeighted, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
         (FLASH, {"chunk_size": 0}, "chunk_size is 0"),
         (FLASH, {"chunk_size": 16.0}, "chunk_size is 16.0, but must be a whole number"),
         (FLASH, {"expansion": 0}, "expansion is 0"),

@@ -27,7 +27,8 @@ def build(layer: type[ResidualLayer], **options: Any) -> ResidualLayer:
 def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer], norm: str) -> None:
     built = build(layer, device="meta", dtype=torch.float64, norm=norm)
     tensors = [*built.parameters(), *built.buffers()]
-    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", torch.float64)}
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float64}
     default = build(layer, norm=norm)
     assert {(tensor.device.type, tensor.dtype) for tensor in default.parameters()} == {("cpu", torch.float32)}
 
@@ -49,7 +50,7 @@ def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer:
     drawn = build(layer, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*drawn.parameters(), *drawn.buffers()]:
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
     if one_by_one:  # as FSDP does
         for module in drawn.modules():
             if hasattr(module, "reset_parameters"):
@@ -62,6 +63,8 @@ def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer:
             assert torch.equal(tensor, expected), name
         else:
             assert not torch.equal(tensor, expected), name
+            if not tensor.is_floating_point():  # seeds
+                continue
             few = 4 / tensor.numel() ** 0.5
             assert tensor.std() == pytest.approx(float(expected.std()), rel=few), name
             assert abs(tensor.mean()) <= few * tensor.std(), name

@@ -24,11 +24,17 @@ SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such
 
 # One row a mechanism: its name and the options that it is tested with. Every case is held to every test below.
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "flash": [{}, {"normalization": "paper"}, {"activation": "softmax"}, {"chunk_size": 513}],  # 513: the rotary bias
+    "flash": [
+        {},
+        {"normalization": "paper"},
+        {"normalization": "paper_sum"},
+        {"activation": "softmax"},
+        {"chunk_size": 513},
+    ],  # 513: the rotary bias
     "gau": [{}, {"max_length": 128}, {"normalization": "paper"}, {"activation": "softmax_plus"}, {"activation": "laplace"}],
     "attention": [{}],
     "flash-local": [{}],
-    "flash-global": [{}],
+    "flash-global": [{}, {"normalization": "paper_sum"}],
     "flash-overlapping": [{}],
     "flash-weighted": [{}],
     "flash-first-to-all": [{}],
@@ -37,14 +43,22 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "gau-ungated": [{}],
     "mhsa-relu2": [{}],
     "mhsa-gated": [{}],
-    "performer": [{}, {"causal_sums": "matmul"}],
-    "linear-elu": [{}],
-    "linear-taylor": [{}],
-    "efficient": [{}],
+    "performer": [{}, {"causal_sums": "matmul"}, {"rotated": "features"}],
+    "linear-elu": [{}, {"rotated": "features"}],
+    "linear-taylor": [{}, {"rotated": "features"}],
+    "efficient": [{}, {"rotated": "features"}],
+    "cosformer": [{"max_length": 96}],
+    "flowformer": [{}],
     "mc-tfm": [{}],
-    "combiner": [{}],
+    "mixed-chunk": [{}, {"local": "overlapping"}, {"features": "relu"}, {"features": "cos", "max_length": 96}],
+    "combiner": [{}, {"rope": False}],
+    "combiner-fixed": [{}],
     "linformer": [{"n_landmarks": 6, "max_length": 64}],
+    "nystromformer": [{"n_landmarks": 6, "convolution": 5}, {"n_landmarks": 6, "convolution": 0}],
     "sparse": [{"stride": 4}],
+    "longformer": [{"window": 4}, {"window": 5, "n_global": 7}],
+    "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],
+    "explicit-topk": [{"n_largest": 4}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
 CASES = {

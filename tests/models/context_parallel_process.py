@@ -80,7 +80,7 @@ def assert_split_is_whole(model: LanguageModel, tolerance: float, prepare: Calla
 
 def split_is_whole() -> None:
     for task, backend, normalization, (rope, position) in itertools.product(
-        ("clm", "mlm"), ("torch", "tiled"), ("count", "paper"), ((True, "scaled_sin"), (False, "learned"))
+        ("clm", "mlm"), ("torch", "tiled"), ("count", "paper", "paper_sum"), ((True, "scaled_sin"), (False, "learned"))
     ):
         model = make_model(task, position=position, normalization=normalization, rope=rope)
         set_backend(model, backend)

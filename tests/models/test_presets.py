@@ -69,7 +69,7 @@ def test_norms_follow_the_task() -> None:
     assert presets("mlm")["flash-base"].norm == "scalenorm"
 
 
-@pytest.mark.parametrize("name", ["linformer-tiny", "flash-first-to-all-base", "flash-cls-tiny"])
+@pytest.mark.parametrize("name", ["linformer-tiny", "nystromformer-base", "flash-first-to-all-base", "flash-cls-tiny"])
 def test_a_system_that_only_looks_both_ways_is_no_causal_preset(name: str) -> None:
     assert name not in presets("clm")
     assert name in presets("mlm")
@@ -87,9 +87,12 @@ def test_a_system_is_what_its_name_says() -> None:
     assert presets("mlm")["transformer-tiny"].norm == "layernorm"
     assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", LayerConfig("mlp"))
     assert plus_plus == replace(plus, feed_forward=LayerConfig("glu"))
-    for name in ("performer", "performer-matmul", "combiner", "linear-elu", "sparse", "reformer"):
+    for name in (
+        *("performer", "performer-matmul", "combiner", "linear-elu", "cosformer", "flowformer"),
+        *("sparse", "longformer", "bigbird", "explicit-topk", "reformer"),
+    ):
         assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus
-    for name in ("mc-tfm++", "mhsa-relu2", "mhsa-gated", "mhsa-single-head"):
+    for name in ("mc-tfm++", "mixed-chunk", "mhsa-relu2", "mhsa-gated", "mhsa-single-head"):
         assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
     # fine-tuning: s = 512 and chunks of 128 (section 4.3 of the paper)
     assert presets("mlm")["flash-first-to-all-base"].mixer == LayerConfig("flash-first-to-all", d_qk=512, chunk_size=128)
@@ -97,7 +100,16 @@ def test_a_system_is_what_its_name_says() -> None:
 
 def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size() -> None:
     takes = {name for name, system in SYSTEMS.items() if system.takes_chunk_size}
-    assert takes == {"flash", "flash-local", "flash-overlapping", "flash-weighted", "mc-tfm++", "combiner"}
+    assert takes == {
+        "flash",
+        "flash-local",
+        "flash-overlapping",
+        "flash-weighted",
+        "mc-tfm++",
+        "mixed-chunk",
+        "combiner",
+        "combiner-fixed",
+    }
     assert system_of("flash-large").takes_chunk_size
     assert not system_of("gau-scaling-512").takes_chunk_size
 

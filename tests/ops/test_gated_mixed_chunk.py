@@ -57,7 +57,7 @@ def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-10) -> None:
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 17, 32])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: Any) -> None:
     inputs = make_inputs(3, length)
     tiled, oracle = (
@@ -68,7 +68,7 @@ def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 def test_divisors_of_the_tiled_form_count_tokens_that_other_processes_hold(causal: bool, normalization: Any) -> None:
     tokens, gamma, beta, bias = make_inputs(3, 4 * CHUNK)
     projected, options = Projected(tokens, gamma, beta), MixedChunkOptions(CHUNK, causal, normalization=normalization)

@@ -61,7 +61,7 @@ def test_chunked_form_is_the_definition_under_every_mask(length: int, causal: bo
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 def test_chunked_form_is_the_definition_for_every_activation_and_normalization(
     length: int, causal: bool, activation: Any, normalization: Any
 ) -> None:
@@ -75,7 +75,7 @@ def test_chunked_form_is_the_definition_for_every_activation_and_normalization(
 
 @pytest.mark.parametrize("ends", [[0, 17], [0, 5, 17], [0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_packed_documents_are_the_definition(ends: list[int], causal: bool, normalization: Any, padded: bool) -> None:
     inputs = make_inputs(1, 17)

@@ -26,7 +26,7 @@ def make_inputs(length: int, batch: int = 1) -> list[Tensor]:
 @given(
     cuts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
     activation=st.sampled_from(ACTIVATIONS),
-    normalization=st.sampled_from(["count", "paper"]),
+    normalization=st.sampled_from(["count", "paper", "paper_sum"]),
 )
 def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation: Any, normalization: Any) -> None:
     inputs, bias = make_inputs(sum(cuts), 2), torch.randn(CHUNK, CHUNK, dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_states_accumulate_in_float32() -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_joined_streams_continue_as_each_would_alone(activation: Any, normalization: Any, biased: bool) -> None:
     options: dict[str, Any] = {"activation": activation, "normalization": normalization}

@@ -131,6 +131,28 @@ loop.parallelize = lambda objective, config, world: parallel.Parallel(objective,
     assert norms == pytest.approx([limit, limit], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (({"clip_tokens": 2 * 32}, 1), ({"clip_tokens": 2 * 32, "batch_size": 1}, 2)),
+        (({"clip_tokens": 4 * 32}, 1), ({"clip": "local"}, 2)),
+        (({"clip_tokens": 4 * 32, "batch_size": 1}, 1), ({"clip_tokens": 4 * 32, "context_parallel": 2}, 2)),
+    ],
+    ids=["two", "local", "context"],
+)
+def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processes(
+    config: MakeConfig, launch: Launch, tmp_path: Path, first: tuple[Any, int], second: tuple[Any, int]
+) -> None:
+    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3, "clip_norm": 0.01}
+    for name, (options, size) in (("one", first), ("run", second)):
+        processes = launch(config(**{**common, **options}, out=tmp_path / name), size)
+        assert processes.wait() == [0] * size, processes.errors()
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+    trained(config(**common, out=tmp_path / "global"))
+    weights, others = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("one", "global"))
+    assert any(not torch.allclose(weights[name], others[name], atol=1e-5) for name in weights)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
     config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str
@@ -300,6 +322,8 @@ def test_batch_sizes_that_cannot_be_shared_out_are_named(config: MakeConfig) -> 
         ({"context_parallel": 2, "packed": True}, "packed cannot be combined with context_parallel"),
         ({"context_parallel": 3}, "context_parallel is 3, which does not divide the 2 processes"),
         ({"parallel": "fsdp", "clip": "local"}, "use clip='global' or parallel='ddp'"),
+        ({"parallel": "fsdp", "clip_tokens": 24}, "clip_tokens is 24, but with parallel='fsdp' no process has a whole"),
+        ({"clip_tokens": 36}, "clip_tokens is 36, but must be a multiple of context_length=24 that divides the 48 tokens"),
         (
             {"tokens_per_batch": 24},
             "tokens_per_batch is 24, but must be a positive multiple of 48, which is 2 processes x context_length",

@@ -64,7 +64,16 @@ def test_only_the_vanilla_transformer_is_not_clipped() -> None:
 
 @pytest.mark.parametrize(("recipe", "chunk_size"), [("lm-pg19", 512), ("mlm-c4", 256)])
 def test_systems_of_chunks_take_the_recipes_size_unless_their_own_is_fixed(recipe: RecipeName, chunk_size: int) -> None:
-    takers = {"flash", "flash-local", "flash-overlapping", "flash-weighted", "combiner", "mc-tfm++"}
+    takers = {
+        "flash",
+        "flash-local",
+        "flash-overlapping",
+        "flash-weighted",
+        "combiner",
+        "combiner-fixed",
+        "mc-tfm++",
+        "mixed-chunk",
+    }
     found = {name.removesuffix("-base") for name in presets("mlm") if name.endswith("-base") and _override(recipe, name)}
     assert found == takers
     assert _override(recipe, "flash-base") == (f"chunk_size={chunk_size}",)

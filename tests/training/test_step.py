@@ -5,17 +5,24 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.models import build_model
+from lineartime.models.config import Task
+from lineartime.models.presets import resolve
+from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
 from lineartime.training.step import build_optimizer, learning_rate
 
 
-def test_matrices_alone_are_decayed() -> None:
-    model = lineartime.build("transformer++-tiny", n_blocks=1)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_matrix_of_a_system_is_decayed_and_nothing_else(system: str) -> None:
+    """Whatever has two dimensions is a matrix, but the scales and offsets of a gated unit, which are several vectors."""
+    task: Task = "clm" if SYSTEMS[system].mixer.why_not_causal is None else "mlm"
+    model = build_model(resolve(f"{system}-tiny", task, n_blocks=1))
     optimizer = build_optimizer(model, TrainConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
-        matrix = name.endswith(("to_qkv.weight", "to_output.weight", "to_gate_value.weight", "embedding.weight"))
+        matrix = parameter.dim() == 2 and not name.endswith((".gamma", ".beta"))
         assert decay[id(parameter)] == (0.3 if matrix else 0.0), name
 
 

@@ -1,13 +1,18 @@
-"""Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and one summary of every other chunk.
+"""Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and over its column's summaries of the other chunks.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
+Shapes: B batch, T tokens, N new tokens of a stream, R documents, H heads, L tokens of a document, h head width, C chunk size,
+G chunks, d = H h model width.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
 
-    chunk g:  q_bar[g], k_bar[g] = Ws_q maxpool(queries), Ws_k maxpool(keys)      Ws_q and Ws_k mix the heads
-              v_bar[g] = sum over j in g of softmax(q_bar[g].k[j] / sqrt(h)) v[j]
-    out[t] = one softmax of q[t] over the keys k[j] of t's chunk (causal: j <= t) and the k_bar of the others (causal: before)
+A document is a grid: row r is chunk r, column l the place inside a chunk, x the normed input of the layer.
+
+    o[r,l]     = sum over l' of softmax(q[r,l].k[r,l'] / sqrt(h)) v[r,l'], never causal: row r as column l sees it
+    k_sum[r,l] = W2 layernorm(x[r,l] + W1 o[r,l] + b1) + b2, rotated by the position of (r,l)         W1 mixes the heads
+    out[r,l]   = one softmax of q[r,l] over the keys k[r,l'] of its row (causal: l' <= l), with values v[r,l'],
+                 and over k_sum[r',l] of its column in the other rows (causal: r' < r), with values o[r',l]
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,37 +22,40 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.dense import factory
+from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import cut_chunks
+from lineartime.ops.layout import Layout, cut_chunks
+from lineartime.ops.positions import rope
+
+KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""o [..., d] of all heads, x [..., d] and the positions [...] of cells -> their k_sum [..., H, h]."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
 def combiner_attention_oracle(
-    q: Tensor, k: Tensor, v: Tensor, ws_q: Tensor, ws_k: Tensor, *, chunk_size: int, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, x: Tensor, key_summary: KeySummary, *, chunk_size: int, causal: bool = False
 ) -> Tensor:
-    """The definition for one document, one query at a time: [H, T, h] three times and [d, d] twice -> [H, T, h]."""
-    heads, length, head_dim = q.shape
-    scale = head_dim**-0.5
-    chunks = [list(range(start, min(start + chunk_size, length))) for start in range(0, length, chunk_size)]
-    k_bar, v_bar = [], []
-    for chunk in chunks:
-        query, key = ((ws @ x[:, chunk].amax(1).flatten()).view(heads, head_dim) for ws, x in ((ws_q, q), (ws_k, k)))
-        weights = torch.einsum("hf,hjf->hj", query, k[:, chunk] * scale).softmax(-1)
-        k_bar.append(key)
-        v_bar.append(torch.einsum("hj,hjf->hf", weights, v[:, chunk]))
-    rows = []
-    for t in range(length):
-        own = t // chunk_size
-        near = [j for j in chunks[own] if j <= t or not causal]
-        far = [g for g in range(len(chunks)) if g < own or (g > own and not causal)]
-        keys = torch.cat([k[:, near], *(k_bar[g][:, None] for g in far)], 1)
-        values = torch.cat([v[:, near], *(v_bar[g][:, None] for g in far)], 1)
+    """The definition for one document, one query at a time: [H, T, h] three times and x [T, d] -> [H, T, h]."""
+    length, scale = q.shape[1], q.shape[2] ** -0.5
+    row_of = [[j for j in range(length) if j // chunk_size == t // chunk_size] for t in range(length)]
+
+    def read(t: int, keys: Tensor, values: Tensor) -> Tensor:
         weights = torch.einsum("hf,hjf->hj", q[:, t], keys * scale).softmax(-1)
-        rows.append(torch.einsum("hj,hjf->hf", weights, values))
-    return torch.stack(rows, 1)
+        return torch.einsum("hj,hjf->hf", weights, values)
+
+    o = [read(t, k[:, row_of[t]], v[:, row_of[t]]) for t in range(length)]
+    k_sum = [key_summary(o[t].flatten(), x[t], torch.tensor(t)) for t in range(length)]
+    out = []
+    for t in range(length):
+        near = [j for j in row_of[t] if j <= t or not causal]
+        column = range(t % chunk_size, length, chunk_size)
+        far = [j for j in column if j < t or (j > t and not causal)]
+        keys = torch.cat([k[:, near], *(k_sum[j][:, None] for j in far)], 1)
+        values = torch.cat([v[:, near], *(o[j][:, None] for j in far)], 1)
+        out.append(read(t, keys, values))
+    return torch.stack(out, 1)
 
 
 # 2. The chunked form --------------------------------------------------------------------------------------------------
@@ -57,123 +65,114 @@ def combiner_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ws_q: Tensor,
-    ws_k: Tensor,
+    x: Tensor,
+    key_summary: KeySummary,
     *,
     chunk_size: int,
     causal: bool = False,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Attend in time T (C + T / C): [R, H, L, h] three times, weights [d, d] twice -> [R, H, L, h].
+    """Attend in time T (C + T / C): [R, H, L, h] three times and x [R, L, d] -> [R, H, L, h].
 
-    `real`, bool [R, L], is False for the padding at the end of shorter rows.
+    `real`, bool [R, L], is False for the padding at the end of shorter documents.
     """
     n_heads = q.shape[1]
-    chunks = cut_chunks(merge_heads(v), chunk_size, real)
-    q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
-    slots = chunks.holds_token(v.device)
-    holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
-    slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
-    k_bar, v_bar = _summarise(q, k, v, slots, ws_q, ws_k)  # [R, G, H, h]
+    chunks = cut_chunks(x, chunk_size, real)
+    x = chunks.cut(x)  # [R, G, C, d]
+    q, k, v = (chunks.cut(merge_heads(heads)).unflatten(-1, (n_heads, -1)).transpose(2, 3) for heads in (q, k, v))
+    holds_token = chunks.holds_token(v.device)  # [R or 1, G, C]
+    in_row = holds_token[:, :, None, None, :]
+    scores = scaled_products(q, k)  # [R, G, H, C, C]
+    lowest = torch.finfo(scores.dtype).min
 
-    near = slots
+    o = scores.masked_fill(~in_row, lowest).softmax(-1).to(v.dtype) @ v  # [R, G, H, C, h]
+    k_sum = key_summary(o.transpose(2, 3).flatten(-2), x, _positions(chunks.n_chunks, chunk_size, x.device))  # [R, G, C, H, h]
+
+    near = in_row
     if causal:  # the triangle is enough: empty slots come after real ones
         near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    own = torch.arange(v.shape[1], device=v.device)
-    others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
-    far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
-
-    k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
-    out = _read_both(masked_products(q, k, near), v, masked_products(q, k_bar, far), v_bar)
-    joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
-    return joined.view(*joined.shape[:2], n_heads, q.shape[-1]).transpose(1, 2)
-
-
-def _split(x: Tensor, n_heads: int) -> Tensor:
-    """[R, G, C, d] -> [R, G, H, C, h]."""
-    heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(2, 3)
+    row = torch.arange(chunks.n_chunks, device=v.device)
+    others = row < row[:, None] if causal else row != row[:, None]  # [G, G]
+    in_column = others & holds_token.mT[:, None, :, None, :]  # [R or 1, 1, C, G, G]
+    columns, summaries = q.permute(0, 2, 3, 1, 4), o.permute(0, 2, 3, 1, 4)  # [R, H, C, G, h]
+    far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).permute(0, 3, 1, 2, 4)  # [R, G, H, C, G]
+    weights = torch.cat([scores.masked_fill(~near, lowest), far], -1).softmax(-1).to(v.dtype)
+    of_row, of_column = weights.split([chunk_size, chunks.n_chunks], -1)
+    out = of_row @ v + (of_column.permute(0, 2, 3, 1, 4) @ summaries).permute(0, 3, 1, 2, 4)
+    joined = chunks.join(out.transpose(2, 3).flatten(-2))  # [R, L, d]
+    heads: Tensor = joined.unflatten(-1, (n_heads, -1)).transpose(1, 2)
     return heads
 
 
-def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tell which hold a token."""
-    empty = ~slots.mT
-    lowest = torch.finfo(q.dtype).min
-    pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
-    return _summary(pooled_q, pooled_k, k, v, slots, ws_q, ws_k)
-
-
-def _summary(
-    pooled_q: Tensor, pooled_k: Tensor, k: Tensor, v: Tensor, slots: Tensor, ws_q: Tensor, ws_k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [..., H, h] from pooled queries and keys [..., H, h] and a chunk's keys and values [..., H, C, h]."""
-    q_bar, k_bar = (
-        F.linear(pooled.flatten(-2), ws.to(pooled.dtype)).view_as(pooled) for pooled, ws in ((pooled_q, ws_q), (pooled_k, ws_k))
-    )
-    weights = masked_products(q_bar[..., None, :], k, slots).softmax(-1).to(v.dtype)
-    return k_bar, (weights @ v)[..., 0, :]
-
-
-def _read_both(near: Tensor, values: Tensor, far: Tensor, summaries: Tensor) -> Tensor:
-    """One softmax over the scores of tokens and of summaries, then the values of both."""
-    weights = torch.cat([near, far], -1).softmax(-1).to(values.dtype)
-    near, far = weights.split([near.shape[-1], far.shape[-1]], -1)
-    out: Tensor = near @ values + far @ summaries
-    return out
+def _positions(n_chunks: int, chunk_size: int, device: torch.device) -> Tensor:
+    return torch.arange(n_chunks * chunk_size, device=device).view(n_chunks, chunk_size)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
 class CombinerState(NamedTuple):
-    """The state of causal streams; it grows by one summary for every chunk.
+    """The state of causal streams; it grows by two vectors for every token, as a cache of keys and values.
 
     Attributes:
-        k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
-        k, v: [B, H, C, h] of the open chunk, zero beyond its tokens.
-        highest_q: [B, H, h], the maximum of the open chunk's queries.
+        k_sum, o: [B, H, G, C, h], of all complete rows.
+        q, k, v: [B, H, C, h] of the open row, zero beyond its tokens.
+        x: [B, C, d] of the open row.
         position: the number of tokens read so far.
     """
 
-    k_bar: Tensor
-    v_bar: Tensor
+    k_sum: Tensor
+    o: Tensor
+    q: Tensor
     k: Tensor
     v: Tensor
-    highest_q: Tensor
+    x: Tensor
     position: int
 
 
 def combiner_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: CombinerState, ws_q: Tensor, ws_k: Tensor
+    q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: CombinerState, key_summary: KeySummary
 ) -> tuple[Tensor, CombinerState]:
-    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    """Continue a causal document by N tokens: [B, H, N, h] three times and x [B, N, d] -> [B, H, N, h], and the state."""
     chunk_size = state.k.shape[-2]
-    q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+    q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, x))
     outputs = [v[..., :0, :]]
     triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
     for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
         queries = q[..., new, :]
         state = state._replace(
+            q=fill(state.q, first, queries),
             k=fill(state.k, first, k[..., new, :]),
             v=fill(state.v, first, v[..., new, :]),
-            highest_q=torch.maximum(state.highest_q, queries.amax(-2)),
+            x=fill(state.x, first, x[:, new]),
             position=state.position + last - first,
         )
         near = masked_products(queries, state.k[..., :last, :], triangle[first:last, :last])
-        far = scaled_products(queries, state.k_bar)
-        outputs.append(_read_both(near, state.v[..., :last, :], far, state.v_bar))
+        k_sum, o = (rows[:, :, :, first:last].transpose(2, 3) for rows in (state.k_sum, state.o))  # [B, H, n, G, h]
+        far = scaled_products(queries[..., None, :], k_sum)[..., 0, :]
+        weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
+        near, far = weights.split([last, far.shape[-1]], -1)
+        outputs.append(near @ state.v[..., :last, :] + (far[..., None, :] @ o)[..., 0, :])
         if last == chunk_size:
-            everything = torch.ones(chunk_size, dtype=torch.bool, device=v.device)
-            k_bar, v_bar = _summary(state.highest_q, state.k.amax(-2), state.k, state.v, everything, ws_q, ws_k)
-            state = CombinerState(
-                torch.cat([state.k_bar, k_bar[..., None, :]], -2),
-                torch.cat([state.v_bar, v_bar[..., None, :]], -2),
-                torch.zeros_like(state.k),
-                torch.zeros_like(state.v),
-                torch.full_like(state.highest_q, torch.finfo(state.highest_q.dtype).min),
-                state.position,
-            )
+            state = _close_row(state, key_summary)
     return torch.cat(outputs, -2), state
+
+
+def _close_row(state: CombinerState, key_summary: KeySummary) -> CombinerState:
+    """The state once its open row is full: with the summaries of that row, and an empty one."""
+    chunk_size = state.k.shape[-2]
+    o = scaled_products(state.q, state.k).softmax(-1).to(state.v.dtype) @ state.v
+    positions = torch.arange(state.position - chunk_size, state.position, device=o.device)
+    k_sum = key_summary(merge_heads(o), state.x, positions).transpose(1, 2)
+    return CombinerState(
+        k_sum=torch.cat([state.k_sum, k_sum[:, :, None]], 2),
+        o=torch.cat([state.o, o[:, :, None]], 2),
+        q=torch.zeros_like(state.q),
+        k=torch.zeros_like(state.k),
+        v=torch.zeros_like(state.v),
+        x=torch.zeros_like(state.x),
+        position=state.position,
+    )
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
@@ -182,36 +181,49 @@ def combiner_attention_extend(
 class Combiner(ChunkedHeads[CombinerState]):
     """Combiner, rowmajor-axial.
 
-    A head reads the tokens of its own chunk and summaries of the others: [B, T, d] -> [B, T, d]. Options are those of
-    `ChunkedHeads`.
+    A head reads the tokens of its own chunk, and the other chunks as its column sees them: [B, T, d] -> [B, T, d]. Options are
+    those of `ChunkedHeads`.
     """
 
     name = "combiner"
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)
-        self.query_summary = nn.Parameter(torch.empty(d_model, d_model, **factory(options)))
-        self.key_summary = nn.Parameter(torch.empty(d_model, d_model, **factory(options)))
-        self.init_own()
+        self.summary_of_heads = Dense(d_model, d_model, **factory(options))
+        self.summary_norm = nn.LayerNorm(d_model, **factory(options))
+        self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
-    def init_own(self) -> None:
-        """Draw the maps of the summaries."""
-        nn.init.normal_(self.query_summary, std=0.02)
-        nn.init.normal_(self.key_summary, std=0.02)
+    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, and values with the normed tokens, cut into heads, behind them: [B, H, T, h] twice, [B, H, T, 2 h]."""
+        q, k, v = super().project(x, layout)
+        return q, k, torch.cat([v, self.split_heads(x)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention over tokens and summaries, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attention over tokens and summaries, [R, H, L, h] twice and [R, H, L, 2 h] -> [R, H, L, h]."""
+        v, x = v.chunk(2, -1)
         return combiner_attention(
-            q, k, v, self.query_summary, self.key_summary, chunk_size=self.chunk_size, causal=self.causal, real=real
+            q, k, v, merge_heads(x), self.key_summary, chunk_size=self.chunk_size, causal=self.causal, real=real
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState) -> tuple[Tensor, CombinerState]:
-        """Attend to the open chunk and the summaries before it, and the state N tokens later."""
-        return combiner_attention_extend(q, k, v, state, self.query_summary, self.key_summary)
+        """Attend to the open row and the summaries before it, and the state N tokens later."""
+        v, x = v.chunk(2, -1)
+        return combiner_attention_extend(q, k, v, merge_heads(x), state, self.key_summary)
+
+    def key_summary(self, o: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        """The keys of summaries: see `KeySummary`."""
+        mixed = x + _linear(self.summary_of_heads, o)
+        normed = self.summary_norm(mixed.to(self.summary_norm.weight.dtype)).to(o.dtype)
+        k_sum = _linear(self.summary_to_key, normed).unflatten(-1, (self.n_heads, -1))
+        return rope(k_sum, positions[..., None]) if self.rope else k_sum
 
     def init_state(self, batch_size: int) -> CombinerState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         chunk = self.empty_chunk(batch_size)
-        highest = torch.full_like(chunk[..., 0, :], torch.finfo(chunk.dtype).min)
-        none = chunk[..., :0, :]
-        return CombinerState(none, none, chunk, chunk, highest, 0)
+        none = chunk[:, :, None][:, :, :0]
+        return CombinerState(none, none, chunk, chunk, chunk, merge_heads(chunk), 0)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The map in the dtype of x, which autocast would choose, were it on."""
+    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))

@@ -8,13 +8,23 @@ Source: "Efficient Attention" (arXiv 1812.01243); the causal form, by running su
 If all tokens are visible, there is one context. In the causal form, softmax(k[:, f])[j] is exp(k[j, f]) divided by its running
 sum; dividing the query's feature by that sum instead gives linear attention. Keys are clamped to -20 ... 20, so that the
 exponentials need no maximum subtracted: with a maximum over all tokens, a large future key would erase the past.
+
+Rotary positions turn q and k, or both softmaxes. A turned softmax of keys mixes two features with different running sums. So
+each feature is summed twice there, times the cosine and times the sine of its angle, and the query puts the sums together.
 """
+
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.ops.linear import LinearState, continued_sums, with_ones
+from lineartime.baselines.kernel_attention import Rotated
+from lineartime.layers.checks import check_even
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.activations import check_choice
+from lineartime.ops.linear import LinearState, continued_sums
+from lineartime.ops.positions import over_heads, rope, rotate
 from lineartime.ops.precision import acc_dtype
 
 LARGEST_KEY = 20.0
@@ -22,77 +32,128 @@ LARGEST_KEY = 20.0
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
-def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, rotated: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
     k = k.clamp(-LARGEST_KEY, LARGEST_KEY)
+    position = torch.arange(len(v))
     rows = []
     for t in range(len(v)):
         visible = slice(0, t + 1) if causal else slice(None)
-        context = k[visible].softmax(0).mT @ v[visible]
-        rows.append(q[t].softmax(0) @ context)
+        query, keys = q[t].softmax(0), k[visible].softmax(0)
+        if rotated:
+            query, keys = rope(query, position[t]), rope(keys, position[visible])
+        rows.append(query @ (keys.mT @ v[visible]))
     return torch.stack(rows)
 
 
 # 2. The parallel form -------------------------------------------------------------------------------------------------
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in T: [R, H, T, h] three times -> the same; `real`, [R, T], is False behind a row's tokens."""
+class Features(NamedTuple):
+    """What the sums are made of: out[t] = sum over f of (q[t, f] / sum of weights[:, f]) (sum over j of k[j, f] v[j]).
+
+    Attributes:
+        q, k: [..., T, f] of queries and keys.
+        weights: [..., T, f], the exponentials by which a feature of k is normalised.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+def efficient_features(q: Tensor, k: Tensor) -> Features:
+    """The features of queries and keys [..., T, h], in float32 or better."""
+    weights = k.to(acc_dtype(k)).clamp(-LARGEST_KEY, LARGEST_KEY).exp()
+    return Features(q.to(acc_dtype(q)).softmax(-1), weights, weights)
+
+
+def rotated_features(features: Features, rotations: Tensor | None) -> Features:
+    """2 h features, whose sums are those of turned softmaxes; `rotations` as for `rotate`, None for no turn."""
+    q, _, weights = features
+    cos, sin = rotations.to(q.dtype).unbind(0) if rotations is not None else (q.new_ones(1), q.new_zeros(1))
+    q = rotate(q, rotations)
+    first, second = q.chunk(2, -1)
+    lower, upper = weights.chunk(2, -1)
+    k = torch.cat([lower * cos, upper * cos, lower * sin, upper * sin], -1)
+    return Features(torch.cat([q, second, -first], -1), k, torch.cat([weights, weights], -1))
+
+
+def efficient_attention(features: Features, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
+    """Attend in time linear in T: v [R, H, T, h] -> the same; `real`, [R, T], is False behind a row's tokens."""
     if causal:  # padding comes after the real tokens, and no token reads later ones
-        return _causal(q, k, v, None)[0]
-    weights = _exponentials(k)
+        return _causal(features, v, None)[0]
+    q, k, weights = features
     if real is not None:
-        weights = weights * real[:, None, :, None]
+        k, weights = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (k, weights))
     # A row without tokens has weights of zero: do not divide by their sum.
-    weights = weights / weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    return _softmax(q).to(v.dtype) @ (weights.to(v.dtype).mT @ v)
+    totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return q.to(v.dtype) @ ((k / totals).to(v.dtype).mT @ v)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The causal outputs after a state [..., h, h + 1], and the state after them."""
-    weights = _exponentials(k)
-    totals = weights.cumsum(-2) if before is None else before[..., -1][..., None, :] + weights.cumsum(-2)
-    sums, state = continued_sums((_softmax(q) / totals).to(v.dtype), weights.to(v.dtype), with_ones(v), before)
-    return sums[..., :-1], state
-
-
-def _exponentials(k: Tensor) -> Tensor:
-    return k.to(acc_dtype(k)).clamp(-LARGEST_KEY, LARGEST_KEY).exp()
-
-
-def _softmax(q: Tensor) -> Tensor:
-    return q.to(acc_dtype(q)).softmax(-1)
+def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The causal outputs after a state [..., f, h + 1], and the state after them."""
+    q, k, weights = features
+    of_values, of_ones = (None, 0.0) if before is None else (before[..., :-1], before[..., -1][..., None, :])
+    out, of_values = continued_sums((q / (of_ones + weights.cumsum(-2))).to(v.dtype), k.to(v.dtype), v, of_values)
+    total = of_ones + weights.sum(-2, keepdim=True)
+    return out, torch.cat([of_values, total.mT.to(of_values.dtype)], -1)
 
 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-def efficient_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them.
+def efficient_attention_extend(features: Features, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    """Continue a causal sequence by N tokens: v [B, H, N, h] -> [B, H, N, h], and the state after them.
 
-    The summary in the state is the sum of exp(k) (v, 1)^T.
+    The summary in the state is the sum of (k v^T, weights).
     """
-    out, summary = _causal(q, k, v, state.summary)
+    out, summary = _causal(features, v, state.summary)
     return out, LinearState(summary, state.position + v.shape[-2])
 
 
 class Efficient(MultiHeadMixer[LinearState]):
     """Efficient attention: softmax over features and positions.
 
-    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; rotary positions come before both softmaxes.
+    Causal, it streams with constant memory.
+
+    Args:
+        rotated: what rotary positions turn: "inputs", queries and keys, or "features", what both softmaxes make of them.
+        **options: those of `MultiHeadMixer`.
     """
 
     name = "efficient"
 
+    def __init__(self, d_model: int, *, rotated: Rotated = "inputs", **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_choice("rotated", rotated, get_args(Rotated))
+        self.rotated: Rotated = rotated
+        if rotated == "features":
+            check_even("rotated features are pairs", head_dim=self.head_dim)
+
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [B, H, T, h]; or their rotated features, [B, H, T, 2 h] and [B, H, T, 4 h]."""
+        if self.rotated == "inputs":
+            return super().rotate(q, k, rotations)
+        features = rotated_features(efficient_features(q, k), over_heads(rotations))
+        return features.q, torch.cat([features.k, features.weights], -1)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Efficient attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        return efficient_attention(q, k, v, causal=self.causal, real=real)
+        return efficient_attention(self._features(q, k), v, causal=self.causal, real=real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size, and the state N tokens later."""
-        return efficient_attention_extend(q, k, v, state)
+        return efficient_attention_extend(self._features(q, k), v, state)
+
+    def _features(self, q: Tensor, k: Tensor) -> Features:
+        if self.rotated == "inputs":
+            return efficient_features(q, k)
+        dtype = acc_dtype(q)
+        return Features(q.to(dtype), *k.to(dtype).chunk(2, -1))
 
     def init_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
-        return LinearState(empty.new_zeros(batch_size, self.n_heads, self.head_dim, self.head_dim + 1), 0)
+        n_features = self.head_dim * (2 if self.rotated == "features" else 1)
+        return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

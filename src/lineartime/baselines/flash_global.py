@@ -69,9 +69,8 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         with without_autocast(v):
             for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
-                # Complete chunks are full: both normalisations divide by the number of their tokens.
-                mean = state.summary / max(1, state.position - first)
-                outputs.append((q[:, new].to(compute) @ mean.to(compute)).to(outputs[0].dtype))
+                context = state.summary / self.options.linear_divisor(state.position - first)
+                outputs.append((q[:, new].to(compute) @ context.to(compute)).to(outputs[0].dtype))
                 k_open, v_open = fill(state.k, first, k[:, new]), fill(state.v, first, v[:, new])
                 position = state.position + last - first
                 if last == self.chunk_size:

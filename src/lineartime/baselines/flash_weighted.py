@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.activations import Normalization, attention_weights
+from lineartime.ops.activations import NORMALIZATIONS, Normalization, attention_weights
 from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
@@ -115,6 +115,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
     """
 
     name = "flash-weighted"
+    normalizations = NORMALIZATIONS
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         """Across chunks, by weighted summaries."""

@@ -4,48 +4,92 @@ Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h
 """
 
 from abc import abstractmethod
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.ops.precision import acc_dtype
+
+Rotated = Literal["inputs", "features"]
+"""What rotary positions turn in a linear attention."""
+
+
+class KernelOptions(HeadOptions, total=False):
+    """What every linear attention takes: see `KernelAttention`."""
+
+    rotated: Rotated
 
 
 class KernelAttention(MultiHeadMixer[LinearState]):
     """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
-    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`; the feature map comes after rotary
-    positions.
+    Causal, it streams with constant memory.
+
+    Args:
+        rotated: what rotary positions turn: "inputs", queries and keys before the feature map; or "features", in the numerator
+            only, as RoFormer does (arXiv 2104.09864, eq. 19).
+        **options: those of `MultiHeadMixer`.
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
+
+    def __init__(self, d_model: int, *, rotated: Rotated = "inputs", **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_choice("rotated", rotated, get_args(Rotated))
+        self.rotated: Rotated = rotated
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
         """Queries or keys [..., h] -> features [..., f], which must not be negative."""
 
+    def weigh(self, features: Tensor, first: int) -> Tensor:
+        """Features [..., T, f] of tokens at positions `first`, `first` + 1, ... -> [..., T, g], weighed by their positions.
+
+        They stay as they are, unless a subclass does otherwise.
+        """
+        return features
+
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
         return chunked_sums(q, k, v)
 
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [B, H, T, h]; or their features, plain ones before rotated ones, [B, H, T, 2 f]."""
+        if self.rotated == "inputs":
+            return super().rotate(q, k, rotations)
+        q, k = self.features(q), self.features(k)
+        turned_q, turned_k = self.rotate_features(q, k, rotations)
+        return torch.cat([q, turned_q], -1), torch.cat([k, turned_k], -1)
+
+    def rotate_features(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Features of queries and keys [B, H, T, f], turned by their positions."""
+        return super().rotate(q, k, rotations)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Linear attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        return linear_attention(
-            self.features(q),
-            self.features(k),
-            v,
-            causal=self.causal,
-            real=None if real is None else real[:, None],
-            causal_sums=self.sums,
-        )
+        q, k, plain = self._features(q, k, first=0)
+        real = None if real is None else real[:, None]
+        return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size, and the state N tokens later."""
-        return linear_attention_extend(self.features(q), self.features(k), v, state)
+        q, k, plain = self._features(q, k, first=state.position)
+        return linear_attention_extend(q, k, v, state, plain=plain)
+
+    def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Features of what `rotate` gave, and those of the denominator if they are others; `first` is the first position."""
+        if self.rotated == "inputs":
+            return self.weigh(self.features(q), first), self.weigh(self.features(k), first), None
+        (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))
+        return q, k, (plain_q, plain_k)
 
     def init_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
-        n_features = self.features(empty).shape[-1]
+        n_features = self.weigh(self.features(empty), first=0).shape[-1]
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

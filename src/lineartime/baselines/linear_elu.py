@@ -6,6 +6,11 @@ from torch import Tensor
 from lineartime.baselines.kernel_attention import KernelAttention
 
 
+def elu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return F.elu(x) + 1
+
+
 class LinearELU(KernelAttention):
     """Linear attention with features elu + 1."""
 
@@ -13,4 +18,4 @@ class LinearELU(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return F.elu(x) + 1
+        return elu_features(x)

@@ -16,8 +16,7 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
-from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_positive
+from lineartime.layers.checks import check_fits, check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.layers.residual import StreamState
@@ -44,12 +43,7 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
     k and v must be zero at padding, which then adds nothing to a landmark.
     """
     length = k.shape[-2]
-    if length > e.shape[1]:
-        raise ArgumentError(
-            "max_length",
-            f"is {e.shape[1]} in this Linformer, but the sequence has {length} tokens: build it with more, or give it shorter "
-            "sequences.",
-        )
+    check_fits("Linformer", length, e.shape[1])
     keys = e[:, :length].to(k.dtype) @ k  # [R, H, m, h]
     values = f[:, :length].to(v.dtype) @ v
     out: Tensor = scaled_products(q, keys).softmax(-1).to(v.dtype) @ values
@@ -69,6 +63,7 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """
 
     name = "linformer"
+    matrices = ("mix_keys", "mix_values")
     why_not_causal = "every landmark mixes all positions, so that each compressed key would contain the future"
 
     def __init__(self, d_model: int, *, n_landmarks: int = 128, max_length: int = 512, **options: Unpack[HeadOptions]) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.kernel_attention import KernelAttention
-from lineartime.layers.multi_head import HeadOptions
+from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
 from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import matmul_sums, prefix_sums
 
@@ -18,6 +17,11 @@ CausalSums = Literal["prefix", "matmul"]
 
 SMALLEST_FEATURE = 1e-3
 """The published eps; without it, a query could be similar to no key."""
+
+
+def relu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return torch.relu(x) + SMALLEST_FEATURE
 
 
 class Performer(KernelAttention):
@@ -28,19 +32,19 @@ class Performer(KernelAttention):
     Args:
         causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, keeps a state of h x h for every token
             and head, and is slow for that; "matmul" forms all T x T products, the paper's Performer-Matmul.
-        **options: those of `MultiHeadMixer`.
+        **options: those of `KernelAttention`.
     """
 
     name = "performer"
 
-    def __init__(self, d_model: int, *, causal_sums: CausalSums = "prefix", **options: Unpack[HeadOptions]) -> None:
+    def __init__(self, d_model: int, *, causal_sums: CausalSums = "prefix", **options: Unpack[KernelOptions]) -> None:
         super().__init__(d_model, **options)
         check_choice("causal_sums", causal_sums, get_args(CausalSums))
         self.causal_sums: CausalSums = causal_sums
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return torch.relu(x) + SMALLEST_FEATURE
+        return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens, as `causal_sums` says."""

@@ -5,11 +5,11 @@ G chunks of a round, R rows (one for each document), L tokens of the longest.
 Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), with chunks that are cut inside each bucket.
 
     bucket(i) = argmax of [x[i] W; -x[i] W]        W random [h, n / 2], another one for every round; x before rotary positions
-    k[j] = q[j] / |q[j]|                           q = rope(x)
+    k[j] = sqrt(h) q[j] / |q[j]|                   q = rope(x)
     o[i] = sum over j in A(i) of softmax over j (s[i, j]) v[j]        s[i, j] = q[i].k[j] / sqrt(h), but s[i, i] = -100,000
 
-    A(i) = for every round, the tokens of i's bucket that stand in i's chunk or the one before, where the tokens of a bucket,
-           in their order, are cut into chunks of C; causal: those with j <= i. A token found in two rounds counts twice.
+    A(i) = the tokens that in any round are in i's bucket and stand in i's chunk or the one before, where the tokens of a
+           bucket, in their order, are cut into chunks of C; causal: those with j <= i
 
 The published chunks are cut from all tokens sorted by bucket. Their borders depend on the number of tokens in earlier buckets,
 future tokens included, so that a causal token reads something of the future. Chunks inside a bucket do not leak.
@@ -47,8 +47,8 @@ def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_si
             members = [j for j in range(len(q)) if bucket[j] == bucket[i]]
             chunk = members.index(i) // chunk_size
             near = [j for rank, j in enumerate(members) if rank // chunk_size in (chunk - 1, chunk)]
-            reads += [j for j in near if j <= i or not causal]
-        scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() / q.shape[-1] ** 0.5 for j in reads]
+            reads += [j for j in near if (j <= i or not causal) and j not in reads]
+        scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() for j in reads]
         rows.append(torch.stack(scores).softmax(0) @ v[reads])
     return torch.stack(rows)
 
@@ -76,7 +76,7 @@ def reformer_attention(
     """Attend inside buckets, with 2 C scores for a token and round.
 
     Args:
-        q: [R, H, L, h], queries, and keys too once they have unit length.
+        q: [R, H, L, h], queries, and keys too once they have length sqrt(h).
         v: [R, H, L, e].
         buckets: int64 [R, H, P, L], from 0 to n - 1.
         n_buckets: n.
@@ -91,7 +91,9 @@ def reformer_attention(
     chunk_size = max(1, min(chunk_size, length))  # a larger chunk never fills up
     # An upper bound that needs no device sync: at most the last chunk of a bucket is not full.
     n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
-    slots = _slots(buckets, n_buckets, chunk_size)[..., None]  # [R, H, P, L, 1]
+    slots = _slots(buckets, n_buckets, chunk_size)  # [R, H, P, L]
+    cells = (slots // chunk_size + buckets)[..., None]  # numbers the chunks, and leaves a number out between two buckets
+    slots = slots[..., None]
 
     def chunked(x: Tensor) -> Tensor:
         """[R, H, P, L, f], or what expands to it, -> [R, H, P, G, C, f], with zeros in empty slots."""
@@ -118,8 +120,15 @@ def reformer_attention(
         visible = visible & (token >= readable(token).mT)
     itself = token == readable(token).mT
 
-    keys = readable(chunked(_unit(q)[:, :, None]))
-    scores = masked_products(chunked(q[:, :, None]), keys, visible).masked_fill(itself & visible, SELF_SCORE)
+    # A pair that several rounds put together counts once: each of them has its share (equation 4 and what follows it).
+    rounds = torch.zeros_like(visible, dtype=torch.int32)
+    for cell in cells.unbind(2):
+        behind = chunked(cell[:, :, None])
+        behind = behind - readable(behind).mT
+        rounds += (behind == 0) | (behind == 1)
+    keys = readable(chunked(_keys(q)[:, :, None]))
+    scores = masked_products(chunked(q[:, :, None]), keys, visible)
+    scores = (scores - rounds.clamp(min=1).to(scores.dtype).log()).masked_fill(itself & visible, SELF_SCORE)
     weights = scores.softmax(-1)
     # The logsumexp, from the largest weight, which is exp(largest score - logsumexp): exp is slow where it underflows.
     log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
@@ -139,10 +148,11 @@ def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
     return first_chunk.gather(-1, buckets) * chunk_size + rank
 
 
-def _unit(q: Tensor) -> Tensor:
-    """The keys [..., h]: queries at unit length, computed in float32 or better."""
+def _keys(q: Tensor) -> Tensor:
+    """The keys [..., h]: queries at length sqrt(h), computed in float32 or better."""
     # Below 1e-6 a query is left shorter, for the gradient of its direction would grow without bound.
-    return F.normalize(q.to(acc_dtype(q)), dim=-1, eps=1e-6).to(q.dtype)
+    keys: Tensor = F.normalize(q.to(acc_dtype(q)), dim=-1, eps=1e-6) * q.shape[-1] ** 0.5
+    return keys.to(q.dtype)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------
@@ -189,16 +199,15 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
     together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [B, H, P, N, T]
     ranks = together.sum(-1) - 1
     state = ReformerState(
-        torch.cat([state.k, _unit(q).to(state.k.dtype)], 2),
+        torch.cat([state.k, _keys(q).to(state.k.dtype)], 2),
         torch.cat([state.v, v.to(state.v.dtype)], 2),
         all_buckets,
         torch.cat([state.ranks, ranks], -1),
     )
     near = ranks[..., None] // chunk_size - 1 <= state.ranks[..., None, :] // chunk_size
-    rounds = (together & near).sum(2)  # [B, H, N, T], in how many rounds a token is read
     dtype = acc_dtype(q)
-    scores = masked_products(q.to(dtype), state.k.to(dtype), rounds > 0).masked_fill(tokens == new, SELF_SCORE)
-    return (scores + rounds.clamp(min=1).to(dtype).log()).softmax(-1) @ state.v.to(dtype), state
+    scores = masked_products(q.to(dtype), state.k.to(dtype), (together & near).any(2))
+    return scores.masked_fill(tokens == new, SELF_SCORE).softmax(-1) @ state.v.to(dtype), state
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509),
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.blocks import cut_blocks, join_blocks, visible_band, with_neighbours
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
@@ -48,27 +48,15 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)
 
-    def cut(x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., G, S, f], padded with zeros."""
-        padded = F.pad(x, (0, 0, 0, blocks * stride - length))
-        return padded.view(*x.shape[:-2], blocks, stride, x.shape[-1])
-
-    def neighbourhood(x: Tensor) -> Tensor:
-        """Every block, joined with the neighbours that it may read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
-        before, after = F.pad(x, (0, 0, 0, 0, 1, -1)), F.pad(x, (0, 0, 0, 0, -1, 1))
-        return torch.cat([before, x] if causal else [before, x, after], -2)
-
     def columns(x: Tensor) -> Tensor:
         """Group tokens that are multiples of S apart: [..., G, S, f] -> [..., S, G, f], and back."""
         return x.transpose(-3, -2)
 
-    q, k, v, present = cut(q), cut(k), cut(v), cut(real[:, None, :, None])  # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
+    # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
+    q, k, v, present = (cut_blocks(x, stride) for x in (q, k, v, real[:, None, :, None]))
 
-    keys = neighbourhood(k)
-    offsets = torch.arange(keys.shape[-2], device=q.device) - stride
-    distance = torch.arange(stride, device=q.device)[:, None] - offsets
-    band = (distance < stride) & (distance >= 0 if causal else distance > -stride)
-    near = masked_products(q, keys, band & neighbourhood(present).mT)  # [R, H, G, S, 2 S or 3 S]
+    readable = with_neighbours(present, causal).mT & visible_band(stride, causal, q.device)
+    near = masked_products(q, with_neighbours(k, causal), readable)  # [R, H, G, S, 2 S or 3 S]
 
     others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # the near tokens include the token itself
     others = others.tril() if causal else others
@@ -76,8 +64,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
 
     weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
     near, far = weights.split([near.shape[-1], blocks], -1)
-    out: Tensor = near @ neighbourhood(v) + columns(columns(far) @ columns(v))
-    return out.flatten(-3, -2)[..., :length, :]
+    out: Tensor = near @ with_neighbours(v, causal) + columns(columns(far) @ columns(v))
+    return join_blocks(out, length)
 
 
 # 3. The streaming form ------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class Rows:
         at_once: rows in a micro-batch of one process.
         rank: this process; it gets every row i with i % ranks == rank.
         ranks: the number of processes that read different rows.
+        groups: parts of a step that stay together, of rows i with equal i % groups; a multiple of `ranks`, and 0 for as many.
+            A process computes the micro-batches of one group after another.
 
     Raises:
         LineartimeError: unless every process gets the same number of micro-batches of the same size.
@@ -41,6 +43,7 @@ class Rows:
     at_once: int
     rank: int = 0
     ranks: int = 1
+    groups: int = 0
 
     def __post_init__(self) -> None:
         if self.per_step < 1 or self.at_once < 1 or self.per_step % (self.at_once * self.ranks):
@@ -51,8 +54,17 @@ class Rows:
 
     def of_step(self, first: int) -> list[list[int]]:
         """The numbers of this process's rows, by micro-batch, in the step that starts with row `first`."""
-        mine = range(first + self.rank, first + self.per_step, self.ranks)
-        return [list(mine[start : start + self.at_once]) for start in range(0, len(mine), self.at_once)]
+        groups = self.groups or self.ranks
+        batches = []
+        for group in range(self.rank, groups, self.ranks):
+            rows = range(first + group, first + self.per_step, groups)
+            batches += [list(rows[start : start + self.at_once]) for start in range(0, len(rows), self.at_once)]
+        return batches
+
+
+def in_order(batches: list[list[int]]) -> list[int]:
+    """The rows of all micro-batches, in the order in which text is read."""
+    return sorted(row for rows in batches for row in rows)
 
 
 class Loader(Protocol):
@@ -140,7 +152,7 @@ class CachedLoader:
         """The micro-batches of the next step."""
         length = self._context_length + 1
         numbers = self._rows.of_step(self._rows_read)
-        starts = {row: self._start(row) for rows in numbers for row in rows}
+        starts = {row: self._start(row) for row in in_order(numbers)}
         self._stream.announce([(start, start + length) for start in starts.values()])
 
         def windows(rows: list[int]) -> Tensor:

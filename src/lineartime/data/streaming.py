@@ -17,7 +17,7 @@ from lineartime.choices import Split
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus, Source
 from lineartime.data.hub import guarded
-from lineartime.data.loaders import BatchMaker, Rows
+from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import pieces
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
@@ -188,10 +188,9 @@ class StreamingLoader:
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
-        batches = []
-        for numbers in self._rows.of_step(self._rows_read):
-            windows = [self._lanes[row % self._count].window(self._context_length) for row in numbers]
-            batches.append(self._make(torch.from_numpy(np.stack(windows)), numbers))
+        numbers = self._rows.of_step(self._rows_read)
+        windows = {row: self._lanes[row % self._count].window(self._context_length) for row in in_order(numbers)}
+        batches = [self._make(torch.from_numpy(np.stack([windows[row] for row in rows])), rows) for rows in numbers]
         self._rows_read += self._rows.per_step
         return batches
 

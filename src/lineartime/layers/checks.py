@@ -12,6 +12,16 @@ def check_positive(**sizes: int) -> None:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")
 
 
+def check_fits(layer: str, length: int, max_length: int) -> None:
+    """Raise ArgumentError if a sequence is longer than the layer's max_length."""
+    if length > max_length:
+        raise ArgumentError(
+            "max_length",
+            f"is {max_length} in this {layer}, but the sequence has {length} tokens: build it with more, or give it shorter "
+            "sequences.",
+        )
+
+
 def check_even(reason: str, **sizes: int) -> None:
     """Raise ArgumentError, naming the argument, unless every size is even."""
     for argument, value in sizes.items():

@@ -14,6 +14,7 @@ from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.residual import State
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
@@ -31,6 +32,7 @@ class ChunkedUnit(GatedUnit[State]):
     """
 
     n_maps = 4
+    normalizations = CHUNK_NORMALIZATIONS
     bias_chunks: ClassVar[int] = 1
     """How many chunks in a row the relative bias spans."""
 

@@ -22,7 +22,8 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
     Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
-    With normalization="paper", the quadratic part is divided by the constant C, as published.
+    With normalization="paper", scores are divided by the constant C, as published, and the linear part is averaged over chunks.
+    With "paper_sum", a causal layer adds up chunks without averaging: see `MixedChunkOptions`.
 
     Options are those of `ChunkedUnit`.
 

@@ -41,13 +41,15 @@ class GatedUnit(Mixer[State]):
         d_qk: s, the width of queries and keys; even.
         expansion: values and gate are e = expansion * d wide.
         activation: of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published form, see the subclass.
+        normalization: "count" divides by the number of visible keys; for others, see the subclass.
         rope: whether queries and keys are rotated by their position.
         **options: those of `Mixer`.
     """
 
     n_maps: ClassVar[int] = 2
     """Queries and keys that are made of Z, each by its own gamma and beta."""
+    normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
+    """Those that it has."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class GatedUnit(Mixer[State]):
     ) -> None:
         super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
-        check_choice("normalization", normalization, NORMALIZATIONS)
+        check_choice("normalization", normalization, self.normalizations)
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("rotary positions turn pairs of features", d_qk=d_qk)
         self.d_qk = d_qk

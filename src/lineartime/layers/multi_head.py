@@ -71,18 +71,18 @@ class MultiHeadMixer(Mixer[State]):
 
     def mix(self, x: Tensor, layout: Layout) -> Tensor:
         """Whole sequences, [B, T, d] -> [B, T, d]."""
-        q, k, v = self._project(x, layout)
+        q, k, v = self.project(self.norm(x), layout)
         if layout.rows is None:
             return self.combine(x, merge_heads(self._attend(q, k, v, None)))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            return merge_heads(self._attend(self._split_heads(q), self._split_heads(k), self._split_heads(v), real))
+            return merge_heads(self._attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), real))
 
         return self.combine(x, layout.by_row(attend, *(merge_heads(heads) for heads in (q, k, v))))
 
     def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
-        q, k, v = self._project(x, layout)
+        q, k, v = self.project(self.norm(x), layout)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
@@ -96,6 +96,17 @@ class MultiHeadMixer(Mixer[State]):
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """The dtype that `attend` gets its inputs in."""
         return matmul_dtype(q, k, v)
+
+    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, H, T, h] of normed tokens [B, T, d]."""
+        maps = [self.split_heads(part) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
+        q, k = self.rotate(maps[0], maps[-2], layout.rotations)
+        return q, k, maps[-1]
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, T, d] -> [B, H, T, h]."""
+        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        return heads
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys [B, H, T, h] by their positions, if the layer does so."""
@@ -112,16 +123,6 @@ class MultiHeadMixer(Mixer[State]):
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             return self.attend(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute))
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, H, T, h]."""
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        return heads
-
-    def _project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        maps = [self._split_heads(part) for part in self.to_qkv(self.norm(x)).chunk(self.n_maps, dim=-1)]
-        q, k = self.rotate(maps[0], maps[-2], layout.rotations)
-        return q, k, maps[-1]
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ class ScaledSin(nn.Module):
 class LearnedPositions(nn.Module):
     """One learned vector for each of `max_positions` positions, as in the first Transformers for masked language models."""
 
+    matrices = ("table",)
+
     def __init__(self, max_positions: int, d_model: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(max_positions, d_model, **factory))

@@ -9,22 +9,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lineartime.baselines.bigbird import BigBird
 from lineartime.baselines.combiner import Combiner
+from lineartime.baselines.combiner_fixed import CombinerFixed
+from lineartime.baselines.cosformer import CosFormer
 from lineartime.baselines.efficient import Efficient
+from lineartime.baselines.explicit_topk import ExplicitTopK
 from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
+from lineartime.baselines.flowformer import Flowformer
 from lineartime.baselines.gau_multi_head import GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.linformer import Linformer
+from lineartime.baselines.longformer import Longformer
 from lineartime.baselines.mc_tfm import MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines.mixed_chunk import MixedChunk
+from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer
 from lineartime.baselines.sparse import Sparse
@@ -131,7 +139,9 @@ SYSTEMS: dict[str, System] = {
         Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
     ),
     "combiner": System(Combiner, MLP),
+    "combiner-fixed": System(CombinerFixed, MLP),
     "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
+    "mixed-chunk": System(MixedChunk, GLU),
     "flash-local": System(FLASHLocal),
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(FLASHOverlapping),
@@ -147,7 +157,13 @@ SYSTEMS: dict[str, System] = {
     "linear-elu": System(LinearELU, MLP),
     "efficient": System(Efficient, MLP),
     "linear-taylor": System(LinearTaylor, MLP),
+    "cosformer": System(CosFormer, MLP, options={"rope": False}),
+    "flowformer": System(Flowformer, MLP, options={"rope": False}),
     "linformer": System(Linformer, MLP),
+    "nystromformer": System(Nystromformer, MLP),
     "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
+    "longformer": System(Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
+    "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
+    "explicit-topk": System(ExplicitTopK, MLP),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
 }

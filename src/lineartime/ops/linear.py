@@ -5,6 +5,9 @@ dimensions, for instance rows and heads.
 Source: "Transformers are RNNs" (arXiv 2006.16236): features of queries and keys are not negative, and
 
     out[t] = sum over visible j of (q[t].k[j]) v[j]  /  sum over visible j of (q[t].k[j])
+
+With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator takes rotated features and the denominator plain
+ones, so that it stays a sum of numbers that are not negative.
 """
 
 from collections.abc import Callable
@@ -57,7 +60,14 @@ def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None, causal_sums: CausalSums = chunked_sums
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    real: Tensor | None = None,
+    causal_sums: CausalSums = chunked_sums,
+    plain: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend in time linear in T.
 
@@ -67,14 +77,20 @@ def linear_attention(
         causal: whether a token reads only itself and earlier tokens.
         real: bool, broadcastable to [..., T]; no query reads the other keys.
         causal_sums: how causal sums are computed: `chunked_sums`, `prefix_sums` or `matmul_sums`.
+        plain: features of queries and keys for the denominator, where q and k are rotated; None for q and k.
 
     Returns:
         [..., T, h]; zeros where there is no key to read. States are summed in float32 (float64 for float64 inputs).
     """
-    if real is not None:
-        k = k.masked_fill(~real[..., None], 0.0)
     sums = causal_sums if causal else _total
-    return normalized(sums(q, k, with_ones(v)))
+
+    def read(k: Tensor) -> Tensor:
+        return k if real is None else k.masked_fill(~real[..., None], 0.0)
+
+    if plain is None:
+        return normalized(sums(q, read(k), with_ones(v)))
+    numerator, denominator = sums(q, read(k), v), sums(plain[0], read(plain[1]), torch.ones_like(v[..., :1]))
+    return normalized(torch.cat([numerator, denominator], -1))
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -107,13 +123,23 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
 
 
 class LinearState(NamedTuple):
-    """The sum of k (v, 1)^T over all tokens so far, [B, H, f, h + 1] in float32 or better, and their number."""
+    """The sum of k (v, 1)^T over all tokens so far, [B, H, f, h + 1] in float32 or better, and their number.
+
+    Where features are rotated, the ones are summed with plain features.
+    """
 
     summary: Tensor
     position: int
 
 
-def linear_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+def linear_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, plain: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, LinearState]:
     """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state."""
-    sums, summary = continued_sums(q, k, with_ones(v), state.summary)
+    if plain is None:
+        sums, summary = continued_sums(q, k, with_ones(v), state.summary)
+    else:
+        numerator, of_values = continued_sums(q, k, v, state.summary[..., :-1])
+        denominator, of_ones = continued_sums(*plain, torch.ones_like(v[..., :1]), state.summary[..., -1:])
+        sums, summary = torch.cat([numerator, denominator], -1), torch.cat([of_values, of_ones], -1)
     return normalized(sums), LinearState(summary, state.position + v.shape[-2])

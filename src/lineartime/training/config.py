@@ -67,11 +67,15 @@ class TrainConfig:
     epsilon: float = 1e-6
     """AdamW: small number added to the denominator."""
     weight_decay: float = 0.01
-    """AdamW: decay of matrices; vectors and scalars are never decayed."""
+    """AdamW: decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"
-    """global: clip the mean gradient of all processes; local: clip each process's own before averaging, as in the paper."""
+    """global: clip the mean gradient of all processes; local: clip each process's own before averaging, as the paper names
+    it, without defining it. Local results depend on the number of processes."""
+    clip_tokens: int | None = None
+    """Clip the gradient of every so many tokens before averaging, whatever the number of processes, in place of --clip: 4096
+    does with any number what --clip local does with 64 processes at 2^18 tokens in a step."""
     max_skipped: int = 10
     """Steps in a row with an infinite loss or gradient, which change nothing, before training stops."""
     seed: int = 0
@@ -147,8 +151,8 @@ class TrainConfig:
 
     @property
     def clips_locally(self) -> bool:
-        """Whether each replica clips its own gradient."""
-        return self.clip == "local" and self.clip_norm > 0
+        """Whether gradients are clipped before they are averaged."""
+        return (self.clip == "local" or self.clip_tokens is not None) and self.clip_norm > 0
 
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for a value that is not allowed."""
@@ -161,9 +165,10 @@ class TrainConfig:
             found = f"is {self.warmup_steps}{source}, but must be below "
             raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
         if self.clips_locally and self.parallel == "fsdp":
+            argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
             raise ArgumentError(
-                "clip",
-                "is local, but with ",
+                argument,
+                f"is {value}, but with ",
                 Argument("parallel", "fsdp"),
                 " no process has a whole gradient: use ",
                 Argument("clip", "global"),
@@ -192,10 +197,8 @@ class TrainConfig:
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
-        from lineartime.data import Rows
-
         if self.tokens_per_batch is None:
-            return Rows(self.batch_size * data_ranks, self.batch_size, data_rank, data_ranks)
+            return self._grouped(self.batch_size, data_rank, data_ranks)
         smallest = data_ranks * self.context_length
         if self.tokens_per_batch < 1 or self.tokens_per_batch % smallest:
             processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
@@ -205,9 +208,24 @@ class TrainConfig:
                 Argument("context_length"),
                 ".",
             )
-        each = self.tokens_per_batch // smallest
-        at_once = next(count for count in range(min(self.batch_size, each), 0, -1) if each % count == 0)
-        return Rows(each * data_ranks, at_once, data_rank, data_ranks)
+        return self._grouped(self.tokens_per_batch // smallest, data_rank, data_ranks)
+
+    def _grouped(self, each: int, data_rank: int, data_ranks: int) -> "Rows":
+        """Divide a step with `each` sequences a process into groups that are clipped together."""
+        from lineartime.data import Rows
+
+        together = each
+        if self.clip_tokens is not None and self.clip_norm > 0:
+            together, rest = divmod(self.clip_tokens, self.context_length)
+            if rest or together < 1 or each % together:
+                raise ArgumentError(
+                    "clip_tokens",
+                    f"is {self.clip_tokens}, but must be a multiple of ",
+                    Argument("context_length", self.context_length),
+                    f" that divides the {each * self.context_length} tokens of a step in each process.",
+                )
+        at_once = next(count for count in range(min(self.batch_size, together), 0, -1) if together % count == 0)
+        return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
 
     def model_config(self, vocab_size: int) -> "ModelConfig":
         """The model that these options describe; LineartimeError, naming the argument, if they describe none."""

@@ -202,10 +202,12 @@ class Trainer:
         waiting = time.perf_counter() - start
         gradient = compute_gradient(self.parallel, batches, self.step, self.config, self.world, self.setup.device)
         finite = math.isfinite(gradient.loss) and math.isfinite(gradient.norm)
-        loss_sum, infinite, failed, stopped = self.world.sum(gradient.loss, not finite, self.writer.failed, stop.requested)
+        loss_sum, norm_sum, infinite, failed, stopped = self.world.sum(
+            gradient.loss, gradient.norm, not finite, self.writer.failed, stop.requested
+        )
         if failed:
             self.writer.finish()  # raises the error
-        loss, rate = loss_sum / gradient.targets, learning_rate(self.step, self.config)
+        loss, norm, rate = loss_sum / gradient.targets, norm_sum / self.world.size, learning_rate(self.step, self.config)
         self.step += 1
         self._validation_loss = None
         if infinite:
@@ -216,7 +218,7 @@ class Trainer:
                 group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        report.step(self.step, StepMetrics(loss, rate, gradient.norm, self.setup.tokens_per_step, waiting, self.skipped))
+        report.step(self.step, StepMetrics(loss, rate, norm, self.setup.tokens_per_step, waiting, self.skipped))
         return stopped > 0
 
     def _skip(self, loss: float, report: NullReporter) -> None:

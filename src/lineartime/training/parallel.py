@@ -2,8 +2,8 @@
 
 The loss of a step is the sum of all losses over the number of all targets, in every process and micro-batch. Each process
 differentiates its own sum times `size` / targets; the mean of these gradients over the processes is the gradient of that loss.
-So the result does not depend on how a step is divided. Only "local" clipping depends on it, by its nature: there each replica
-differentiates its own mean.
+So the result does not depend on how a step is divided. Where gradients are clipped before they are averaged, each group of
+micro-batches differentiates its own mean. "Local" clipping makes each replica a group, and so depends on their number.
 """
 
 from collections.abc import Iterator
@@ -47,16 +47,19 @@ class Objective(nn.Module):
 class Parallel:
     """One process, which shares nothing."""
 
+    groups = 1
+    """Parts of this process's micro-batches, equal and in order, whose gradients are clipped by themselves."""
+
     def __init__(self, objective: Objective, world: World) -> None:
         self.objective: nn.Module = objective
         self.parameters = list(objective.parameters())
         self._world = world
 
     def loss_weight(self, own_targets: int, targets: float) -> float:
-        """The factor of this process's summed loss before the backward pass.
+        """The factor of a summed loss before the backward pass.
 
         Args:
-            own_targets: targets in this process's share of the step.
+            own_targets: targets in this process's share of the group of micro-batches.
             targets: targets of the step, over all processes.
         """
         return self._world.size / targets
@@ -67,36 +70,59 @@ class Parallel:
         yield
 
     def clip(self, limit: float) -> float:
-        """Scale the mean gradient of all processes down to norm `limit` if it is larger; return its norm before."""
+        """Scale the gradient of a group down to norm `limit` if it is larger, when it is complete; return its norm before."""
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    def finish(self) -> None:
+        """Put the mean gradient of all groups and processes into the parameters, when all groups are clipped."""
 
-class LocallyClipped(Parallel):
-    """Every replica clips its own gradient before the gradients are averaged: the paper's "local" clipping."""
+
+class GroupClipped(Parallel):
+    """Every group of micro-batches clips its own gradient before the gradients are averaged."""
+
+    def __init__(self, objective: Objective, world: World, groups: int) -> None:
+        super().__init__(objective, world)
+        self.groups = groups
+        self._total: list[Tensor] = []
 
     def loss_weight(self, own_targets: int, targets: float) -> float:
-        """As for one process, but the gradient is that of the replica's own mean loss until it is clipped."""
+        """As for one process, but the gradient is that of the group's own mean loss until it is clipped."""
         return self._world.context_parallel / max(1, own_targets)
 
     def clip(self, limit: float) -> float:
-        """Clip this replica's gradient, then average over all replicas; return this replica's norm before."""
+        """Clip the gradient of a group and add it to those before; return its norm before."""
         world = self._world
-        if world.context_group is not None:  # the processes that share sequences are one replica
-            self._average(world.context_group, world.context_parallel)
+        if world.context_group is not None:  # the processes that share sequences clip together
+            self._average(self._gradients(), world.context_group, world.context_parallel)
         norm = super().clip(limit)
-        self._average(None, world.size)
+        if self._total:
+            torch._foreach_add_(self._total, self._gradients())
+        else:
+            self._total = self._gradients()
+        for parameter in self.parameters:
+            parameter.grad = None
         return norm
 
-    def _average(self, group: dist.ProcessGroup | None, size: int) -> None:
+    def finish(self) -> None:
+        """Average over all groups of all processes."""
+        self._average(self._total, None, self._world.size, self.groups)
+        for parameter, gradient in zip(self.parameters, self._total, strict=True):
+            parameter.grad = gradient
+        self._total = []
+
+    def _gradients(self) -> list[Tensor]:
         gradients = []
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
-        waiting = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+        return gradients
+
+    def _average(self, gradients: list[Tensor], group: dist.ProcessGroup | None, size: int, groups: int = 1) -> None:
+        waiting = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients] if size > 1 else []
         for work in waiting:
             work.wait()
-        torch._foreach_div_(gradients, float(size))
+        torch._foreach_div_(gradients, float(size * groups))
 
 
 class Replicated(Parallel):
@@ -143,11 +169,14 @@ class Sharded(Parallel):
 
 def parallelize(objective: Objective, config: TrainConfig, world: World) -> Parallel:
     """Divide the work on an objective over the run's processes, which all bring the same weights."""
+    if config.clips_locally:
+        rows = config.rows(world.data_rank, world.data_ranks)
+        return GroupClipped(objective, world, rows.groups // world.data_ranks)
     if world.size == 1:
         return Parallel(objective, world)
     if config.parallel == "fsdp":
         return Sharded(objective, world, bf16=config.precision == "bf16")
-    return LocallyClipped(objective, world) if config.clips_locally else Replicated(objective, world)
+    return Replicated(objective, world)
 
 
 def part_of(batch: Batch, world: World, device: torch.device) -> Batch:

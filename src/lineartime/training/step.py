@@ -10,6 +10,7 @@ from torch import nn
 
 from lineartime.data import Batch
 from lineartime.machine import autocast
+from lineartime.models.matrices import matrices_of
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -20,8 +21,8 @@ COSINE_FLOOR = 0.1
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays only matrices: the weights of linear maps and embeddings."""
-    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    """AdamW that decays only the matrices of a model."""
+    matrices = {id(parameter) for parameter in matrices_of(model)}
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -60,7 +61,7 @@ class Gradient:
     Attributes:
         loss: the sum of this process's losses, in nats.
         targets: the number of targets, over all processes.
-        norm: of the gradient before clipping.
+        norm: of the gradient before clipping; where groups are clipped by themselves, the mean over its own.
     """
 
     loss: float
@@ -72,18 +73,21 @@ def compute_gradient(
     parallel: Parallel, batches: Sequence[Batch], step: int, config: TrainConfig, world: World, device: torch.device
 ) -> Gradient:
     """Run the forward and backward passes of a step's micro-batches and clip the gradient; all processes call together."""
-    own_targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-    [targets] = world.sum(own_targets / world.context_parallel)  # processes that share a sequence have the same batches
+    own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
+    [targets] = world.sum(sum(own_targets) / world.context_parallel)  # processes that share a sequence have the same batches
     targets = max(1.0, targets)
-    weight = parallel.loss_weight(own_targets, targets)
     # The seed of dropout is derived from the step, so that checkpoints need not store a state.
     seed = np.random.SeedSequence((config.seed, step, world.rank)).generate_state(1, np.uint64)[0] >> np.uint64(1)
     torch.manual_seed(int(seed))
-    total = 0.0
-    for index, batch in enumerate(batches):
-        with parallel.accumulate(last=index == len(batches) - 1):
-            with autocast(device, config.precision == "bf16"):
-                loss = parallel.objective(*part_of(batch, world, device))
-            (loss * weight).backward()
-        total += float(loss.detach())
-    return Gradient(total, targets, parallel.clip(config.clip_norm or math.inf))
+    total, norms, size = 0.0, [], len(batches) // parallel.groups
+    for start in range(0, len(batches), size):
+        weight = parallel.loss_weight(sum(own_targets[start : start + size]), targets)
+        for index in range(start, start + size):
+            with parallel.accumulate(last=index == len(batches) - 1):
+                with autocast(device, config.precision == "bf16"):
+                    loss = parallel.objective(*part_of(batches[index], world, device))
+                (loss * weight).backward()
+            total += float(loss.detach())
+        norms.append(parallel.clip(config.clip_norm or math.inf))
+    parallel.finish()
+    return Gradient(total, targets, sum(norms) / len(norms))

@@ -31,7 +31,7 @@ def assert_same(op: Any, inputs: list[Tensor], atol: float = 1e-5, **options: An
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
 def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str) -> None:
     mask = torch.rand(2, 37, device=device) > 0.3
     bias = torch.randn(16, 16, device=device)

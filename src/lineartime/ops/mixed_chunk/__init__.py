@@ -64,8 +64,7 @@ def mixed_chunk_attention(
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: each is chunked from its own
             start and reads nothing of the others.
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias,
-            and the linear part averaged over the visible chunks of K^T V / C.
+        normalization: "count", "paper" or "paper_sum": see `MixedChunkOptions`.
         backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
 
     Returns:

@@ -48,16 +48,16 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tenso
 def summary_attention(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, options: MixedChunkOptions, *, reach: Reach, elsewhere: int = 0
 ) -> Tensor:
-    """The linear part: every chunk reads the mean of k v^T over the chunks in its reach; shapes as for `chunk_attention`.
+    """The linear part: every chunk reads k v^T of the chunks in its reach; shapes as for `chunk_attention`.
 
     `elsewhere` counts tokens that other processes hold and add to the sum: the divisor includes them.
     """
     summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
     size = chunks.sizes(summaries)[..., None, None]
-    if options.normalization == "paper":
+    if options.counts_whole_chunks:
         size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
-    return q @ (total / (count + elsewhere).clamp(min=1)).to(q.dtype)
+    return q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
 
 
 class ChunkScales(NamedTuple):
@@ -80,7 +80,7 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
     sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
     score, row = 1.0 / chunks.chunk_size, sizes.new_ones(1, 1, 1)
     tokens = sizes
-    if options.normalization == "paper":
+    if options.counts_whole_chunks:
         tokens = (sizes > 0).to(sizes.dtype) * chunks.chunk_size
     else:
         score = d_qk**-0.5
@@ -88,4 +88,4 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
         slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
     read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
-    return ChunkScales(score, row, 1 / (read + layout.elsewhere(causal)).clamp(min=1))
+    return ChunkScales(score, row, 1 / options.linear_divisor(read + layout.elsewhere(causal)))

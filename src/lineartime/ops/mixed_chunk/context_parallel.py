@@ -126,11 +126,11 @@ def attend(
         k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, options.chunk_size)) for x in (k_lin, v))
         own = (k_chunks.mT @ v_chunks).to(acc_dtype(v_chunks)).sum(1)
         read = sum_elsewhere(own, group.name, "before" if causal else "others")
-        # All chunks are full, so that both normalisations divide by the number of their tokens.
+        # All chunks are full, so that all normalisations count their tokens.
         length = projected.tokens.shape[1]
         place = torch.arange(length, device=v.device)
         in_slice = place - place % options.chunk_size if causal else torch.full_like(place, length)
-        scale = 1 / (layout.elsewhere(causal) + in_slice).clamp(min=1).to(own.dtype)
+        scale = 1 / options.linear_divisor(layout.elsewhere(causal) + in_slice).to(own.dtype)
         attended = (q_lin * scale[:, None]).to(compute) @ read.to(compute)
         out: Tensor = gated + (gate * attended).to(gated.dtype)
         return out

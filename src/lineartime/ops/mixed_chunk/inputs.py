@@ -4,12 +4,13 @@ Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.activations import ACTIVATIONS, CHUNK_NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.checks import check_queries_keys_values
 from lineartime.ops.positions import over_heads, rotate
 
@@ -22,8 +23,9 @@ class MixedChunkOptions:
         chunk_size: C; T need not be a multiple of it.
         causal: whether a token reads only itself and earlier tokens.
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published form: scores q.k / C + bias, and
-            the linear part averaged over the visible chunks of K^T V / C.
+        normalization: "count" divides by the number of visible keys; "paper" has the published scores q.k / C + bias, and
+            averages K^T V / C over the visible chunks; "paper_sum" differs from it in a causal layer, which adds up K^T V / C
+            of the chunks before and does not average, as published ports do: its outputs grow with the position.
     """
 
     chunk_size: int
@@ -33,7 +35,7 @@ class MixedChunkOptions:
 
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, ACTIVATIONS)
-        check_choice("normalization", self.normalization, NORMALIZATIONS)
+        check_choice("normalization", self.normalization, CHUNK_NORMALIZATIONS)
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}, but must be at least 1.")
 
@@ -41,6 +43,22 @@ class MixedChunkOptions:
     def published_length(self) -> float | None:
         """The n of the published q.k / n, or None for the count of visible keys."""
         return None if self.normalization == "count" else float(self.chunk_size)
+
+    @property
+    def counts_whole_chunks(self) -> bool:
+        """Whether a chunk counts as C tokens in the divisor of the linear part, however few it holds."""
+        return self.normalization != "count"
+
+    @overload
+    def linear_divisor(self, read: Tensor) -> Tensor: ...
+    @overload
+    def linear_divisor(self, read: int) -> int: ...
+    def linear_divisor(self, read: Tensor | int) -> Tensor | int:
+        """What the linear part divides its sum of k v^T by, if it has read so many tokens."""
+        adds_up = self.normalization == "paper_sum" and self.causal
+        if isinstance(read, int):
+            return self.chunk_size if adds_up else max(1, read)
+        return torch.full_like(read, self.chunk_size) if adds_up else read.clamp(min=1)
 
 
 class Heads(NamedTuple):

@@ -40,7 +40,10 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
 
             chunks = -(-len(far) // chunk_size)
             count = len(far) if options.normalization == "count" else chunks * chunk_size
-            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / max(1, count + layout.elsewhere(causal))
+            divisor = max(1, count + layout.elsewhere(causal))
+            if options.normalization == "paper_sum" and causal:
+                divisor = chunk_size
+            o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / divisor
             rows.append(o_quad + o_lin)
         return torch.stack(rows)
 

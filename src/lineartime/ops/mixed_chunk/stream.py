@@ -103,8 +103,8 @@ def _read_whole_chunks(
     weights = _weights(q_quad, k_quad, bias, options, first=0)
     sums = (k_lin.mT @ v).to(state.summary.dtype)
     before = state.summary[:, None] + exclusive_cumsum(sums)
-    counts = state.position + chunk_size * torch.arange(sums.shape[1], device=v.device)
-    out = weights.to(v.dtype) @ v + q_lin @ (before / counts.clamp(min=1)[:, None, None]).to(v.dtype)
+    read = state.position + chunk_size * torch.arange(sums.shape[1], device=v.device)
+    out = weights.to(v.dtype) @ v + q_lin @ (before / options.linear_divisor(read)[:, None, None]).to(v.dtype)
     after = state._replace(summary=before[:, -1] + sums[:, -1], position=state.position + length)
     return out.flatten(1, 2), after
 
@@ -124,9 +124,8 @@ def _read_open_chunk(
         state.position + v.shape[1],
     )
     weights = _weights(q_quad, state.k_quad[:, :last].to(v.dtype), bias, options, first)
-    # Complete chunks are full, so both normalisations divide by the number of their tokens.
-    mean = (state.summary / max(1, state.position - last)).to(v.dtype)
-    out = weights.to(v.dtype) @ state.v[:, :last].to(v.dtype) + q_lin @ mean
+    context = (state.summary / options.linear_divisor(state.position - last)).to(v.dtype)
+    out = weights.to(v.dtype) @ state.v[:, :last].to(v.dtype) + q_lin @ context
     return out, _fold(state) if last == options.chunk_size else state
 
 
@@ -211,7 +210,7 @@ def step(heads: Heads, bias: Tensor | None, options: MixedChunkOptions, streams:
         )
         # Rows that an earlier chunk left behind are finite, and their weight is zero.
         out = weights.to(compute) @ values.to(compute)
-        read = q_lin.to(summary.dtype) @ summary / (position - slot).clamp(min=1)[:, None, None]
+        read = q_lin.to(summary.dtype) @ summary / options.linear_divisor(position - slot)[:, None, None]
         pending += (k_lin.mT @ v).to(pending.dtype)
         full = (slot == chunk_size - 1)[:, None, None]
         summary += pending * full

@@ -1,0 +1,247 @@
+"""BigBird: near blocks, global blocks, and random ones.
+
+Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
+S block size, G blocks of a row, n global blocks, r random blocks.
+Source: "Big Bird: Transformers for Longer Sequences" (arXiv 2007.14062), with global tokens of the sequence itself: here, its
+first blocks.
+
+    o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
+    A(i) = tokens of i's own block g and of the blocks g - 1 and g + 1, of the first n blocks, and of r random blocks;
+           all tokens if g is one of the first n; causal: those of them with j <= i
+
+Random blocks are neither near nor global: these others, in their order, are cut into r equal parts, and a hash of (head, g,
+part) takes one of each part. For a causal block, the others end before it, so that its random blocks do not depend on what
+follows.
+"""
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.baselines.blocks import cut_blocks, join_blocks, joint_softmax, with_global_queries, with_neighbours
+from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import factory
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.cache import KVCache
+from lineartime.ops.chunks import open_chunk_pieces
+from lineartime.ops.precision import acc_dtype
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def bigbird_attention_oracle(
+    q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
+) -> Tensor:
+    """The definition for one head of one document, [T, h] three times and the random blocks of each block -> [T, h]: slow."""
+    rows = []
+    for i in range(len(q)):
+        g = i // block_size
+        blocks = {g - 1, g, g + 1, *range(n_global), *random_blocks[g]}
+        reads = [j for j in range(len(k)) if (j // block_size in blocks or g < n_global) and (j <= i or not causal)]
+        rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
+    """The random blocks of every block, and which of them there are.
+
+    Args:
+        seeds: int64 [H], below 2^32.
+        block: int64 [..., G], the numbers of the blocks that read.
+        n_blocks: int64 [..., G], how many blocks there are for each of them to read: for a causal one, those up to itself.
+        n_global: n.
+        n_random: r.
+
+    Returns:
+        int64 and bool [..., H, G, r]; blocks that are not there have the number 0.
+    """
+    part = torch.arange(n_random, device=block.device)
+    block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
+    near_start = (block - 1).clamp(min=n_global)
+    near = (torch.minimum(block + 2, n_blocks) - near_start).clamp(min=0)
+    others = (n_blocks - n_global - near).clamp(min=0)
+    start, stop = part * others // n_random, (part + 1) * others // n_random
+    drawn = _hash(_hash(block * n_random + part) ^ seeds[:, None, None]) % (stop - start).clamp(min=1)
+    chosen = n_global + start + drawn
+    chosen = torch.where(chosen >= near_start, chosen + near, chosen)
+    there = (stop > start).expand_as(chosen)
+    return chosen * there, there
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A number below 2^32 for each such number: int64 -> int64. No product is beyond 2^63."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
+    return (x >> 16) ^ x
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seeds: Tensor,
+    *,
+    block_size: int,
+    n_global: int,
+    n_random: int,
+    causal: bool,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Attend with (3 + n + r) S scores for a token (causal: 2 + n + r): [R, H, L, h] three times -> [R, H, L, h].
+
+    `seeds`, int64 [H], choose the random blocks. `real`, bool [R, L], is False for the padding at the end of shorter rows; None
+    if there is none.
+    """
+    length = q.shape[-2]
+    first_tokens = min(n_global * block_size, length)
+    if real is None:
+        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
+    tokens = torch.arange(length, device=q.device)
+    q_blocks, k_blocks, v_blocks = (cut_blocks(x, block_size) for x in (q, k, v))  # [R, H, G, S, h]
+    place = cut_blocks(tokens[:, None], block_size)  # [G, S, 1]
+    present = cut_blocks(real[:, None, :, None], block_size)  # [R or 1, 1, G, S, 1]
+
+    near_keys = cut_blocks(
+        (real & (tokens >= first_tokens))[:, None, :, None], block_size
+    )  # global ones are read once, as such
+    visible = with_neighbours(near_keys, causal).mT
+    if causal:
+        visible = visible & (with_neighbours(place, causal).mT <= place)
+    near = masked_products(q_blocks, with_neighbours(k_blocks, causal), visible)
+
+    visible = real[:, None, None, None, :first_tokens]
+    if causal:
+        visible = visible & (tokens[:first_tokens] <= place)
+    of_global = masked_products(q_blocks, k[..., None, :first_tokens, :], visible)
+
+    block = torch.arange(len(place), device=q.device)
+    n_blocks = block + 1 if causal else present.flatten(3).any(-1).sum(-1).expand(-1, len(place))  # [G] or [R or 1, G]
+    chosen, there = choose_blocks(seeds, block, n_blocks, n_global=n_global, n_random=n_random)  # [R or none, H, G, r]
+    visible = (_take(present.expand(-1, q.shape[1], -1, -1, -1), chosen) & there[..., None, None]).flatten(-3, -2).mT
+    at_random = masked_products(q_blocks, _take(k_blocks, chosen).flatten(-3, -2), visible)
+
+    out = joint_softmax(
+        [
+            (near, with_neighbours(v_blocks, causal)),
+            (of_global, v[..., None, :first_tokens, :]),
+            (at_random, _take(v_blocks, chosen).flatten(-3, -2)),
+        ]
+    )
+    out = join_blocks(out, length)
+    # The first blocks of a causal row hold all that stands before them.
+    return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
+
+
+def _take(x: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen blocks: [R, H, G, S, f] and int64 [R, H, G, r] or [H, G, r] -> [R, H, G, r, S, f]."""
+    chosen = chosen.expand(len(x), -1, -1, -1)
+    index = chosen.flatten(2)[..., None, None].expand(-1, -1, -1, *x.shape[3:])
+    taken: Tensor = x.gather(2, index).unflatten(2, chosen.shape[2:])
+    return taken
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+def bigbird_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: KVCache, seeds: Tensor, *, block_size: int, n_global: int, n_random: int
+) -> tuple[Tensor, KVCache]:
+    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
+    position, compute = state.position, acc_dtype(q)
+    state = state.append(k, v)
+    outputs = [v[:, :, :0].to(compute)]
+    for new, first, last in open_chunk_pieces(position, q.shape[2], block_size):
+        start = position + new.start - first  # of the block
+        near_start = max(0, start - block_size)
+        near, of_global = slice(near_start, start + last), slice(0, min(n_global * block_size, near_start))
+        at_random, there = _random_tokens(start // block_size, seeds, block_size, n_global, n_random)
+        keys, values = ([part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in state)
+        queries = q[:, :, new].to(compute)
+        places = torch.arange(near_start, start + last, device=q.device)
+        visible = places <= places[len(places) - last + first :, None]
+        scores = (
+            masked_products(queries, keys[0], visible),
+            scaled_products(queries, keys[1]),
+            masked_products(queries, keys[2], there[:, None, :]),
+        )
+        outputs.append(joint_softmax(list(zip(scores, values, strict=True))))
+    return torch.cat(outputs, 2), state
+
+
+def _random_tokens(block: int, seeds: Tensor, block_size: int, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
+    """The places of the tokens of a block's random blocks, int64 [H, r S], and which of them there are, bool [H, r S]."""
+    one = torch.full((1,), block, device=seeds.device)
+    chosen, there = choose_blocks(seeds, one, one + 1, n_global=n_global, n_random=n_random)  # [H, 1, r]
+    places = chosen[..., None] * block_size + torch.arange(block_size, device=seeds.device)
+    return places.flatten(1), there[..., None].expand_as(places).flatten(1)
+
+
+def _read(cache: Tensor, places: Tensor) -> Tensor:
+    """The tokens of a cache [B, H, T, h] at the places [H, K] of each head, [B, H, K, h]; any one for a place beyond it."""
+    index = places.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
+    return cache.gather(2, index)
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class BigBird(MultiHeadMixer[KVCache]):
+    """BigBird: near, global and random blocks.
+
+    The seeds of the random blocks, one for each head, are drawn when the layer is constructed; they are saved with the weights,
+    but not learned.
+
+    Args:
+        block_size: S.
+        n_global: n, the number of first blocks that all others read, and that read all others unless the layer is causal.
+        n_random: r, the number of random blocks that a block reads.
+        **options: those of `MultiHeadMixer`.
+    """
+
+    name = "bigbird"
+
+    def __init__(
+        self, d_model: int, *, block_size: int = 64, n_global: int = 2, n_random: int = 3, **options: Unpack[HeadOptions]
+    ) -> None:
+        super().__init__(d_model, **options)
+        check_positive(block_size=block_size, n_global=n_global, n_random=n_random)
+        self.block_size = block_size
+        self.n_global = n_global
+        self.n_random = n_random
+        self.seeds: Tensor
+        device = factory(options).get("device")
+        self.register_buffer("seeds", torch.empty(self.n_heads, dtype=torch.long, device=device))
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw the seeds."""
+        self.seeds.random_(2**32)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention to near, global and random blocks, [R, H, L, h] three times -> [R, H, L, h]."""
+        return bigbird_attention(
+            q,
+            k,
+            v,
+            self.seeds,
+            block_size=self.block_size,
+            n_global=self.n_global,
+            n_random=self.n_random,
+            causal=self.causal,
+            real=real,
+        )
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        return bigbird_attention_extend(
+            q, k, v, state, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
+        )
+
+    def init_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        empty = self.empty_cache(batch_size)
+        return KVCache(empty, empty)

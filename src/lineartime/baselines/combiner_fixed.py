@@ -1,0 +1,178 @@
+"""Combiner, fixed: one softmax over the tokens of a query's own chunk and one summary of every other chunk.
+
+Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
+Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
+
+    chunk g:  q_bar[g], k_bar[g] = maxpool(queries), maxpool(keys)
+              v_bar[g] = sum over j in g of softmax(q_bar[g].k[j] / sqrt(h)) v[j]
+    out[t] = one softmax of q[t] over the keys k[j] of t's chunk (causal: j <= t) and the k_bar of the others (causal: before)
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.baselines.blocks import joint_softmax
+from lineartime.baselines.chunked_heads import ChunkedHeads
+from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.layers.multi_head import merge_heads
+from lineartime.ops.chunks import fill, open_chunk_pieces
+from lineartime.ops.layout import cut_chunks
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+    """The definition for one document, one query at a time: [H, T, h] three times -> [H, T, h]."""
+    length, scale = q.shape[1], q.shape[2] ** -0.5
+    chunks = [list(range(start, min(start + chunk_size, length))) for start in range(0, length, chunk_size)]
+    k_bar, v_bar = [], []
+    for chunk in chunks:
+        query, key = q[:, chunk].amax(1), k[:, chunk].amax(1)
+        weights = torch.einsum("hf,hjf->hj", query, k[:, chunk] * scale).softmax(-1)
+        k_bar.append(key)
+        v_bar.append(torch.einsum("hj,hjf->hf", weights, v[:, chunk]))
+    rows = []
+    for t in range(length):
+        own = t // chunk_size
+        near = [j for j in chunks[own] if j <= t or not causal]
+        far = [g for g in range(len(chunks)) if g < own or (g > own and not causal)]
+        keys = torch.cat([k[:, near], *(k_bar[g][:, None] for g in far)], 1)
+        values = torch.cat([v[:, near], *(v_bar[g][:, None] for g in far)], 1)
+        weights = torch.einsum("hf,hjf->hj", q[:, t], keys * scale).softmax(-1)
+        rows.append(torch.einsum("hj,hjf->hf", weights, values))
+    return torch.stack(rows, 1)
+
+
+# 2. The chunked form --------------------------------------------------------------------------------------------------
+
+
+def combiner_fixed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, real: Tensor | None = None
+) -> Tensor:
+    """Attend in time T (C + T / C): [R, H, L, h] three times -> [R, H, L, h].
+
+    `real`, bool [R, L], is False for the padding at the end of shorter rows.
+    """
+    n_heads = q.shape[1]
+    chunks = cut_chunks(merge_heads(v), chunk_size, real)
+    q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
+    slots = chunks.holds_token(v.device)
+    holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
+    slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
+    k_bar, v_bar = _summarise(q, k, v, slots)  # [R, G, H, h]
+
+    near = slots
+    if causal:  # the triangle is enough: empty slots come after real ones
+        near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+    own = torch.arange(v.shape[1], device=v.device)
+    others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
+    far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
+
+    k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
+    out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
+    joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
+    return joined.view(*joined.shape[:2], n_heads, q.shape[-1]).transpose(1, 2)
+
+
+def _split(x: Tensor, n_heads: int) -> Tensor:
+    """[R, G, C, d] -> [R, G, H, C, h]."""
+    heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(2, 3)
+    return heads
+
+
+def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tell which hold a token."""
+    empty = ~slots.mT
+    lowest = torch.finfo(q.dtype).min
+    pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
+    return pooled_k, _summary(pooled_q, k, v, slots)
+
+
+def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """v_bar [..., H, h] from a pooled query [..., H, h] and a chunk's keys and values [..., H, C, h]."""
+    weights = masked_products(q_bar[..., None, :], k, slots).softmax(-1).to(v.dtype)
+    return (weights @ v)[..., 0, :]
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class CombinerFixedState(NamedTuple):
+    """The state of causal streams; it grows by one summary for every chunk.
+
+    Attributes:
+        k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
+        k, v: [B, H, C, h] of the open chunk, zero beyond its tokens.
+        highest_q: [B, H, h], the maximum of the open chunk's queries.
+        position: the number of tokens read so far.
+    """
+
+    k_bar: Tensor
+    v_bar: Tensor
+    k: Tensor
+    v: Tensor
+    highest_q: Tensor
+    position: int
+
+
+def combiner_fixed_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState
+) -> tuple[Tensor, CombinerFixedState]:
+    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    chunk_size = state.k.shape[-2]
+    q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+    outputs = [v[..., :0, :]]
+    triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+    for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
+        queries = q[..., new, :]
+        state = state._replace(
+            k=fill(state.k, first, k[..., new, :]),
+            v=fill(state.v, first, v[..., new, :]),
+            highest_q=torch.maximum(state.highest_q, queries.amax(-2)),
+            position=state.position + last - first,
+        )
+        near = masked_products(queries, state.k[..., :last, :], triangle[first:last, :last])
+        far = scaled_products(queries, state.k_bar)
+        outputs.append(joint_softmax([(near, state.v[..., :last, :]), (far, state.v_bar)]))
+        if last == chunk_size:
+            everything = torch.ones(chunk_size, dtype=torch.bool, device=v.device)
+            v_bar = _summary(state.highest_q, state.k, state.v, everything)
+            state = CombinerFixedState(
+                torch.cat([state.k_bar, state.k.amax(-2, keepdim=True)], -2),
+                torch.cat([state.v_bar, v_bar[..., None, :]], -2),
+                torch.zeros_like(state.k),
+                torch.zeros_like(state.v),
+                torch.full_like(state.highest_q, torch.finfo(state.highest_q.dtype).min),
+                state.position,
+            )
+    return torch.cat(outputs, -2), state
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class CombinerFixed(ChunkedHeads[CombinerFixedState]):
+    """Combiner, fixed: one pooled summary a chunk.
+
+    A head reads the tokens of its own chunk and a summary of each other one: [B, T, d] -> [B, T, d]. Options are those of
+    `ChunkedHeads`.
+    """
+
+    name = "combiner-fixed"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention over tokens and summaries, [R, H, L, h] three times -> [R, H, L, h]."""
+        return combiner_fixed_attention(q, k, v, chunk_size=self.chunk_size, causal=self.causal, real=real)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState) -> tuple[Tensor, CombinerFixedState]:
+        """Attend to the open chunk and the summaries before it, and the state N tokens later."""
+        return combiner_fixed_attention_extend(q, k, v, state)
+
+    def init_state(self, batch_size: int) -> CombinerFixedState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        chunk = self.empty_chunk(batch_size)
+        highest = torch.full_like(chunk[..., 0, :], torch.finfo(chunk.dtype).min)
+        none = chunk[..., :0, :]
+        return CombinerFixedState(none, none, chunk, chunk, highest, 0)

@@ -1,0 +1,78 @@
+"""cosFormer: linear attention with features relu(x), weighed by the cosine of the distance.
+
+Shapes: T tokens, h head width, f features, M the longest sequence allowed; tensors may have leading dimensions.
+Source: "cosFormer: Rethinking Softmax in Attention" (arXiv 2202.08791).
+
+    out[t] = sum over visible j of s(t, j) v[j] / sum over visible j of s(t, j)
+    s(t, j) = relu(q[t]).relu(k[j]) cos(pi / 2 (t - j) / M)
+
+    cos(a - b) = cos(a) cos(b) + sin(a) sin(b), so that s is a product of 2 h features that are not negative:
+    relu(x[i]) cos(pi / 2 i / M) and relu(x[i]) sin(pi / 2 i / M)
+
+M is the length of the sequence in the source. Here, it is a constant: a causal model must not change when its text grows.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.baselines.kernel_attention import KernelAttention
+from lineartime.layers.checks import check_fits, check_positive
+from lineartime.layers.multi_head import HeadOptions
+from lineartime.ops.precision import acc_dtype
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: int, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
+    rows = []
+    for t in range(len(v)):
+        visible = range(t + 1 if causal else len(v))
+        similarities = torch.stack([q[t].relu() @ k[j].relu() * math.cos(math.pi / 2 * (t - j) / max_length) for j in visible])
+        rows.append(similarities @ v[: len(visible)] / similarities.sum())
+    return torch.stack(rows)
+
+
+# 2. The layer, with the parallel and the streaming form of all linear attentions ---------------------------------------
+
+
+def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
+    """Features [..., T, f] of tokens from position `first` on -> [..., T, 2 f]: times the cosine, then times the sine."""
+    positions = torch.arange(first, first + features.shape[-2], dtype=acc_dtype(features), device=features.device)
+    angles = (math.pi / 2 / max_length * positions)[:, None]
+    return torch.cat([features * angles.cos().to(features.dtype), features * angles.sin().to(features.dtype)], -1)
+
+
+class CosFormer(KernelAttention):
+    """cosFormer: features relu, weighed by distance.
+
+    Args:
+        max_length: M, the distance at which a token would weigh nothing, and the largest number of tokens in a sequence; a
+            longer one is an error, also while streaming.
+        **options: those of `MultiHeadMixer`. It has no rotated features: where no feature of a query meets one of a key, their
+            sum would be divided by nothing.
+    """
+
+    name = "cosformer"
+
+    def __init__(self, d_model: int, *, max_length: int = 1024, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_positive(max_length=max_length)
+        self.max_length = max_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """M."""
+        return self.max_length
+
+    def features(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return x.relu()
+
+    def weigh(self, features: Tensor, first: int) -> Tensor:
+        """[..., T, h] -> [..., T, 2 h]; ArgumentError beyond `max_length` tokens."""
+        check_fits("CosFormer", first + features.shape[-2], self.max_length)
+        return weigh_by_cosine(features, first, self.max_length)

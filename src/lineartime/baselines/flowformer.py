@@ -1,0 +1,173 @@
+"""Flowformer: linear attention in which keys compete for what they give, and queries are allotted what they take.
+
+Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest, h head
+width; tensors may have leading dimensions.
+Source: "Flowformer: Linearizing Transformers with Conservation Flows" (arXiv 2202.06258), and its authors' code, whose eps and
+bound (that of their language model) these are.
+
+    a = sigmoid(q), b = sigmoid(k), a.b' = (a + eps).(b' + eps) for a sum b'
+
+    I[t] = a[t].sum over j of b[j]               O[j] = b[j].sum over t of a[t]               incoming and outgoing flow
+    i[t] = a[t].sum over j of b[j] / O[j]        o[j] = b[j].sum over t of a[t] / I[t]        the same, each other's being 1
+    w[j] = T softmax over j (min(o[j], 5))                                                    competition
+    out[t] = sigmoid(i[t]) sum over j of (a[t].b[j] / I[t]) w[j] v[j]                         allocation
+
+Causal, every sum at a token is that over the tokens so far, and I, O, i and o are taken as means: with n[t] tokens so far,
+
+    i[t] = a[t].sum over j <= t of (n[j] b[j] / O[j]) / n[t]        o[j] = b[j].sum over t <= j of (n[t] a[t] / I[t]) / n[j]
+    w[j] = n[j] exp(min(o[j], 5)) / sum over j' <= j of exp(min(o[j'], 5))
+
+So nothing of a token depends on later ones: what a causal key gives is estimated from the queries before it, which do not read
+it, for those that do come later. A stream needs the sums alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.ops.linear import continued_sums
+from lineartime.ops.precision import acc_dtype
+
+EPS = 1e-6
+LARGEST_FLOW = 5.0
+"""What a conserved flow, 1 on average, may be at most before the competition."""
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one token at a time: [T, h] three times -> [T, h]."""
+    a, b = q.sigmoid(), k.sigmoid()
+    tokens = range(len(v))
+    so_far = [slice(0, t + 1) if causal else slice(None) for t in tokens]
+    count = torch.tensor([t + 1.0 if causal else 1.0 for t in tokens], dtype=v.dtype)
+
+    def flow(x: Tensor, total: Tensor) -> Tensor:
+        return (x + EPS) @ (total + EPS)
+
+    incoming = torch.stack([flow(a[t], b[so_far[t]].sum(0)) for t in tokens]) / count
+    outgoing = torch.stack([flow(b[j], a[so_far[j]].sum(0)) for j in tokens]) / count
+    sinks = torch.stack([flow(a[t], (b / outgoing[:, None])[so_far[t]].sum(0)) for t in tokens]) / count
+    sources = torch.stack([flow(b[j], (a / incoming[:, None])[so_far[j]].sum(0)) for j in tokens]) / count
+    strength = sources.clamp(max=LARGEST_FLOW).exp()
+    share = torch.stack([strength[j] / strength[so_far[j]].mean() for j in tokens])
+    rows = []
+    for t in tokens:
+        weights = b[so_far[t]] @ a[t] / (incoming[t] * count[t])
+        rows.append(sinks[t].sigmoid() * (weights * share[so_far[t]]) @ v[so_far[t]])
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
+    """Attend in time linear in L: [..., L, h] three times -> [..., L, h].
+
+    `real`, bool, broadcastable to [..., L], is False for the padding at the end of shorter rows; None if there is none.
+    """
+    if causal:  # padding comes after the real tokens, and no token reads later ones
+        return flowformer_attention_extend(q, k, v, empty_state(v))[0]
+    a, b = _features(q), _features(k)
+    if real is None:
+        real = torch.ones(v.shape[-2], dtype=torch.bool, device=v.device)
+    here = real[..., None]
+
+    def total(x: Tensor) -> Tensor:
+        return x.masked_fill(~here, 0.0).sum(-2, keepdim=True)
+
+    incoming, outgoing = _flow(a, total(b)), _flow(b, total(a))
+    sinks, sources = _flow(a, total(b / outgoing)), _flow(b, total(a / incoming))
+    strength = _strength(sources).masked_fill(~here, 0.0)
+    # The strength of a token is at least 1: only that of a row without tokens is less.
+    share = strength * here.sum(-2, keepdim=True) / strength.sum(-2, keepdim=True).clamp(min=1.0)
+    out = (a / incoming).to(v.dtype) @ (b.to(v.dtype).mT @ (share * v).to(v.dtype))
+    return _allot(out, sinks)
+
+
+def _features(x: Tensor) -> Tensor:
+    return x.to(acc_dtype(x)).sigmoid()
+
+
+def _flow(x: Tensor, total: Tensor) -> Tensor:
+    """The flow between every token and a sum of others: [..., L, h] and [..., L or 1, h] -> [..., L, 1]."""
+    return ((x + EPS) * (total + EPS)).sum(-1, keepdim=True)
+
+
+def _strength(sources: Tensor) -> Tensor:
+    """How strongly a key competes, from its conserved flow."""
+    return sources.clamp(max=LARGEST_FLOW).exp()
+
+
+def _allot(out: Tensor, sinks: Tensor) -> Tensor:
+    """What a query takes, from its conserved flow."""
+    return out * sinks.sigmoid().to(out.dtype)
+
+
+# 3. The causal and the streaming form ---------------------------------------------------------------------------------
+
+
+class FlowformerState(NamedTuple):
+    """The state of causal streams, of constant size, in float32 or better: sums over all tokens so far.
+
+    Attributes:
+        summary: [B, H, h, h], of b (w v)^T.
+        flows: [B, H, 4, h], of b, of a, of n b / O and of n a / I.
+        strength: [B, H, 1, 1], of the exponentials that compete.
+        position: the number of tokens read so far.
+    """
+
+    summary: Tensor
+    flows: Tensor
+    strength: Tensor
+    position: int
+
+
+def empty_state(like: Tensor) -> FlowformerState:
+    """The state before the first token of values [..., L, h], on their device and in their dtype (float32 at the least)."""
+    leading, width = like.shape[:-2], like.shape[-1]
+    zeros = like.new_zeros(*leading, width + 4, width, dtype=acc_dtype(like))
+    summary, flows = zeros.split([width, 4], -2)
+    return FlowformerState(summary, flows, flows[..., :1, :1], 0)
+
+
+def flowformer_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
+    """Continue causal sequences by N tokens, [..., N, h] three times -> [..., N, h], and the state after them."""
+    a, b = _features(q), _features(k)
+    count = torch.arange(1, v.shape[-2] + 1, dtype=a.dtype, device=a.device)[:, None] + state.position
+    before = state.flows.split(1, -2)
+    incoming, outgoing = _flow(a, before[0] + b.cumsum(-2)) / count, _flow(b, before[1] + a.cumsum(-2)) / count
+    given, taken = b / outgoing, a / incoming
+    sinks, sources = _flow(a, before[2] + given.cumsum(-2)) / count, _flow(b, before[3] + taken.cumsum(-2)) / count
+    strength = _strength(sources)
+    share = strength / (state.strength + strength.cumsum(-2)) * count
+    out, summary = continued_sums((taken / count).to(v.dtype), b.to(v.dtype), (share * v).to(v.dtype), state.summary)
+    flows = state.flows + torch.stack([x.sum(-2) for x in (b, a, given, taken)], -2)
+    total = state.strength + strength.sum(-2, keepdim=True)
+    return _allot(out, sinks), FlowformerState(summary, flows, total, state.position + v.shape[-2])
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class Flowformer(MultiHeadMixer[FlowformerState]):
+    """Flowformer: linear attention with conserved flows.
+
+    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`.
+    """
+
+    name = "flowformer"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Flow attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        return flowformer_attention(q, k, v, causal=self.causal, real=None if real is None else real[:, None])
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
+        """Attend with a state of constant size, and the state N tokens later."""
+        return flowformer_attention_extend(q, k, v, state)
+
+    def init_state(self, batch_size: int) -> FlowformerState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        return empty_state(self.empty_cache(batch_size))

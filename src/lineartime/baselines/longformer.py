@@ -1,0 +1,157 @@
+"""Longformer: a sliding window, and global tokens that all tokens read and that read all tokens.
+
+Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
+W window, n global tokens.
+Source: "Longformer: The Long-Document Transformer" (arXiv 2004.05150), with the same projections for global tokens and without
+dilation.
+
+    o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
+    A(i) = tokens with |i - j| < W, and the first n; all tokens if i is one of the first n; causal: those of them with j <= i
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.baselines.blocks import (
+    cut_blocks,
+    join_blocks,
+    joint_softmax,
+    visible_band,
+    with_global_queries,
+    with_neighbours,
+)
+from lineartime.baselines.scores import masked_products
+from lineartime.layers.checks import check_positive
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.precision import acc_dtype
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
+    """The definition for one head of one document, [T, h] three times -> [T, h]: one query at a time, slow."""
+    rows = []
+    for i in range(len(q)):
+        reads = [j for j in range(len(k)) if (abs(i - j) < window or j < n_global or i < n_global) and (j <= i or not causal)]
+        rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def longformer_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool, real: Tensor | None = None
+) -> Tensor:
+    """Attend with 3 W + n scores for a token (causal: 2 W + n), in blocks of W: [R, H, L, h] three times -> [R, H, L, h].
+
+    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
+    """
+    length = q.shape[-2]
+    window, n_global = max(1, min(window, length)), min(n_global, length)  # larger ones read everything, as these do
+    if real is None:
+        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
+    tokens = torch.arange(length, device=q.device)
+    in_window = real & (tokens >= n_global)  # global tokens are read once, as such
+    queries = cut_blocks(q, window)  # [R, H, G, W, h]
+
+    readable = with_neighbours(cut_blocks(in_window[:, None, :, None], window), causal).mT
+    near = masked_products(
+        queries, with_neighbours(cut_blocks(k, window), causal), readable & visible_band(window, causal, q.device)
+    )
+    first_keys, first_values = k[..., None, :n_global, :], v[..., None, :n_global, :]
+    visible = real[:, None, None, None, :n_global]
+    if causal:
+        visible = visible & (tokens[:n_global] <= cut_blocks(tokens[:, None], window))
+    of_global = masked_products(queries, first_keys, visible)
+    out = joint_softmax([(near, with_neighbours(cut_blocks(v, window), causal)), (of_global, first_values)])
+    out = join_blocks(out, length)
+    # Causal global tokens stand before all that are not global: they have read all they may.
+    return out if causal else with_global_queries(out, q, k, v, n_global, real)
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class LongformerState(NamedTuple):
+    """The state of causal streams, which stops growing after W + n tokens.
+
+    Attributes:
+        k_global, v_global: [B, H, up to n, h] of the first n tokens.
+        k, v: [B, H, up to W - 1, h] of the last W - 1 tokens.
+        position: the number of tokens read so far.
+    """
+
+    k_global: Tensor
+    v_global: Tensor
+    k: Tensor
+    v: Tensor
+    position: int
+
+
+def longformer_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: LongformerState, *, window: int, n_global: int
+) -> tuple[Tensor, LongformerState]:
+    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    compute = acc_dtype(q)
+    outputs = []
+    for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):
+        keys, values = torch.cat([state.k, keys.to(state.k.dtype)], 2), torch.cat([state.v, values.to(state.v.dtype)], 2)
+        position = state.position + queries.shape[2]
+        first = position - keys.shape[2]  # the position of the first key
+        still_global = slice(state.position - first, max(state.position, n_global) - first)
+        in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
+        state = LongformerState(
+            torch.cat([state.k_global, keys[:, :, still_global]], 2),
+            torch.cat([state.v_global, values[:, :, still_global]], 2),
+            keys[:, :, in_reach],
+            values[:, :, in_reach],
+            position,
+        )
+        i = torch.arange(position - queries.shape[2], position, device=q.device)[:, None]
+        j = torch.arange(first, position, device=q.device)
+        band = (j <= i) & (i - j < window) & (j >= n_global)
+        near = masked_products(queries.to(compute), keys.to(compute), band)
+        before = torch.arange(state.k_global.shape[2], device=q.device) <= i
+        of_global = masked_products(queries.to(compute), state.k_global.to(compute), before)
+        outputs.append(joint_softmax([(near, values.to(compute)), (of_global, state.v_global.to(compute))]))
+    return torch.cat(outputs, 2), state
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class Longformer(MultiHeadMixer[LongformerState]):
+    """Longformer: a sliding window and global tokens.
+
+    Causal, it streams with constant memory.
+
+    Args:
+        window: W; a token reads those that are nearer than W. The source counts both sides, 2 W.
+        n_global: n, the number of first tokens that all others read, and that read all others unless the layer is causal.
+        **options: those of `MultiHeadMixer`.
+    """
+
+    name = "longformer"
+
+    def __init__(self, d_model: int, *, window: int = 256, n_global: int = 1, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_positive(window=window, n_global=n_global)
+        self.window = window
+        self.n_global = n_global
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention to the window and the global tokens, [R, H, L, h] three times -> [R, H, L, h]."""
+        return longformer_attention(q, k, v, window=self.window, n_global=self.n_global, causal=self.causal, real=real)
+
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState) -> tuple[Tensor, LongformerState]:
+        """Attend with the keys and values of the window and of the global tokens, and the state N tokens later."""
+        return longformer_attention_extend(q, k, v, state, window=self.window, n_global=self.n_global)
+
+    def init_state(self, batch_size: int) -> LongformerState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        empty = self.empty_cache(batch_size)
+        return LongformerState(empty, empty, empty, empty, 0)

@@ -1,0 +1,224 @@
+"""Mixed chunk attention as a scheme: a local part by softmax and a global part by features, each of which can be chosen.
+
+Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features, C chunk size,
+G chunks, M chunks that the local part of a causal token reads.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, with the global part of a linear attention.
+
+    out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]
+             + sum over j in R(t) of s(t, j) v[j] / sum over j in R(t) of s(t, j)        s(t, j) = features(q[t]).features(k[j])
+
+    L(t) = tokens of t's own chunk, or also of its neighbours; causal: those with j <= t
+    R(t) = tokens of all chunks but t's own; causal: of those before it; nothing is added if there is none
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.baselines.blocks import cut_blocks, join_blocks, with_neighbours
+from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
+from lineartime.baselines.cosformer import weigh_by_cosine
+from lineartime.baselines.linear_elu import elu_features
+from lineartime.baselines.performer import relu_features
+from lineartime.baselines.scores import masked_products
+from lineartime.layers.checks import check_fits, check_positive
+from lineartime.ops.activations import check_choice
+from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
+from lineartime.ops.linear import normalized, with_ones
+from lineartime.ops.precision import acc_dtype
+
+Local = Literal["own", "overlapping"]
+FeatureMap = Literal["relu", "elu", "cos"]
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def mixed_chunk_scheme_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    similarity: Callable[[Tensor, Tensor, int], Tensor],
+    *,
+    chunk_size: int,
+    reach: int,
+    causal: bool = False,
+) -> Tensor:
+    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h].
+
+    `similarity` is s(t, j) of a query, a key and t - j; the local part reads chunks that are at most `reach` from t's own.
+    """
+    tokens = range(len(v))
+    chunk = [t // chunk_size for t in tokens]
+    rows = []
+    for t in tokens:
+        visible = [j for j in tokens if j <= t or not causal]
+        near = [j for j in visible if abs(chunk[j] - chunk[t]) <= reach]
+        far = [j for j in visible if chunk[j] != chunk[t]]
+        row = (k[near] @ q[t] * q.shape[-1] ** -0.5).softmax(0) @ v[near]
+        if far:
+            similarities = torch.stack([similarity(q[t], k[j], t - j) for j in far])
+            row = row + similarities @ v[far] / similarities.sum()
+        rows.append(row)
+    return torch.stack(rows)
+
+
+# 2. The two parts, by chunks ------------------------------------------------------------------------------------------
+
+
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, chunk_size: int, overlapping: bool, causal: bool
+) -> Tensor:
+    """The local part, [R, H, L, h] three times -> [R, H, L, h]; `real`, bool [R or 1, L], is False behind a row's tokens."""
+    length = v.shape[-2]
+
+    def readable(x: Tensor) -> Tensor:
+        """[..., L, f] -> [..., G, C, f], or joined with its neighbours."""
+        chunks = cut_blocks(x, chunk_size)
+        return with_neighbours(chunks, causal) if overlapping else chunks
+
+    visible = readable(real[:, None, :, None]).mT
+    if causal:
+        place = torch.arange(length, device=v.device)[:, None]
+        visible = visible & (readable(place).mT <= cut_blocks(place, chunk_size))
+    scores = masked_products(cut_blocks(q, chunk_size), readable(k), visible)
+    return join_blocks(scores.softmax(-1).to(v.dtype) @ readable(v), length)
+
+
+def global_attention(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
+    """The global part: features [R, H, L, f] twice, those of keys zero at padding, and values [R, H, L, h] -> [R, H, L, h]."""
+    length = v.shape[-2]
+    q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
+    sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
+    others = exclusive_cumsum(sums, -3)
+    if not causal:  # not the total without the own chunk: a difference may leave nothing but rounding
+        others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
+    return join_blocks(normalized(q @ others.to(q.dtype)), length)
+
+
+# 3. The streaming form ------------------------------------------------------------------------------------------------
+
+
+class MixedChunkSchemeState(NamedTuple):
+    """The state of causal streams, of constant size.
+
+    Attributes:
+        summary: [B, H, f, h + 1], the sum of features(k) (v, 1)^T over all complete chunks, in float32 or better.
+        k, v: [B, H, M C, h] of the open chunk, behind the previous one if the local part overlaps; zero beyond its tokens.
+        position: the number of tokens read so far.
+    """
+
+    summary: Tensor
+    k: Tensor
+    v: Tensor
+    position: int
+
+
+def mixed_chunk_scheme_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: MixedChunkSchemeState,
+    features: Callable[[Tensor, int], Tensor],
+    *,
+    chunk_size: int,
+) -> tuple[Tensor, MixedChunkSchemeState]:
+    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them.
+
+    `features` maps [..., T, h] and the position of the first of these tokens to [..., T, f].
+    """
+    q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+    start = state.k.shape[-2] - chunk_size  # of the open chunk
+    places = torch.arange(start + chunk_size, device=v.device)
+    outputs = [v[..., :0, :]]
+    for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
+        complete = state.position - first
+        queries, stop = q[..., new, :], start + last
+        keys, values = fill(state.k, start + first, k[..., new, :]), fill(state.v, start + first, v[..., new, :])
+        visible = places[:stop] <= places[start + first : stop, None]
+        if not complete:  # the first chunk has no previous one
+            visible = visible & (places[:stop] >= start)
+        local = masked_products(queries, keys[..., :stop, :], visible).softmax(-1).to(v.dtype) @ values[..., :stop, :]
+        across = normalized(features(queries, state.position) @ state.summary.to(v.dtype))
+        outputs.append(local + across)
+        state = MixedChunkSchemeState(state.summary, keys, values, complete + last)
+        if last == chunk_size:
+            of_chunk = features(keys[..., start:, :], complete).mT @ with_ones(values[..., start:, :])
+            empty = torch.zeros_like(keys[..., start:, :])
+            keys, values = (torch.cat([x, empty], -2)[..., chunk_size:, :] for x in (keys, values))
+            state = MixedChunkSchemeState(state.summary + of_chunk.to(state.summary.dtype), keys, values, state.position)
+    return torch.cat(outputs, -2), state
+
+
+# 4. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
+    """Mixed chunk attention of any local and global part.
+
+    Causal, it streams with constant memory.
+
+    Args:
+        local: what the softmax reads: the "own" chunk, or "overlapping", also its neighbours; a causal one, the chunk before.
+        features: of the global part: "relu", those of Performer; "elu", elu + 1; "cos", those of cosFormer.
+        max_length: with the features "cos", the largest number of tokens in a sequence; others have none.
+        **options: those of `ChunkedHeads`.
+    """
+
+    name = "mixed-chunk"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        local: Local = "own",
+        features: FeatureMap = "elu",
+        max_length: int = 1024,
+        **options: Unpack[ChunkedHeadOptions],
+    ) -> None:
+        super().__init__(d_model, **options)
+        check_choice("local", local, get_args(Local))
+        check_choice("features", features, get_args(FeatureMap))
+        check_positive(max_length=max_length)
+        self.local: Local = local
+        self.features: FeatureMap = features
+        self.max_length = max_length
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The largest number of tokens with the features of cosFormer; None with others."""
+        return self.max_length if self.features == "cos" else None
+
+    def map_features(self, x: Tensor, first: int) -> Tensor:
+        """Features [..., T, f] of queries or keys [..., T, h] at positions `first`, `first` + 1, ..."""
+        if self.features == "relu":
+            return relu_features(x)
+        if self.features == "elu":
+            return elu_features(x)
+        check_fits("MixedChunk", first + x.shape[-2], self.max_length)
+        return weigh_by_cosine(x.relu(), first, self.max_length)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Both parts, [R, H, L, h] three times -> [R, H, L, h]."""
+        if real is None:
+            real = torch.ones(1, v.shape[-2], dtype=torch.bool, device=v.device)
+        size, overlapping = self.chunk_size, self.local == "overlapping"
+        near = local_attention(q, k, v, real, chunk_size=size, overlapping=overlapping, causal=self.causal)
+        keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
+        return near + global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)
+
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState
+    ) -> tuple[Tensor, MixedChunkSchemeState]:
+        """Attend with a state of constant size, and the state N tokens later."""
+        return mixed_chunk_scheme_extend(q, k, v, state, self.map_features, chunk_size=self.chunk_size)
+
+    def init_state(self, batch_size: int) -> MixedChunkSchemeState:
+        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+        chunk = self.empty_chunk(batch_size)
+        n_features = self.map_features(chunk[..., :1, :], 0).shape[-1]
+        summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)
+        kept = torch.cat([chunk, chunk], -2) if self.local == "overlapping" else chunk
+        return MixedChunkSchemeState(summary, kept, kept, 0)

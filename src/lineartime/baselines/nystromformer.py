@@ -1,0 +1,148 @@
+"""Nyströmformer: softmax attention by way of m landmarks, the means of segments of the sequence.
+
+Shapes: R rows (one for each document), H heads, L tokens of the longest, T tokens of a row, h head width, m landmarks, w width
+of the convolution.
+Source: "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention" (arXiv 2102.03902).
+
+    landmark l of q and k: the mean of tokens floor(l T / m) up to floor((l + 1) T / m)
+    F = softmax(q k_l^T / sqrt(h))    A = softmax(q_l k_l^T / sqrt(h))    B = softmax(q_l k^T / sqrt(h))
+    out = F A+ (B v) + convolution(v)        A+: a pseudo-inverse, by 6 iterations; convolution: along the tokens, head by head
+
+If there are as many landmarks as tokens or more, F A+ B would be softmax(q k^T / sqrt(h)), which is computed instead.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lineartime.baselines.bidirectional import BidirectionalMixer
+from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.errors import ArgumentError
+from lineartime.layers.checks import check_positive
+from lineartime.layers.dense import factory
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.residual import StreamState
+
+ITERATIONS = 6
+
+# 1. The definition ----------------------------------------------------------------------------------------------------
+
+
+def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
+    """The definition for one head of one document, without the convolution: [T, h] three times -> [T, h]."""
+    length, scale = len(v), q.shape[-1] ** -0.5
+    if length <= n_landmarks:
+        return torch.stack([(k @ q[i] * scale).softmax(0) @ v for i in range(length)])
+    ends = [landmark * length // n_landmarks for landmark in range(n_landmarks + 1)]
+    q_l, k_l = (torch.stack([x[a:b].mean(0) for a, b in pairwise(ends)]) for x in (q, k))
+    between = torch.stack([(k_l @ query * scale).softmax(0) for query in q_l])
+    summaries = torch.stack([(k @ query * scale).softmax(0) @ v for query in q_l])
+    one = torch.eye(n_landmarks, dtype=v.dtype)
+    z = between.mT / (between.sum(0).max() * between.sum(1).max())
+    for _ in range(ITERATIONS):
+        az = between @ z
+        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
+    return torch.stack([(k_l @ q[i] * scale).softmax(0) @ z @ summaries for i in range(length)])
+
+
+def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
+    """The definition of the convolution for one head of one document: [T, h] and [w] -> [T, h]."""
+    reach = len(weights) // 2
+    rows = []
+    for i in range(len(v)):
+        near = [j for j in range(len(v)) if abs(i - j) <= reach]
+        rows.append(torch.stack([weights[j - i + reach] * v[j] for j in near]).sum(0))
+    return torch.stack(rows)
+
+
+# 2. The parallel form -------------------------------------------------------------------------------------------------
+
+
+def nystromformer_attention(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int, real: Tensor | None = None) -> Tensor:
+    """Attend in time linear in L: [R, H, L, h] three times -> [R, H, L, h].
+
+    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
+    """
+    length = q.shape[-2]
+    here = torch.ones(1, length, dtype=torch.bool, device=q.device) if real is None else real
+    if length <= n_landmarks:
+        return _softmax_attention(q, k, v, here)
+    approximate = _attention_by_landmarks(q, k, v, here, n_landmarks)
+    if real is None:
+        return approximate
+    q, k, v = (x[..., :n_landmarks, :] for x in (q, k, v))  # all tokens of rows that have no more than landmarks
+    exact = F.pad(_softmax_attention(q, k, v, here[:, :n_landmarks]), (0, 0, 0, length - n_landmarks))
+    return torch.where((real.sum(-1) <= n_landmarks)[:, None, None, None], exact, approximate)
+
+
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    return masked_products(q, k, real[:, None, None]).softmax(-1).to(v.dtype) @ v
+
+
+def _attention_by_landmarks(q: Tensor, k: Tensor, v: Tensor, real: Tensor, n_landmarks: int) -> Tensor:
+    q_l, k_l = (_landmarks(x, real, n_landmarks) for x in (q, k))
+    between = pseudo_inverse(scaled_products(q_l, k_l).softmax(-1)).to(v.dtype)
+    return scaled_products(q, k_l).softmax(-1).to(v.dtype) @ (between @ _softmax_attention(q_l, k, v, real))
+
+
+def _landmarks(x: Tensor, real: Tensor, n_landmarks: int) -> Tensor:
+    """The means of segments of a row's tokens, [R, H, L, h] -> [R, H, m, h], in the dtype of x; zero for an empty segment."""
+    tokens = torch.arange(1, x.shape[-2] + 1, device=x.device)
+    segment = (tokens * n_landmarks - 1) // real.sum(-1, keepdim=True).clamp(min=1)  # [R or 1, L]
+    member = (segment[:, None] == torch.arange(n_landmarks, device=x.device)[:, None]) & real[:, None]  # [R or 1, m, L]
+    count = member.sum(-1, keepdim=True).clamp(min=1)
+    means: Tensor = (member.to(x.dtype) / count)[:, None] @ x
+    return means
+
+
+def pseudo_inverse(a: Tensor) -> Tensor:
+    """The pseudo-inverse of matrices [..., m, m] of numbers that are not negative, as far as so many iterations come."""
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    z = a.mT / (a.sum(-2).amax(-1) * a.sum(-1).amax(-1))[..., None, None]
+    for _ in range(ITERATIONS):
+        az = a @ z
+        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
+    return z
+
+
+# 3. The layer ---------------------------------------------------------------------------------------------------------
+
+
+class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
+    """Nyströmformer: softmax attention by way of 64 landmarks.
+
+    Args:
+        n_landmarks: m, the number of segments of which the means are taken.
+        convolution: w, the tokens that the convolution of values spans; odd, or 0 for no convolution.
+        **options: those of `MultiHeadMixer`; causal=True is an error.
+    """
+
+    name = "nystromformer"
+    matrices = ("kernel",)
+    why_not_causal = "its landmarks are means of segments of the whole sequence, so that each would contain the future"
+
+    def __init__(self, d_model: int, *, n_landmarks: int = 64, convolution: int = 33, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_positive(n_landmarks=n_landmarks)
+        if not isinstance(convolution, int) or (convolution != 0 and (convolution < 0 or convolution % 2 == 0)):
+            raise ArgumentError("convolution", f"is {convolution!r}, but must be an odd number, or 0 for no convolution.")
+        self.n_landmarks = n_landmarks
+        self.convolution = convolution
+        self.kernel = nn.Parameter(torch.empty(self.n_heads, convolution, **factory(options)))
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw the kernel of the convolution."""
+        nn.init.normal_(self.kernel, std=0.02)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attention by way of landmarks, and the convolution, [R, H, L, h] three times -> [R, H, L, h]."""
+        out = nystromformer_attention(q, k, v, n_landmarks=self.n_landmarks, real=real)
+        if not self.convolution or not v.shape[2]:  # PyTorch does not convolve what is shorter than 1
+            return out
+        kernel = self.kernel[:, None, :, None].to(v.dtype)
+        # Values are zero at padding, which stands at the end: it adds nothing, as what is beyond the row.
+        return out + F.conv2d(v, kernel, padding=(self.convolution // 2, 0), groups=self.n_heads)

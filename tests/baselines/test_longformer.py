@@ -1,0 +1,61 @@
+"""Longformer: the parallel and the streaming form against the definition. W = 4, so that several blocks stay cheap."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.longformer import Longformer, longformer_attention, longformer_attention_oracle
+
+LENGTHS = [1, 3, 4, 5, 8, 17]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "n_global"), [(1, 1), (4, 2), (4, 9)])
+def test_values_and_gradients_are_those_of_the_definition(
+    length: int, causal: bool, window: int, n_global: int, assert_same_function: Callable[..., None]
+) -> None:
+    options = {"window": window, "n_global": n_global, "causal": causal}
+    lengths = [length, (length + 1) // 2]
+    real = torch.arange(length) < torch.tensor(lengths)[:, None]
+
+    def fast(*inputs: Tensor) -> Tensor:
+        inputs = tuple(x * real[:, None, :, None] for x in inputs)
+        return longformer_attention(*inputs, **options, real=real) * real[:, None, :, None]
+
+    def definition(*inputs: Tensor) -> Tensor:
+        rows = [
+            torch.stack([longformer_attention_oracle(*(x[row, head, :n] for x in inputs), **options) for head in range(2)])
+            for row, n in enumerate(lengths)
+        ]
+        return torch.stack([F.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows])
+
+    assert_same_function(fast, definition, *(torch.randn(2, 2, length, 6) for _ in range(3)))
+
+
+def test_a_token_reads_its_window_and_the_global_tokens_which_read_everything() -> None:
+    zeros, values = torch.zeros(1, 1, 12, 12), torch.eye(12)[None, None]  # equal scores; each output shows who was read
+    reads = longformer_attention(zeros, zeros, values, window=3, n_global=2, causal=True)[0, 0] > 0
+    assert reads[8].nonzero().flatten().tolist() == [0, 1, 6, 7, 8]
+    assert reads[1].nonzero().flatten().tolist() == [0, 1]
+    both = longformer_attention(zeros, zeros, values, window=3, n_global=2, causal=False)[0, 0]
+    assert (both[8] > 0).nonzero().flatten().tolist() == [0, 1, 6, 7, 8, 9, 10]
+    torch.testing.assert_close(both[:2], torch.full((2, 12), 1 / 12))
+    torch.testing.assert_close(both[2, :5], torch.full((5,), 1 / 5))  # global tokens inside the window count once
+
+
+def test_memory_of_a_stream_stops_growing_and_a_long_prompt_is_read_by_windows() -> None:
+    layer = Longformer(16, n_heads=2, window=4, n_global=6, causal=True)
+    x = torch.randn(1, 50, 16)
+    out, state = layer.extend(x, layer.init_state(1))
+    torch.testing.assert_close(out, layer(x), atol=1e-6, rtol=0)
+    assert [part.shape[2] for part in state[:4]] == [6, 6, 3, 3]
+
+
+@pytest.mark.parametrize("argument", ["window", "n_global"])
+def test_values_that_are_not_allowed_are_named(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument} is 0, but must be at least 1"):
+        Longformer(16, n_heads=2, **{argument: 0})

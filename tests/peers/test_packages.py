@@ -1,0 +1,28 @@
+"""The packages that are compared with: `make test` installs all of them, at the versions that the documents state."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def extra(name: str) -> str:
+    """The requirements of an extra, as they stand in pyproject.toml."""
+    found = re.search(rf"^{name} = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def test_no_comparison_is_skipped_where_the_dev_extra_is_installed(packages: list[str]) -> None:
+    required = re.findall(r'"([\w-]+)[=>]=', extra("peers") + extra("others"))
+    assert sorted(required, key=str.lower) == sorted(packages, key=str.lower)
+    assert re.search(r'"lineartime\[.*\bpeers,others\b.*\]"', extra("dev"))
+
+
+def test_the_documents_state_the_versions_that_are_compared_with(packages: list[str]) -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    section = (ROOT / "docs" / "systems.md").read_text().partition("## Checked against others")[2].partition("\n## ")[0]
+    for package in packages:
+        pinned = re.search(rf"^{package}==([\w.]+)", constraints, re.MULTILINE)
+        assert pinned is not None, package
+        assert re.search(rf"^\| {package} \| {re.escape(pinned[1])} \|", section, re.MULTILINE), package
