@@ -61,7 +61,7 @@ def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run:
     assert evaluate(saved, run.parent / "text.txt", **given) == in_memory != evaluate(run, **given)
     with pytest.raises(ArgumentError, match=r"data is missing, but .* has no training.json, which tells what the model"):
         evaluate(saved)
-    with pytest.raises(ArgumentError, match="context_length is missing, but .*changed has no training.json"):
+    with pytest.raises(ArgumentError, match=r"context_length is missing, but .*changed has no training.json"):
         evaluate(saved, run.parent / "text.txt")
 
 
