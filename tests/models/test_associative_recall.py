@@ -122,7 +122,7 @@ def test_a_system_that_loses_the_pairs_does_not_recall_them(system: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("system", "chunk_size"), [("flash-local", LENGTH), ("combiner", 2), ("combiner-fixed", 2)])
+@pytest.mark.parametrize(("system", "chunk_size"), [("flash-local", LENGTH), ("combiner", 2)])
 def test_a_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
     assert recall_after_training(small(system).override(chunk_size=chunk_size)) > LEARNED
 

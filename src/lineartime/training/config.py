@@ -74,8 +74,8 @@ class TrainConfig:
     """global: clip the mean gradient of all processes; local: clip each process's own before averaging, as the paper names
     it, without defining it. Local results depend on the number of processes."""
     clip_tokens: int | None = None
-    """Clip the gradient of every so many tokens before averaging, whatever the number of processes, in place of --clip: 4096
-    does with any number what --clip local does with 64 processes at 2^18 tokens in a step."""
+    """Clip the gradient of every so many tokens before averaging, whatever the number of processes, in place of `clip`: 4096
+    does with any number what a local clip does with 64 processes at 2^18 tokens in a step."""
     max_skipped: int = 10
     """Steps in a row with an infinite loss or gradient, which change nothing, before training stops."""
     seed: int = 0
