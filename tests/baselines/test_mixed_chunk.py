@@ -31,28 +31,13 @@ def build(local: str, features: str, **options: bool) -> MixedChunk:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 9, 17])
 def test_values_and_gradients_are_those_of_the_definition(
-    local: str, features: str, causal: bool, length: int, assert_same_function: Callable[..., None]
+    local: str, features: str, causal: bool, length: int, assert_heads_are_the_definition: Callable[..., None]
 ) -> None:
     layer, reach = build(local, features, causal=causal), 1 if local == "overlapping" else 0
-    lengths = [length, (length + 1) // 2]
-    real = torch.arange(length) < torch.tensor(lengths)[:, None]
-    tokens = real[:, None, :, None]
-
-    def definition(*inputs: Tensor) -> Tensor:
-        rows = []
-        for row, n in enumerate(lengths):
-            heads = [
-                mixed_chunk_scheme_oracle(
-                    *(x[row, head, :n] for x in inputs), SIMILARITIES[features], chunk_size=CHUNK, reach=reach, causal=causal
-                )
-                for head in range(2)
-            ]
-            rows.append(F.pad(torch.stack(heads), (0, 0, 0, length - n)))
-        return torch.stack(rows)
-
-    assert_same_function(
-        lambda q, k, v: layer.attend(q * tokens, k * tokens, v * tokens, real) * tokens,
-        definition,
+    similarity = SIMILARITIES[features]
+    assert_heads_are_the_definition(
+        layer.attend,
+        lambda _, q, k, v: mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=causal),
         # Some feature of every query and key is positive: a query that is similar to no key has no mean.
         *(torch.randn(2, 2, length, 6) + torch.tensor([5.0, 0, 0, 0, 0, 0]) for _ in range(3)),
     )
