@@ -42,6 +42,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_buckets": (4, {}),
     "n_rounds": (1, {}),
     "rotated": ("features", {}),
+    "initial_scores": ("unit", {}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values()]
 D_MODEL, LENGTH = 24, 10

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.layers import FLASH, RotaryBias, TableBias
+from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
 from lineartime.ops import MixedChunkState, mixed_chunk_attention_oracle, rope
 
 
@@ -61,3 +61,20 @@ def test_a_padded_chunk_at_the_end_never_counts(length: int) -> None:
     x = torch.randn(1, 20, 8)
     mask = torch.arange(20)[None] < length
     torch.testing.assert_close(layer(x, mask=mask)[:, :length], layer(x[:, :length]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [FLASH, GAU])
+def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[GAU]) -> None:
+    unit = layer(64, d_qk=32, initial_scores="unit")
+    maps = unit.queries_and_keys(F.silu(torch.randn(1, 50, 32)), unit.layout((1, 50), device=torch.device("cpu")).rotations)
+    q, k = maps[0, :2]
+    near = (q[1:] * k[:-1]).sum(-1).mean() / 32**0.5
+    far = (q[40:] * k[:10]).sum(-1).mean() / 32**0.5
+    assert 0.8 < near < 4
+    assert far < near / 2
+    assert (unit.gamma[2:].abs() < 0.2).all()  # the linear part starts small, as published
+    assert (layer(64, d_qk=32).gamma.abs() < 0.2).all()
+    with torch.no_grad():
+        unit.gamma.zero_()
+    unit.reset_parameters()
+    assert (unit.gamma[:2] == 1).all()

@@ -101,8 +101,8 @@ def recall_after_training(config: ModelConfig) -> float:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        recent = [*recent[-9:], accuracy(logits, values)]
-        if min(recent) > 0.99:  # learned: no need to go on
+        recent = [*recent[-4:], accuracy(logits, values)]
+        if min(recent) > 0.95:  # learned: no need to go on
             break
     with torch.no_grad():
         ids, values = draw(128, torch.Generator().manual_seed(2))

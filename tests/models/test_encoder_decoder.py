@@ -196,8 +196,7 @@ def train(model: EncoderDecoder, task: Callable[[Tensor], Tensor]) -> set[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_heads", [1, 4])
-@pytest.mark.parametrize("task", [torch.clone, lambda string: string.flip(0)], ids=["copy", "reverse"])
+@pytest.mark.parametrize(("task", "n_heads"), [(torch.clone, 4), (lambda string: string.flip(0), 1)], ids=["copy", "reverse"])
 def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tensor], Tensor], n_heads: int) -> None:
     config = EncoderDecoderConfig(
         vocab_size=FIRST_SYMBOL + N_SYMBOLS,

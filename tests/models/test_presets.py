@@ -131,3 +131,9 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         lineartime.build("flash-huge")
     with pytest.raises(ValueError, match="task is 'qa', but must be one of 'clm', 'mlm'"):
         lineartime.build("flash-tiny", task="qa")  # type: ignore[call-overload]
+
+
+def test_only_tiny_models_start_with_large_scores() -> None:
+    started = {name: config.mixer.options.get("initial_scores") for name, config in presets().items()}
+    assert started["flash-tiny"] == started["flash-quad-tiny"] == "unit"
+    assert {value for name, value in started.items() if not name.endswith("-tiny")} == {"small", None}

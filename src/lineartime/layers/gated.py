@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
 
+InitialScores = Literal["small", "unit"]
+
 
 class GatedOptions(MixerOptions, total=False):
     """What every gated unit takes: see `GatedUnit`."""
@@ -32,6 +34,7 @@ class GatedOptions(MixerOptions, total=False):
     activation: Activation
     normalization: Normalization
     rope: bool
+    initial_scores: InitialScores
 
 
 class GatedUnit(Mixer[State]):
@@ -43,6 +46,9 @@ class GatedUnit(Mixer[State]):
         activation: of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; for others, see the subclass.
         rope: whether queries and keys are rotated by their position.
+        initial_scores: "small" draws gamma from N(0, 0.02) and sets beta to 0, as published. "unit" sets gamma to 1 and beta to
+            s^(-1/4) for the queries and keys of a quadratic part: q.k / sqrt(s) starts near 1, and RoPE lets it fall with
+            distance. The published values suit normalization="paper"; with "count", attention that starts small learns late.
         **options: those of `Mixer`.
     """
 
@@ -60,11 +66,13 @@ class GatedUnit(Mixer[State]):
         activation: Activation = "relu2",
         normalization: Normalization = "count",
         rope: bool = True,
+        initial_scores: InitialScores = "small",
         **options: Unpack[MixerOptions],
     ) -> None:
         super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
         check_choice("normalization", normalization, self.normalizations)
+        check_choice("initial_scores", initial_scores, get_args(InitialScores))
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("rotary positions turn pairs of features", d_qk=d_qk)
         self.d_qk = d_qk
@@ -73,6 +81,7 @@ class GatedUnit(Mixer[State]):
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
+        self.initial_scores: InitialScores = initial_scores
         self.to_gate_value_base = Dense(d_model, self.d_gate + self.d_value + d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
         self.beta = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
@@ -80,9 +89,12 @@ class GatedUnit(Mixer[State]):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
     def init_own(self) -> None:
-        """Draw gamma from N(0, 0.02), and set beta to 0."""
+        """Draw or set gamma and beta: see `initial_scores`."""
         nn.init.normal_(self.gamma, std=0.02)
         nn.init.zeros_(self.beta)
+        if self.initial_scores == "unit":  # the maps of a quadratic part come first
+            nn.init.ones_(self.gamma[:2])
+            nn.init.constant_(self.beta[:2], self.d_qk**-0.25)
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """How wide U and V are, given e = expansion * d."""

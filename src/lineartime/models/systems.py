@@ -39,6 +39,7 @@ from lineartime.baselines.sparse import Sparse
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
+from lineartime.layers.gated import InitialScores
 from lineartime.layers.gau import GAU
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer, ResidualLayer
@@ -56,6 +57,7 @@ class Size:
         d_qk: query/key width of a gated unit.
         chunk_size: tokens of a chunk.
         vocab_size: number of tokens.
+        initial_scores: how large the scores of gated units start.
     """
 
     d_model: int
@@ -65,9 +67,10 @@ class Size:
     d_qk: int = 128
     chunk_size: int = 256
     vocab_size: int = 32_000
+    initial_scores: InitialScores = "small"
 
 
-SIZED = ("d_qk", "n_heads", "chunk_size")
+SIZED = ("d_qk", "n_heads", "chunk_size", "initial_scores")
 """The options of mixers that are the size's, unless a row says otherwise."""
 
 

@@ -1,0 +1,98 @@
+"""FLASH-Quad and FLASH with each activation and normalisation, beyond the length of training: `python benchmarks/switches.py`.
+
+Each model is trained in windows of 512 tokens of the default text, and measured in windows of 512 and of 2,048 tokens. The
+switches are those that Su Jianlin discusses for GAU and FLASH: what stands in for softmax, what scores are divided by, and
+how large they start. About an hour on 2 cores; an interrupted run resumes. One seed: small differences say nothing.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from measure import markdown, save
+
+from lineartime.checkpoint import list_checkpoints, load_tokenizer
+from lineartime.data import default_cache, load_corpus, token_stream
+from lineartime.evaluation import Evaluation, windowed
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
+
+TRAINED, LONG = 512, 2048
+DIVISORS = {"count": "n s", "paper": "n²", "paper_sum": "n², sums of chunks"}
+SWITCHES = [
+    ("flash-quad-tiny", "relu2", "count", "small"),
+    ("flash-quad-tiny", "relu2", "count", "unit"),
+    ("flash-quad-tiny", "relu2", "paper", "small"),
+    ("flash-tiny", "relu2", "count", "small"),
+    ("flash-tiny", "relu2", "count", "unit"),
+    ("flash-tiny", "relu2", "paper", "small"),
+    ("flash-tiny", "relu2", "paper_sum", "small"),
+    ("flash-quad-tiny", "laplace", "count", "unit"),
+    ("flash-quad-tiny", "softmax", "count", "unit"),
+    ("flash-quad-tiny", "softmax_plus", "count", "unit"),
+    ("flash-tiny", "laplace", "count", "unit"),
+    ("flash-tiny", "softmax", "count", "unit"),
+    ("flash-tiny", "softmax_plus", "count", "unit"),
+]
+
+
+def beyond(evaluation: Evaluation) -> float:
+    """Bits per token where at least `TRAINED` tokens were read before."""
+    parts = [part for part in evaluation.by_position if part.first >= TRAINED]
+    return sum(part.loss * part.count for part in parts) / sum(part.count for part in parts) / math.log(2)
+
+
+def measure(config: TrainConfig) -> dict[str, float]:
+    """Train, and measure on the test split: bits per byte, a token of this text being a byte."""
+    result = train(config)
+    tokenizer = load_tokenizer(result.checkpoint)
+    stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
+    found = {}
+    for length in (TRAINED, LONG):
+        evaluation = windowed(
+            result.model, stream, tokenizer, context_length=length, stride=length, batch_size=4096 // length, bf16=True
+        )
+        assert evaluation.bits_per_byte is not None
+        found[f"bits_per_byte_{length}"] = evaluation.bits_per_byte
+        if length > TRAINED:
+            found[f"bits_beyond_{TRAINED}"] = beyond(evaluation)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/switches"))
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for preset, activation, normalization, initial_scores in SWITCHES:
+        out = options.out / f"{preset}-{activation}-{normalization}-{initial_scores}"
+        config = TrainConfig(
+            preset=preset,
+            override=(f"activation={activation}", f"normalization={normalization}", f"initial_scores={initial_scores}"),
+            context_length=TRAINED,
+            steps=options.steps,
+            out=out,
+            resume=bool(list_checkpoints(out)),
+        )
+        switches = {"activation": activation, "normalization": normalization, "initial_scores": initial_scores}
+        rows.append({"preset": preset, **switches, "steps": options.steps, **measure(config)})
+        print(rows[-1], flush=True)
+    header = ["preset", "activation", "scores divided by", "start", f"windows of {TRAINED}", f"windows of {LONG:,}"]
+    header.append(f"tokens after {TRAINED} others")
+    table = [
+        [
+            f"`{row['preset']}`",
+            f"`{row['activation']}`",
+            DIVISORS[row["normalization"]],
+            row["initial_scores"],
+            *(f"{row[name]:.3f}" for name in (f"bits_per_byte_{TRAINED}", f"bits_per_byte_{LONG}", f"bits_beyond_{TRAINED}")),
+        ]
+        for row in rows
+    ]
+    save("switches", rows, markdown(header, table))
+
+
+if __name__ == "__main__":
+    main()
