@@ -73,7 +73,7 @@ class GatedUnit(Mixer[State]):
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
-        self.to_gate_value_base = Dense(d_model, self.d_gate + self.d_value + d_qk, **factory(options))
+        self.to_gate_value_base = Dense(d_model, self.d_gate, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
         self.beta = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
         self.init_own()

@@ -10,7 +10,7 @@ from lineartime.models.config import Task
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
-from lineartime.training.step import build_optimizer, learning_rate
+from lineartime.training.optimizers import build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
