@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
     from lineartime.models import ModelConfig
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
+OptimizerName = Literal["adamw", "muon"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -54,7 +55,7 @@ class TrainConfig:
     """Tokens in each optimiser step, over all processes and micro-batches; the default is one batch per process."""
     steps: int = 600
     """Optimiser steps of the whole run."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """adamw; or muon, for the maps inside layers, and AdamW for all else, as embeddings and vectors. See docs/training.md."""
     learning_rate: float = 3e-3
     """Peak learning rate, at the end of the warm-up."""
