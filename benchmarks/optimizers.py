@@ -1,6 +1,6 @@
-"""What an optimizer adds to a training step: `python benchmarks/optimizers.py` (less than a minute on 2 cores).
+"""What an optimiser adds to a training step: `python benchmarks/optimizers.py` (less than a minute on 2 cores).
 
-The passes and the steps of all optimizers are timed in turns, so that other programs on the machine slow all of them alike.
+The passes and the steps of all optimisers are timed in turns, so that other programs on the machine slow all of them alike.
 """
 
 import argparse

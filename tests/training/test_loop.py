@@ -342,9 +342,14 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
 @pytest.mark.parametrize("kinds", [("adamw", "muon"), ("muon", "adamw")])
 def test_a_run_is_not_resumed_with_another_optimizer(config: MakeConfig, kinds: tuple[str, str]) -> None:
     started, asked = kinds
-    trained(config(optimizer=started, steps=1))
+    trained(config(optimizer=started, steps=1, **({"adamw_ratio": 0.5} if started == "muon" else {})))
     with pytest.raises(LineartimeError, match=f"optimizer is {asked}, but the run in .* was started with {started}: leave"):
         train(out=config().run_directory, resume=True, optimizer=asked)
+
+
+def test_a_run_of_muon_is_repeated_with_adamw_whatever_the_options_of_muon_were(config: MakeConfig) -> None:
+    run = trained(config(optimizer="muon", adamw_ratio=0.5, steps=1))
+    assert train(like=run, optimizer="adamw", out=run.with_name("adamw")).finished
 
 
 def test_a_run_of_muon_records_the_learning_rates_of_both_parts(config: MakeConfig) -> None:
@@ -502,7 +507,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'adamw', 'muon'"),
         ({"optimizer": "muon", "momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
         ({"optimizer": "muon", "adamw_ratio": 0.0}, "adamw_ratio is 0.0, but must be above 0"),
-        ({"adamw_ratio": 0.5}, "with optimizer='adamw': use optimizer='muon' or adamw_ratio=1.0"),
+        ({"adamw_ratio": 0.5}, "is 0.5, but is not used with optimizer='adamw': use optimizer='muon' or adamw_ratio=1.0"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
         ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),

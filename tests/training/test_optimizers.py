@@ -6,9 +6,9 @@ import torch
 import lineartime
 from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.reformer import Reformer
+from lineartime.choices import Precision, Task
 from lineartime.layers import GLU, Attention, CrossGAU
 from lineartime.models import LanguageModel, build_model
-from lineartime.models.config import Task
 from lineartime.models.matrices import hidden_maps
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
@@ -110,6 +110,31 @@ def test_every_option_of_the_optimiser_is_used(optimizer: str, option: str) -> N
         return torch.cat([parameter.detach().flatten() for parameter in layer.parameters()])
 
     assert not torch.equal(weights(), weights(**{option: 0.5}))
+
+
+def test_updates_are_made_orthogonal_in_the_precision_of_the_run() -> None:
+    def weights(precision: Precision) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = GLU(16)
+        optimizer = build_optimizer(layer, TrainConfig(optimizer="muon", precision=precision))
+        layer(torch.randn(1, 2, 16)).square().sum().backward()
+        optimizer.step()
+        return layer.to_output.weight.detach()
+
+    assert not torch.equal(weights("fp32"), weights("bf16"))
+
+
+def test_a_map_of_three_dimensions_is_for_adamw() -> None:
+    class PerHead(GLU):
+        maps = ("heads",)
+
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.heads = torch.nn.Parameter(torch.randn(2, 4, 4))
+
+    layer = PerHead()
+    optimizer = build_optimizer(layer, TrainConfig(optimizer="muon"))
+    assert any(layer.heads is p for p in optimizer.param_groups[1]["params"])
 
 
 def test_adamw_follows_the_schedule_at_its_ratio_of_the_learning_rate() -> None:

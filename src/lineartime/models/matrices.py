@@ -22,9 +22,9 @@ def matrices_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def hidden_maps(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
-    """The two-dimensional maps inside layers, those before and behind the blocks left out; with the numbers of their rows.
+    """The matrices inside layers that are maps, and so none before or behind the blocks; with the numbers of rows of each map.
 
-    These are several numbers where one matrix holds several maps, such as those to queries, keys and values.
+    One matrix can hold several maps, such as those to queries, keys and values. Maps of more than two dimensions are left out.
     """
     found: dict[Tensor, tuple[int, ...]] = {}
     for layer in model.modules():

@@ -56,7 +56,7 @@ class TrainConfig:
     steps: int = 600
     """Optimiser steps of the whole run."""
     optimizer: OptimizerName = "adamw"
-    """adamw; or muon, for the maps inside layers, and AdamW for all else, as embeddings and vectors. See docs/training.md."""
+    """adamw, or muon: Muon for the maps inside layers, and AdamW for embeddings, vectors and the rest. See docs/training.md."""
     learning_rate: float = 3e-3
     """Peak learning rate, at the end of the warm-up."""
     adamw_ratio: float = 1.0
@@ -171,12 +171,12 @@ class TrainConfig:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
             found = f"is {self.warmup_steps}{source}, but must be below "
             raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
-        for name in ("adamw_ratio", "momentum"):
-            value, usual = getattr(self, name), getattr(TrainConfig, name)
-            if self.optimizer != "muon" and value != usual:
-                found = f"is {value}, but nothing depends on it with "
-                use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
-                raise ArgumentError(name, found, Argument("optimizer", self.optimizer), *use)
+        if self.optimizer == "adamw" and not self.resume and self.like is None:  # from another run, they may mean nothing here
+            for name in ("adamw_ratio", "momentum"):
+                value, usual = getattr(self, name), getattr(TrainConfig, name)
+                if value != usual:
+                    use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
+                    raise ArgumentError(name, f"is {value}, but is not used with ", Argument("optimizer", "adamw"), *use)
         if self.clips_locally and self.parallel == "fsdp":
             argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
             raise ArgumentError(

@@ -12,15 +12,14 @@ Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks
 Training" (arXiv 2502.16982), for the factor and the decay.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 RMS = 0.2
-"""The root mean square of an update at rate 1, if its map were orthogonal to rounding."""
+"""About the root mean square of an update at rate 1."""
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan et al.: the steepest rise of small singular values; large ones end between 0.7 and 1.2, near enough to 1."""
@@ -58,8 +57,8 @@ class Muon(torch.optim.Optimizer):
         self._bf16 = bf16
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update the matrices by their gradients; `closure` is not used."""
+    def step(self) -> None:  # type: ignore[override]
+        """Update the matrices by their gradients."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW, or Muon for the maps inside layers and AdamW for all else; and its learning rate."""
+"""The optimiser of a run: AdamW, or Muon for the maps inside layers and AdamW for all else; and its learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ COSINE_FLOOR = 0.1
 
 @dataclass(frozen=True)
 class Part:
-    """An optimizer for some of a model's parameters.
+    """An optimiser for some of a model's parameters.
 
     Attributes:
         name: of its kind, as users know it.
@@ -98,7 +98,7 @@ class ModelOptimizer:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
-    """The optimizer that the options describe; it decays only the matrices of a model."""
+    """The optimiser that the options describe; it decays only the matrices of a model."""
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "adamw":
         return ModelOptimizer(model, _adamw(model, list(model.parameters()), config, "learning_rate", 1.0))
