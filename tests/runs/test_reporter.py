@@ -24,7 +24,7 @@ def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
 
 
 def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> None:
-    defaults = {"learning_rate": 0.25, "gradient_norm": 3.0, "tokens": 100, "waiting": 0.0, "skipped": 0}
+    defaults = {"learning_rates": {"learning_rate": 0.25}, "gradient_norm": 3.0, "tokens": 100, "waiting": 0.0, "skipped": 0}
     report.step(step, StepMetrics(loss=loss, **{**defaults, **numbers}))
 
 

@@ -57,6 +57,8 @@ def assert_same_run(run: Path, expected: Path) -> None:
         (2, {"task": "mlm"}),
         (2, {"packed": True}),
         (2, {"parallel": "fsdp"}),
+        (2, {"optimizer": "muon"}),
+        (3, {"optimizer": "muon", "parallel": "fsdp", "tokens_per_batch": 12 * 32}),
         (4, {"parallel": "fsdp", "task": "mlm", "batch_size": 1, "recompute": True}),
         (2, {"context_parallel": 2}),
         (4, {"context_parallel": 2, "task": "mlm", "batch_size": 2}),
@@ -68,7 +70,7 @@ def test_any_number_of_processes_gives_the_run_of_one(
     config: MakeConfig, launch: Launch, tmp_path: Path, size: int, options: dict[str, Any]
 ) -> None:
     common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3}
-    alone = {key: value for key, value in options.items() if key in ("task", "packed")}
+    alone = {key: value for key, value in options.items() if key in ("task", "packed", "optimizer", "tokens_per_batch")}
     for name, changed, count in (("one", alone, 1), ("run", options, size)):
         processes = launch(config(**{**common, **changed}, out=tmp_path / name), count, before=KEEP_GRADIENTS)
         assert processes.wait() == [0] * count, processes.errors()
@@ -153,11 +155,16 @@ def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processe
     assert any(not torch.allclose(weights[name], others[name], atol=1e-5) for name in weights)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "muon")])
 def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
-    config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str
+    config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str, optimizer: str
 ) -> None:
-    common = {"tokens_per_batch": 4 * 24, "batch_size": 4, "override": (*config().override, "dropout=0.0")}
+    common = {
+        "optimizer": optimizer,
+        "tokens_per_batch": 4 * 24,
+        "batch_size": 4,
+        "override": (*config().override, "dropout=0.0"),
+    }
     expected = trained(config(**common, out=tmp_path / "one"))
     stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '{}'\n" + STOP
     for size, last in ((4, 2), (2, 4)):

@@ -152,7 +152,11 @@ def test_a_request_to_stop_ends_an_evaluation_so_that_its_step_is_saved_at_once(
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"tokens_per_batch": 96, "task": "mlm"}], ids=["clm", "mlm"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tokens_per_batch": 96, "task": "mlm"}, {"optimizer": "muon", "adamw_ratio": 0.5}],
+    ids=["clm", "mlm", "muon"],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], interrupt_after: InterruptAfter
 ) -> None:
@@ -335,6 +339,26 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
         trained(config(out=last_checkpoint(run)))
 
 
+@pytest.mark.parametrize("kinds", [("adamw", "muon"), ("muon", "adamw")])
+def test_a_run_is_not_resumed_with_another_optimizer(config: MakeConfig, kinds: tuple[str, str]) -> None:
+    started, asked = kinds
+    trained(config(optimizer=started, steps=1, **({"adamw_ratio": 0.5} if started == "muon" else {})))
+    with pytest.raises(LineartimeError, match=f"optimizer is {asked}, but the run in .* was started with {started}: leave"):
+        train(out=config().run_directory, resume=True, optimizer=asked)
+
+
+def test_a_run_of_muon_is_repeated_with_adamw_whatever_the_options_of_muon_were(config: MakeConfig) -> None:
+    run = trained(config(optimizer="muon", adamw_ratio=0.5, steps=1))
+    assert train(like=run, optimizer="adamw", out=run.with_name("adamw")).finished
+
+
+def test_a_run_of_muon_records_the_learning_rates_of_both_parts(config: MakeConfig) -> None:
+    run = trained(config(optimizer="muon", adamw_ratio=0.5, learning_rate=0.01, warmup_steps=2, steps=4))
+    rates = [(line["learning_rate"], line["adamw_learning_rate"]) for line in metrics(run) if "loss" in line]
+    assert rates == [pytest.approx(pair) for pair in [(0.005, 0.0025), (0.01, 0.005), (0.01, 0.005), (0.005, 0.0025)]]
+    assert "adamw_learning_rate" not in metrics(trained(config(steps=1, out=run.with_name("adamw"))))[0]
+
+
 def test_a_resumed_run_keeps_its_schedule(config: MakeConfig, interrupt_after: InterruptAfter) -> None:
     whole = trained(config(schedule="cosine", out=config().run_directory.with_name("whole")))
     with interrupt_after(3):
@@ -480,6 +504,10 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"learning_rate": 0.0}, "learning_rate is 0.0, but must be above 0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"beta2": 1.0}, "beta2 is 1.0, but must be at least 0 and below 1"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'adamw', 'muon'"),
+        ({"optimizer": "muon", "momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
+        ({"optimizer": "muon", "adamw_ratio": 0.0}, "adamw_ratio is 0.0, but must be above 0"),
+        ({"adamw_ratio": 0.5}, "is 0.5, but is not used with optimizer='adamw': use optimizer='muon' or adamw_ratio=1.0"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
         ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),

@@ -12,7 +12,9 @@ from lineartime.checkpoint import TrainingState, format, load_tokenizer
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
+from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
+from lineartime.training.optimizers import ModelOptimizer, build_optimizer
 from lineartime.training.saving import CheckpointWriter, restore_moments
 
 MOMENTS = "optimizer/shard-00001-model-00001-of-00001.safetensors"
@@ -23,12 +25,12 @@ def tiny() -> CausalLM:
     return lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8)
 
 
-def one_step(model: CausalLM) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(model.parameters())
+def one_step(model: CausalLM, optimizer: str = "adamw") -> ModelOptimizer:
+    updates = build_optimizer(model, TrainConfig(optimizer=optimizer))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    return optimizer
+    updates.step()
+    return updates
 
 
 def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None = None) -> Path:
@@ -114,26 +116,26 @@ def test_a_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, m
         save(tmp_path, 1)
 
 
-def test_moments_come_back_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     model = tiny()
-    optimizer = one_step(model)
+    optimizer = one_step(model, kind)
     writer = CheckpointWriter(tmp_path, model, optimizer, ByteTokenizer(), World())
-    kept = {p: {name: value.clone() for name, value in optimizer.state[p].items()} for p in model.parameters()}
+    kept = {name: value.clone() for name, value in optimizer.moments().items()}
     writer.begin(TrainingState(1, 0, 1.0, "", {}, {}))
     optimizer.step()  # what happens while it is written must not get into it
     writer.finish()
-    again = torch.optim.AdamW(model.parameters())
-    restore_moments(checkpoints.checkpoint_path(tmp_path, 1), model, again, 1, World())
-    for parameter in model.parameters():
-        assert again.state[parameter].keys() == kept[parameter].keys()
-        for name, value in kept[parameter].items():
-            assert torch.equal(again.state[parameter][name], value)
+    again = build_optimizer(model, TrainConfig(optimizer=kind))
+    assert not again.moments()
+    restore_moments(checkpoints.checkpoint_path(tmp_path, 1), again, 1, World())
+    assert again.moments().keys() == kept.keys()
+    assert all(torch.equal(again.moments()[name], value) for name, value in kept.items())
 
 
 def test_weights_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
     model = tiny()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    writer = CheckpointWriter(tmp_path, model, torch.optim.AdamW(model.parameters()), ByteTokenizer(), World())
+    writer = CheckpointWriter(tmp_path, model, build_optimizer(model, TrainConfig()), ByteTokenizer(), World())
     writer.begin(TrainingState(0, 0, 1.0, "", {}, {}))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -63,7 +63,7 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """
 
     name = "linformer"
-    matrices = ("mix_keys", "mix_values")
+    maps = ("mix_keys", "mix_values")
     why_not_causal = "every landmark mixes all positions, so that each compressed key would contain the future"
 
     def __init__(self, d_model: int, *, n_landmarks: int = 128, max_length: int = 512, **options: Unpack[HeadOptions]) -> None:

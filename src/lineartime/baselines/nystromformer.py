@@ -121,7 +121,7 @@ class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """
 
     name = "nystromformer"
-    matrices = ("kernel",)
+    tables = ("kernel",)
     why_not_causal = "its landmarks are means of segments of the whole sequence, so that each would contain the future"
 
     def __init__(self, d_model: int, *, n_landmarks: int = 64, convolution: int = 33, **options: Unpack[HeadOptions]) -> None:

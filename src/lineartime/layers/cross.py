@@ -75,8 +75,8 @@ class CrossGAU(ResidualLayer):
         self.d_qk = d_qk
         self.expansion = expansion
         self.activation: Activation = activation
-        self.to_gate_query = Dense(d_model, self.d_value + d_qk, **factory(options))
-        self.to_value_key = Dense(d_model, self.d_value + d_qk, **factory(options))
+        self.to_gate_query = Dense(d_model, self.d_value, d_qk, **factory(options))
+        self.to_value_key = Dense(d_model, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
         self.beta = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
         self.init_own()

@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 
 class FactoryOptions(TypedDict, total=False):
@@ -20,7 +21,17 @@ def factory(options: Mapping[str, Any]) -> FactoryOptions:
 
 
 class Dense(nn.Linear):
-    """A linear map whose weights are drawn from N(0, 0.02), with biases 0 (arXiv 2202.10447, appendix B)."""
+    """A linear map whose weights are drawn from N(0, 0.02), with biases 0 (arXiv 2202.10447, appendix B).
+
+    Args:
+        in_features: the width of inputs.
+        *widths: the width of outputs; several for maps that are computed together, one behind the other in the output.
+        **factory: where the parameters are made.
+    """
+
+    def __init__(self, in_features: int, *widths: int, **factory: Unpack[FactoryOptions]) -> None:
+        super().__init__(in_features, sum(widths), **factory)
+        self.widths = widths
 
     def reset_parameters(self) -> None:
         """Draw weights and biases anew."""

@@ -50,7 +50,7 @@ class GLU(ResidualLayer):
         check_positive(expansion=expansion)
         self.expansion = expansion
         hidden = round(expansion * d_model * 2 / 3)
-        self.to_gate_value = Dense(d_model, 2 * hidden, **factory(options))
+        self.to_gate_value = Dense(d_model, hidden, hidden, **factory(options))
         self.to_output = Dense(hidden, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:

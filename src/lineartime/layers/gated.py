@@ -82,7 +82,7 @@ class GatedUnit(Mixer[State]):
         self.normalization: Normalization = normalization
         self.rope = rope
         self.initial_scores: InitialScores = initial_scores
-        self.to_gate_value_base = Dense(d_model, self.d_gate + self.d_value + d_qk, **factory(options))
+        self.to_gate_value_base = Dense(d_model, self.d_gate, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
         self.beta = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
         self.init_own()

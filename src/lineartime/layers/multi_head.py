@@ -51,7 +51,7 @@ class MultiHeadMixer(Mixer[State]):
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
-        self.to_qkv = Dense(d_model, self.n_maps * d_model, **factory(options))
+        self.to_qkv = Dense(d_model, *[d_model] * self.n_maps, **factory(options))
         self.to_output = Dense(d_model, d_model, **factory(options))
 
     @abstractmethod

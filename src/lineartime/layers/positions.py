@@ -87,7 +87,7 @@ class ScaledSin(nn.Module):
 class LearnedPositions(nn.Module):
     """One learned vector for each of `max_positions` positions, as in the first Transformers for masked language models."""
 
-    matrices = ("table",)
+    tables = ("table",)
 
     def __init__(self, max_positions: int, d_model: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()

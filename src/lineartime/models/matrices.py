@@ -1,17 +1,39 @@
-"""Which parameters of a model are matrices: maps of vectors, or tables of vectors. Only these are decayed."""
+"""Which parameters of a model are matrices, and which of these are maps inside its layers.
+
+The shape does not tell: the scales of a gated unit are several vectors in one tensor. A module names matrices of its own in
+class attributes: `maps`, which multiply vectors or sequences, and `tables`, whose rows are vectors by themselves.
+"""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from lineartime.layers.dense import Dense
+from lineartime.layers.residual import ResidualLayer
+
 
 def matrices_of(model: nn.Module) -> Iterator[Tensor]:
-    """The weights of linear maps and embeddings, and the parameters that a module names in a class attribute `matrices`.
-
-    The shape does not tell: the scales of a gated unit are several vectors in one tensor.
-    """
+    """All maps and tables: the weights of linear maps and embeddings, and what modules name. Only these are decayed."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield module.weight
-        for name in getattr(module, "matrices", ()):
+        for name in (*getattr(module, "maps", ()), *getattr(module, "tables", ())):
             yield module.get_parameter(name)
+
+
+def hidden_maps(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """The matrices inside layers that are maps, and so none before or behind the blocks; with the numbers of rows of each map.
+
+    One matrix can hold several maps, such as those to queries, keys and values. Maps of more than two dimensions are left out.
+    """
+    found: dict[Tensor, tuple[int, ...]] = {}
+    for layer in model.modules():
+        if not isinstance(layer, ResidualLayer):
+            continue
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                found[module.weight] = module.widths if isinstance(module, Dense) else (module.out_features,)
+            for name in getattr(module, "maps", ()):
+                parameter = module.get_parameter(name)
+                found[parameter] = (len(parameter),)
+    return {parameter: rows for parameter, rows in found.items() if parameter.dim() == 2}

@@ -27,7 +27,7 @@ class StepMetrics:
 
     Attributes:
         loss: in nats per token; this and the norm may be infinite or NaN.
-        learning_rate: of this step.
+        learning_rates: of this step, by their names in metrics.jsonl.
         gradient_norm: before clipping.
         tokens: in this step, over all processes.
         waiting: seconds of the step spent waiting for data.
@@ -35,7 +35,7 @@ class StepMetrics:
     """
 
     loss: float
-    learning_rate: float
+    learning_rates: Mapping[str, float]
     gradient_norm: float
     tokens: int
     waiting: float
@@ -136,7 +136,7 @@ class Reporter(NullReporter):
         self._record(
             step,
             loss=metrics.loss,
-            learning_rate=metrics.learning_rate,
+            **metrics.learning_rates,
             gradient_norm=metrics.gradient_norm,
             tokens_per_second=metrics.tokens / duration,
             waiting=min(metrics.waiting / duration, 1.0),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
     from lineartime.models import ModelConfig
 
 RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
+OptimizerName = Literal["adamw", "muon"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -54,8 +55,14 @@ class TrainConfig:
     """Tokens in each optimiser step, over all processes and micro-batches; the default is one batch per process."""
     steps: int = 600
     """Optimiser steps of the whole run."""
+    optimizer: OptimizerName = "adamw"
+    """adamw, or muon: Muon for the maps inside layers, and AdamW for embeddings, vectors and the rest. See docs/training.md."""
     learning_rate: float = 3e-3
     """Peak learning rate, at the end of the warm-up."""
+    adamw_ratio: float = 1.0
+    """Muon: the learning rate of what AdamW updates, as a share of the learning rate of the maps."""
+    momentum: float = 0.95
+    """Muon: decay of the running mean of gradients (Nesterov's momentum)."""
     schedule: Literal["linear", "cosine"] = "linear"
     """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
     warmup_steps: int | None = None
@@ -67,7 +74,7 @@ class TrainConfig:
     epsilon: float = 1e-6
     """AdamW: small number added to the denominator."""
     weight_decay: float = 0.01
-    """AdamW: decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
+    """Decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"
@@ -164,6 +171,12 @@ class TrainConfig:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
             found = f"is {self.warmup_steps}{source}, but must be below "
             raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
+        if self.optimizer == "adamw" and not self.resume and self.like is None:  # from another run, they may mean nothing here
+            for name in ("adamw_ratio", "momentum"):
+                value, usual = getattr(self, name), getattr(TrainConfig, name)
+                if value != usual:
+                    use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
+                    raise ArgumentError(name, f"is {value}, but is not used with ", Argument("optimizer", "adamw"), *use)
         if self.clips_locally and self.parallel == "fsdp":
             argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
             raise ArgumentError(
@@ -184,13 +197,13 @@ class TrainConfig:
         positive = "context_length batch_size steps eval_every eval_windows lanes context_parallel max_skipped"
         for name in positive.split():
             yield name, getattr(self, name) >= 1, "at least 1"
-        for name in ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "clip_norm", "timeout"):
+        for name in ("learning_rate", "adamw_ratio", "beta1", "beta2", "epsilon", "weight_decay", "clip_norm", "timeout"):
             yield name, math.isfinite(getattr(self, name)), "a finite number"
         for name in ("warmup_steps", "weight_decay", "clip_norm", "seed"):
             yield name, (getattr(self, name) or 0) >= 0, "at least 0"
-        for name in ("beta1", "beta2"):
+        for name in ("momentum", "beta1", "beta2"):
             yield name, 0 <= getattr(self, name) < 1, "at least 0 and below 1"
-        for name in ("learning_rate", "epsilon", "timeout"):
+        for name in ("learning_rate", "adamw_ratio", "epsilon", "timeout"):
             yield name, getattr(self, name) > 0, "above 0"
         yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
         yield "seed", self.seed < 2**63, "below 2^63"

@@ -24,12 +24,13 @@ from lineartime.training.contention import Contention
 from lineartime.training.distributed import World, join_world, local_rank, started_again
 from lineartime.training.folder import check_shared, claimed, starting_point
 from lineartime.training.interrupts import Stop, interrupts
+from lineartime.training.optimizers import build_optimizer, learning_rate
 from lineartime.training.parallel import parallelize
 from lineartime.training.result import TrainingResult
 from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.setup import Setup, set_up
-from lineartime.training.step import build_optimizer, compute_gradient, learning_rate
+from lineartime.training.step import compute_gradient
 from lineartime.training.validation import Validation
 
 
@@ -131,9 +132,9 @@ class Trainer:
             self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
-        self.notes = [*notes, *self.text.splits, setup.summary(world)]
+        self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
-            restore_moments(start, self.model, self.optimizer, self.step - self.skipped, world)
+            restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
         if self.text.is_lossy:
             self.notes.append(
@@ -207,18 +208,17 @@ class Trainer:
         )
         if failed:
             self.writer.finish()  # raises the error
-        loss, norm, rate = loss_sum / gradient.targets, norm_sum / self.world.size, learning_rate(self.step, self.config)
+        loss, norm = loss_sum / gradient.targets, norm_sum / self.world.size
+        rates = self.optimizer.set_learning_rate(learning_rate(self.step, self.config))
         self.step += 1
         self._validation_loss = None
         if infinite:
             self._skip(loss, report)
         else:
             self._skipped_in_a_row = 0
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        report.step(self.step, StepMetrics(loss, rate, norm, self.setup.tokens_per_step, waiting, self.skipped))
+        report.step(self.step, StepMetrics(loss, rates, norm, self.setup.tokens_per_step, waiting, self.skipped))
         return stopped > 0
 
     def _skip(self, loss: float, report: NullReporter) -> None:

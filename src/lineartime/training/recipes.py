@@ -14,6 +14,7 @@ _SHARED: dict[str, Any] = {
     "tokens_per_batch": 2**18,
     "steps": 125_000,
     "warmup_steps": 10_000,
+    "optimizer": "adamw",
     "learning_rate": 7e-4,
     "beta1": 0.9,
     "beta2": 0.999,

@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
@@ -26,8 +25,7 @@ from lineartime.errors import Argument, reporting
 from lineartime.files import synchronise
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from lineartime.training.optimizers import ModelOptimizer
 
 
 class CheckpointWriter:
@@ -36,9 +34,7 @@ class CheckpointWriter:
     Every process of the run has a writer; all call `begin` and `finish` together.
     """
 
-    def __init__(
-        self, run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, world: World
-    ) -> None:
+    def __init__(self, run: Path, model: LanguageModel, optimizer: ModelOptimizer, tokenizer: Tokenizer, world: World) -> None:
         self._run = run
         self._model = model
         self._optimizer = optimizer
@@ -94,7 +90,7 @@ class CheckpointWriter:
         return reporting("write", f"the checkpoint {target}", *then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
-        moments = _moments(self._model, self._optimizer.state)
+        moments = self._optimizer.moments()
         if not moments:  # before the first step
             return None
         dcp = _engine()
@@ -122,19 +118,15 @@ class CheckpointWriter:
             prune(self._run)
 
 
-def restore_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: World) -> None:
+def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, world: World) -> None:
     """Load the moments in a checkpoint into an optimiser that has taken `step` steps, each process its part."""
     folder = checkpoint / OPTIMIZER_FOLDER
     if not folder.is_dir():  # written before the first step
         return
     dcp = _engine()
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), device=parameter.device),
-            **{name: torch.zeros_like(parameter) for name in _MOMENTS},
-        }
+    optimizer.start_at(step)
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    dcp.load(_moments(model, optimizer.state), storage_reader=reader, no_dist=world.size == 1)
+    dcp.load(optimizer.moments(), storage_reader=reader, no_dist=world.size == 1)
 
 
 def _engine() -> Any:
@@ -143,16 +135,6 @@ def _engine() -> Any:
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     return dcp
-
-
-def _moments(model: nn.Module, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The optimiser's moments by the name of their parameter."""
-    return {
-        f"{moment}.{name}": state[parameter][moment]
-        for name, parameter in model.named_parameters()
-        for moment in _MOMENTS
-        if moment in state.get(parameter, {})
-    }
 
 
 def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

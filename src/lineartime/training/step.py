@@ -1,4 +1,4 @@
-"""One step of the optimiser: AdamW, its learning rate, and the gradient of all micro-batches."""
+"""The gradient of a step, over all its micro-batches and processes."""
 
 import math
 from collections.abc import Sequence
@@ -6,52 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from lineartime.data import Batch
 from lineartime.machine import autocast
-from lineartime.models.matrices import matrices_of
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Parallel, part_of
-
-COSINE_FLOOR = 0.1
-"""Where a cosine schedule ends, as a share of the peak learning rate."""
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays only the matrices of a model."""
-    matrices = {id(parameter) for parameter in matrices_of(model)}
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=all(p.device.type != "mps" for p in parameters),  # whose fused kernels are untested
-    )
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step, counted from 0: a linear warm-up over W of S steps to the peak P, then the schedule.
-
-    With x = (step - W) / (S - W), from 0 after the warm-up to 1 just after the last step,
-
-        linear: P (1 - x)
-        cosine: F + (P - F) (1 + cos(pi x)) / 2, where the floor F is P / 10
-    """
-    warmup = config.steps // 10 if config.warmup_steps is None else config.warmup_steps
-    peak = config.learning_rate
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.schedule == "linear":
-        return peak * (config.steps - step) / max(1, config.steps - warmup)
-    floor = COSINE_FLOOR * peak
-    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup))) / 2
 
 
 @dataclass(frozen=True)

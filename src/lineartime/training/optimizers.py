@@ -1,0 +1,150 @@
+"""The optimiser of a run: AdamW, or Muon for the maps inside layers and AdamW for all else; and its learning rate."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.models.matrices import hidden_maps, matrices_of
+from lineartime.training.config import TrainConfig
+from lineartime.training.muon import Muon
+
+COSINE_FLOOR = 0.1
+"""Where a cosine schedule ends, as a share of the peak learning rate."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optimiser for some of a model's parameters.
+
+    Attributes:
+        name: of its kind, as users know it.
+        rate_name: of its learning rate in metrics.jsonl.
+        ratio: its learning rate, as a share of the run's.
+        optimizer: that updates them.
+        moments: the tensors like a parameter that it keeps for each.
+    """
+
+    name: str
+    rate_name: str
+    ratio: float
+    optimizer: torch.optim.Optimizer
+    moments: tuple[str, ...]
+
+
+class ModelOptimizer:
+    """Updates all parameters of a model, each by one of its parts."""
+
+    def __init__(self, model: nn.Module, *parts: Part) -> None:
+        self._model = model
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, as in `torch.optim`."""
+        return [group for part in self._parts for group in part.optimizer.param_groups]
+
+    def set_learning_rate(self, rate: float) -> dict[str, float]:
+        """Set the learning rates of the next step, given that of the run; return them by their names in metrics.jsonl."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["lr"] = part.ratio * rate
+        return {part.rate_name: part.ratio * rate for part in self._parts}
+
+    def step(self) -> None:
+        """Update the parameters by their gradients."""
+        for part in self._parts:
+            part.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for part in self._parts:
+            part.optimizer.zero_grad()
+
+    def moments(self) -> dict[str, Tensor]:
+        """The running means that it keeps, by name; all of them, if it has taken a step."""
+        return {
+            f"{moment}.{name}": state[moment]
+            for part, name, parameter in self._named()
+            for state in [part.optimizer.state.get(parameter, {})]
+            for moment in part.moments
+            if moment in state
+        }
+
+    def start_at(self, step: int) -> None:
+        """Be as after so many steps, with moments of zero, into which those of a checkpoint can be loaded."""
+        for part, _, parameter in self._named():
+            state = part.optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in part.moments}
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                state["step"] = torch.tensor(float(step), device=parameter.device)
+
+    def summary(self, config: TrainConfig) -> str:
+        """What each part updates, and at which learning rates, in one line."""
+        texts = []
+        for part in self._parts:
+            count = sum(parameter.numel() for group in part.optimizer.param_groups for parameter in group["params"])
+            texts.append(f"{part.name}: {count:,} parameters, peak learning rate {part.ratio * config.learning_rate:g}")
+        end = "zero" if config.schedule == "linear" else "a tenth of the peak"
+        return f"{'; '.join(texts)}; {config.schedule} schedule to {end}, warm-up steps: {warmup_steps(config):,}"
+
+    def _named(self) -> Iterator[tuple[Part, str, nn.Parameter]]:
+        """Each parameter with its part and its name in the model."""
+        owners = {p: part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            yield owners[parameter], name, parameter
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
+    """The optimiser that the options describe; it decays only the matrices of a model."""
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "adamw":
+        return ModelOptimizer(model, _adamw(model, list(model.parameters()), config, "learning_rate", 1.0))
+    maps = hidden_maps(model)
+    muon = Muon(maps, lr=rate, momentum=config.momentum, weight_decay=decay, bf16=config.precision == "bf16")
+    others = [parameter for parameter in model.parameters() if parameter not in maps]
+    return ModelOptimizer(
+        model,
+        Part("Muon", "learning_rate", 1.0, muon, ("momentum_buffer",)),
+        _adamw(model, others, config, "adamw_learning_rate", config.adamw_ratio),
+    )
+
+
+def _adamw(model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig, rate_name: str, ratio: float) -> Part:
+    """AdamW for some parameters of a model, in two groups: matrices, and the rest."""
+    matrices = {id(parameter) for parameter in matrices_of(model)}
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
+        ],
+        lr=ratio * config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=all(p.device.type != "mps" for p in parameters),  # whose fused kernels are untested
+    )
+    return Part("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))
+
+
+def warmup_steps(config: TrainConfig) -> int:
+    """The steps over which the learning rate rises."""
+    return config.steps // 10 if config.warmup_steps is None else config.warmup_steps
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step, counted from 0: a linear warm-up over W of S steps to the peak P, then the schedule.
+
+    With x = (step - W) / (S - W), from 0 after the warm-up to 1 just after the last step,
+
+        linear: P (1 - x)
+        cosine: F + (P - F) (1 + cos(pi x)) / 2, where the floor F is P / 10
+    """
+    warmup, peak = warmup_steps(config), config.learning_rate
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "linear":
+        return peak * (config.steps - step) / max(1, config.steps - warmup)
+    floor = COSINE_FLOOR * peak
+    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup))) / 2
