@@ -13,7 +13,7 @@ from lineartime.layers.gated import HasBackends
 from lineartime.layers.residual import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.mixed_chunk import attend_projected, stream
+from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
 
@@ -32,6 +32,7 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
 
     name = "flash"
     splits_context = True
+    reads_prefix = True
 
     def plan(self) -> LayoutPlan:
         """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""
@@ -42,7 +43,11 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
         """All between the two dense maps as one operation."""
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
         if torch.compiler.is_exporting() and layout.context is None:
-            return exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+            attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+            both_ways = self.options.both_ways
+            return layout.with_prefix(
+                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.rope, self.backend)
+            )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 
     def init_state(self, batch_size: int) -> MixedChunkState:
@@ -52,6 +57,10 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend with a state of constant size, and the state N tokens later."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
+
+    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Every prefix by itself: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
+        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways)
 
     def join_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions; ValueError unless the layer is causal."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.operator import under_transform
 
 
@@ -23,6 +24,12 @@ def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
     """Raise ValueError unless `bias` is None or [size, size]."""
     if bias is not None and bias.shape != (size, size):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")
+
+
+def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
+    """Raise ArgumentError for prefixes of an attention that reads everything in both directions anyway."""
+    if prefix_lengths is not None and not causal:
+        raise ArgumentError("prefix_lengths", "is given, but only causal attention has prefixes: use causal=True.")
 
 
 def is_readable(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.checks import is_readable
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
@@ -47,6 +48,8 @@ class Layout(NamedTuple):
             chunks.
         chunks: the documents cut into chunks; None for a mixer that reads whole rows.
         context: the processes that hold every sequence together; None where this process holds whole sequences.
+        prefix: the layout of the prefixes alone, whose mask is True for their tokens (None where all tokens are a prefix); None
+            for a batch without prefixes.
         plan: what it was made for; a mixer with another plan cannot use it.
     """
 
@@ -60,7 +63,23 @@ class Layout(NamedTuple):
     rows: Slots | None = None
     chunks: Chunks | None = None
     context: ContextGroup | None = None
+    prefix: "Layout | None" = None
     plan: "LayoutPlan | None" = None
+
+    def with_prefix(self, causal: Tensor, attend: "Callable[[Layout], Tensor]") -> Tensor:
+        """Let every prefix token read its whole prefix.
+
+        Args:
+            causal: outputs of a causal attention over everything, [B, T, e].
+            attend: the same attention, looking both ways, over the tokens of a layout; it is given that of the prefixes alone.
+
+        Returns:
+            [B, T, e], the outputs of `attend` at the tokens of prefixes, and the causal ones at all others.
+        """
+        if self.prefix is None:
+            return causal
+        both_ways, mask = attend(self.prefix), self.prefix.mask
+        return both_ways if mask is None else torch.where(mask[..., None], both_ways, causal)
 
     def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply an attention to every document as a row of its own: [B, T, f] each -> [B, T, e].
@@ -112,6 +131,7 @@ def make_layout(
     shape: tuple[int, ...],
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     *,
     device: torch.device,
     plan: LayoutPlan = NO_PLAN,
@@ -119,29 +139,31 @@ def make_layout(
 ) -> Layout:
     """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
 
-    With `cu_seqlens`, and with a mask for a mixer that reads whole rows, it copies the lengths of the documents to the host.
-    Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
+    With `cu_seqlens`, and with a mask or prefixes for a mixer that reads whole rows, it copies the lengths of the documents to
+    the host. Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
 
     Args:
         shape: [B, T, ...] of the tokens.
         mask: bool or 0 and 1, [B, T], True for real tokens.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`: how many of the first real tokens of each row, or of each document,
+            are its prefix.
         device: of the tokens.
         plan: what the mixer needs.
         context: the processes that hold every sequence together.
 
     Raises:
-        ArgumentError: if `mask` or `cu_seqlens` do not fit the tokens, or are given with a `context`.
+        ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
     mask = as_mask("mask", mask, batch, length)
     lengths = check_documents(shape, cu_seqlens)
-    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
+    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens), ("prefix_lengths", prefix_lengths)):
         if context is not None and value is not None:
             raise ArgumentError(
                 name,
-                "is given, but sequences that are split over processes can have neither padding nor document "
-                f"boundaries: give every process slices of whole sequences, without {name}.",
+                "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
+                f"prefixes: give every process slices of whole sequences, without {name}.",
             )
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
@@ -158,7 +180,33 @@ def make_layout(
     elif mask is not None or document is not None:
         n_places = _longest_row(length, lengths, layout, plan.longest)
         layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
-    return _with_rotations(layout, plan, plan.bias_places or n_places, device)
+    layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
+    if prefix_lengths is not None:
+        prefix = _prefix_tokens(batch, prefix_lengths, layout)
+        layout = layout._replace(prefix=make_layout(shape, prefix, cu_seqlens, device=device, plan=plan))
+    return layout
+
+
+def _prefix_tokens(batch: int, prefix_lengths: Tensor, layout: Layout) -> Tensor:
+    """Which tokens are in a prefix, bool [B, T]; ArgumentError for lengths that do not fit the documents."""
+    positions, starts = layout.positions, layout.document_starts
+    n_documents, size = (batch, "[B]") if starts is None else (starts.shape[0] - 1, "[D]")
+    if not isinstance(prefix_lengths, Tensor):
+        raise ArgumentError("prefix_lengths", f"is a {type(prefix_lengths).__name__}, but must be a tensor.")
+    if prefix_lengths.shape != (n_documents,) or not _is_whole(prefix_lengths):
+        found = f"has shape {list(prefix_lengths.shape)} and dtype {prefix_lengths.dtype}"
+        raise ArgumentError("prefix_lengths", f"{found}, but must be whole numbers {size} = [{n_documents}].")
+    lengths = prefix_lengths.to(positions.device, torch.long)
+    real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if layout.mask is None else layout.mask
+    if starts is None:
+        available, limit = real.sum(1), lengths[:, None]
+    else:
+        available, limit = F.pad(real[0].cumsum(0), (1, 0))[starts].diff(), lengths[layout.document]
+    given = f"is {_shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
+    where = "row" if starts is None else "document"
+    predicate = f"{given}must be from 0 to the number of real tokens of its {where}."
+    _require((lengths >= 0) & (lengths <= available), "prefix_lengths", predicate)
+    return (positions < limit) & real
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
@@ -170,6 +218,12 @@ def stream_layout(position: int, count: int, *, device: torch.device, plan: Layo
     """The layout of the next `count` tokens of streams that have read `position` tokens."""
     layout = Layout(None, torch.arange(position, position + count, device=device))
     return _with_rotations(layout, plan, plan.bias_places or position + count, device)
+
+
+def prefix_layout(shape: tuple[int, ...], *, device: torch.device, plan: LayoutPlan = NO_PLAN) -> Layout:
+    """The layout of the first tokens [B, N, ...] of streams, all of them the prefix of their stream."""
+    layout = make_layout(shape, device=device, plan=plan)
+    return layout._replace(prefix=layout)
 
 
 def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
@@ -190,6 +244,8 @@ def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: tor
 def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype) -> Layout:
     """The layout with the rotations of vectors of that width by `positions`, int [T] or [B, T]."""
     rotations = rotary_table(positions, width // 2, dtype)
+    if layout.prefix is not None:
+        layout = layout._replace(prefix=rotated_by(layout.prefix, positions, width, dtype))
     chunks = layout.chunks
     if chunks is None:
         return layout._replace(rotations=rotations)
