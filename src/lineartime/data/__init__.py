@@ -1,6 +1,15 @@
 """From text to batches: corpora, tokenizers, token files, windows, loaders."""
 
-from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window, spread_windows
+from lineartime.data.batches import (
+    Batch,
+    causal_batch,
+    half_prefix_lengths,
+    masked_batch,
+    packed_batch,
+    prefix_batch,
+    read_window,
+    spread_windows,
+)
 from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, no_text, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
@@ -27,6 +36,7 @@ __all__ = [
     "causal_batch",
     "default_cache",
     "describe_splits",
+    "half_prefix_lengths",
     "load_corpus",
     "local_text",
     "masked_batch",
@@ -35,6 +45,7 @@ __all__ = [
     "names_tokenizer",
     "no_text",
     "packed_batch",
+    "prefix_batch",
     "read_tokenizer",
     "read_window",
     "spread_windows",

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops.cache import KVCache
 from lineartime.ops.operator import under_transform
 from lineartime.ops.precision import autocast_dtype
 
 
-class Attention(MultiHeadMixer[KVCache]):
+class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache]):
     """Softmax multi-head self-attention.
 
     Pre-norm and residual are inside: [B, T, d] -> [B, T, d]. Options are those of `MultiHeadMixer`.
@@ -26,7 +27,6 @@ class Attention(MultiHeadMixer[KVCache]):
     """
 
     name = "attention"
-    reads_prefix = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""

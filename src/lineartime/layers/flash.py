@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.residual import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -18,7 +19,12 @@ from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
 
 
-class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedChunkStreams], HasBackends):
+class FLASH(
+    ChunkedUnit[MixedChunkState],
+    PrefixMixer[MixedChunkState],
+    SteppingMixer[MixedChunkState, MixedChunkStreams],
+    HasBackends,
+):
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
     Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
@@ -32,7 +38,6 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
 
     name = "flash"
     splits_context = True
-    reads_prefix = True
 
     def plan(self) -> LayoutPlan:
         """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""

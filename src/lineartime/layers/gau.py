@@ -16,6 +16,7 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops import exported
 from lineartime.ops.cache import KVCache
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -29,7 +30,7 @@ PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
 
 
-class GAU(GatedUnit[KVCache], HasBackends):
+class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     """Gated attention unit: one layer that replaces attention and feed-forward, quadratic in T.
 
     Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
@@ -46,7 +47,6 @@ class GAU(GatedUnit[KVCache], HasBackends):
     """
 
     name = "gau"
-    reads_prefix = True
 
     def __init__(
         self, d_model: int, *, relative_bias: bool = True, max_length: int | None = None, **options: Unpack[GatedOptions]

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import RaggedState, check_state, extend_ragged
+from lineartime.layers.streams import JoinedStreams, RaggedState, StreamState, check_state, extend_ragged
 from lineartime.ops.layout import (
     ContextGroup,
     Layout,
@@ -102,25 +102,6 @@ class ResidualLayer(nn.Module):
             raise ArgumentError("x", f"has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
 
 
-class StreamState(Protocol):
-    """What a causal mixer remembers of streams: a NamedTuple whose first field is a tensor [B, ...]."""
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-
-    def __getitem__(self, index: SupportsIndex, /) -> Any:
-        """A field."""
-
-
-class JoinedStreams(Protocol):
-    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
-
-    @property
-    def position(self) -> Tensor:
-        """int64 [B], the number of tokens that each stream has read."""
-
-
 State = TypeVar("State", bound=StreamState)
 Streams = TypeVar("Streams", bound=JoinedStreams)
 
@@ -129,8 +110,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Base of the layers that move information between tokens: the contract they share.
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
-    then y, state = mixer.extend(x, state) for any number of new tokens. One that `reads_prefix` takes `prefix_lengths` too, and
-    begins streams with y, state = mixer.read_prefix(x).
+    then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
     Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
     `stream_layout` and `read_next`. A subclass supplies `mix`, `mix_next`, `init_state` and, if it uses more of a layout than
@@ -260,31 +240,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         if mask is None and not isinstance(state, RaggedState):
             return self._extend_together(x, state)
         return extend_ragged(self._extend_together, x, state, mask)
-
-    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, State | RaggedState]:
-        """Begin streams with tokens that read each other in both directions; `extend` continues them causally.
-
-        Outputs are those of `forward` with these tokens as prefixes. The state is the one that `extend` has after them.
-
-        Args:
-            x: [B, N, d].
-            mask: bool or 0 and 1, [B, N], True for real tokens: prefixes of different lengths are padded on the left.
-
-        Returns:
-            [B, N, d], with zeros at padding, and the state: a `RaggedState` where prefixes have different lengths.
-
-        Raises:
-            LineartimeError: unless the mixer is causal and can read a prefix, and shapes fit.
-        """
-        self.check_prefix()
-        self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
-
-        def begin(x: Tensor, state: State) -> tuple[Tensor, State]:
-            return self.mix_next(x, state, self.prefix_layout(x.shape, x.device))
-
-        state = self.init_state(x.shape[0])
-        return begin(x, state) if mask is None else extend_ragged(begin, x, state, mask)
 
     def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
         """The layout of the first tokens [B, N, ...] of streams, all of them prefix; LineartimeError if it can read none."""

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import is_readable
+from lineartime.ops.checks import is_whole, require, shortened
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
+from lineartime.ops.prefix import prefix_tokens
 
 
 class ContextGroup(NamedTuple):
@@ -182,31 +183,9 @@ def make_layout(
         layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
     layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
     if prefix_lengths is not None:
-        prefix = _prefix_tokens(batch, prefix_lengths, layout)
+        prefix = prefix_tokens(prefix_lengths, batch, layout.positions, layout.mask, document, starts)
         layout = layout._replace(prefix=make_layout(shape, prefix, cu_seqlens, device=device, plan=plan))
     return layout
-
-
-def _prefix_tokens(batch: int, prefix_lengths: Tensor, layout: Layout) -> Tensor:
-    """Which tokens are in a prefix, bool [B, T]; ArgumentError for lengths that do not fit the documents."""
-    positions, starts = layout.positions, layout.document_starts
-    n_documents, size = (batch, "[B]") if starts is None else (starts.shape[0] - 1, "[D]")
-    if not isinstance(prefix_lengths, Tensor):
-        raise ArgumentError("prefix_lengths", f"is a {type(prefix_lengths).__name__}, but must be a tensor.")
-    if prefix_lengths.shape != (n_documents,) or not _is_whole(prefix_lengths):
-        found = f"has shape {list(prefix_lengths.shape)} and dtype {prefix_lengths.dtype}"
-        raise ArgumentError("prefix_lengths", f"{found}, but must be whole numbers {size} = [{n_documents}].")
-    lengths = prefix_lengths.to(positions.device, torch.long)
-    real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if layout.mask is None else layout.mask
-    if starts is None:
-        available, limit = real.sum(1), lengths[:, None]
-    else:
-        available, limit = F.pad(real[0].cumsum(0), (1, 0))[starts].diff(), lengths[layout.document]
-    given = f"is {_shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
-    where = "row" if starts is None else "document"
-    predicate = f"{given}must be from 0 to the number of real tokens of its {where}."
-    _require((lengths >= 0) & (lengths <= available), "prefix_lengths", predicate)
-    return (positions < limit) & real
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
@@ -272,7 +251,7 @@ def _longest_row(length: int, lengths: list[int] | None, layout: Layout, limit: 
         if limit is None or length <= limit:
             return length
         real = real_tokens if mask is None else real_tokens * mask
-        _require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
+        require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
         return limit
     if mask is not None and mask.numel():
         return int((real_tokens * mask).max())
@@ -338,7 +317,7 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         raise ArgumentError("cu_seqlens", f"is a {type(cu_seqlens).__name__}, but must be a tensor.")
     if batch != 1:
         raise ArgumentError("cu_seqlens", f"packs documents into one row, but the batch has {batch} rows: use [1, total].")
-    if cu_seqlens.dim() != 1 or not _is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
+    if cu_seqlens.dim() != 1 or not is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
         raise ArgumentError(
             "cu_seqlens",
             f"has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, but must be one-dimensional whole numbers [0, "
@@ -346,11 +325,11 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         )
     if torch.compiler.is_compiling():
         rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        _require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
+        require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
         return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-        raise ArgumentError("cu_seqlens", f"is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+        raise ArgumentError("cu_seqlens", f"is {shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
     return [stop - start for start, stop in pairwise(ends)]
 
 
@@ -365,27 +344,7 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> Tens
     if mask.dtype == torch.bool:
         return mask
     allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
-    if not _is_whole(mask):
+    if not is_whole(mask):
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
-    _require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
+    require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
     return mask != 0
-
-
-def _is_whole(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _require(condition: Tensor, argument: str, predicate: str) -> None:
-    """Raise ArgumentError unless the condition, bool, holds everywhere.
-
-    On a GPU, and in compiled code, the device itself stops with this message: looking at values here would make the host wait.
-    Under a transform of torch.func, where nobody may look at values, it checks nothing.
-    """
-    if condition.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), f"{argument} {predicate}")
-    elif condition.device.type != "meta" and not under_transform() and not condition.all():
-        raise ArgumentError(argument, predicate)
-
-
-def _shortened(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.checks import check_bias, check_prefix
+from lineartime.ops.checks import check_bias
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
 from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_projected
 from lineartime.ops.precision import acc_dtype, matmul_dtype
+from lineartime.ops.prefix import check_prefix
 
 Inputs = TypeVar("Inputs", Heads, Projected)
 _Form = Callable[[Heads, Tensor | None, Layout, MixedChunkOptions], Tensor]

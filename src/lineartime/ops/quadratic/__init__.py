@@ -23,11 +23,12 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.checks import check_prefix, check_queries_keys_values
+from lineartime.ops.checks import check_queries_keys_values
 from lineartime.ops.chunks import Slots
 from lineartime.ops.layout import as_mask, make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
+from lineartime.ops.prefix import check_prefix
 from lineartime.ops.quadratic import blocked, reference, tiled, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
