@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineartime.choices import Task
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.ops.cross_entropy import IGNORED
@@ -117,6 +118,16 @@ def drawn_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tenso
     return (chance[starts] * lengths).long()
 
 
-def half_prefix_lengths(batch: Batch) -> Tensor:
-    """Half of each row: the prefixes with which prefix language models are measured."""
-    return batch.lengths() // 2
+def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int]) -> Batch:
+    """The batch with which a model is measured: as in training, but the same masks every time, and half of a row as its prefix.
+
+    Args:
+        task: the model's.
+        windows: int64 [B, T + 1].
+        tokenizer: the one that made the windows.
+        numbers: the number of each window, on which its masks depend, and on nothing else.
+    """
+    if task == "mlm":
+        return masked_batch(windows, tokenizer, [(0, number) for number in numbers])
+    batch = causal_batch(windows)
+    return prefix_batch(batch, batch.lengths() // 2) if task == "prefix-lm" else batch

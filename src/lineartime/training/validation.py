@@ -6,15 +6,7 @@ Shapes: B batch, T tokens of context.
 import torch
 from torch import nn
 
-from lineartime.data import (
-    Batch,
-    causal_batch,
-    half_prefix_lengths,
-    masked_batch,
-    prefix_batch,
-    read_window,
-    spread_windows,
-)
+from lineartime.data import Batch, measured_batch, read_window, spread_windows
 from lineartime.errors import Argument, LineartimeError
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
@@ -85,7 +77,4 @@ class Validation:
         setup = self._setup
         text, length = setup.text.validation, self._length + 1
         windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])
-        if setup.config.task == "mlm":
-            return masked_batch(windows, setup.tokenizer, [(0, index) for index in indices])
-        batch = causal_batch(windows)
-        return prefix_batch(batch, half_prefix_lengths(batch)) if setup.config.task == "prefix-lm" else batch
+        return measured_batch(setup.config.task, windows, setup.tokenizer, indices)
