@@ -222,3 +222,23 @@ def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.Monkey
     monkeypatch.setattr(generation, "prefill", lambda model, prompt: read.append(prompt) or prefill(model, prompt))
     generate_batch(model, [[1, 2], [3], [1, 2]], 2, Sampling(seed=0))
     assert read == [(1, 2), (3,)]
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_a_prefix_model_reads_its_prompt_in_both_directions(preset: str) -> None:
+    size = {"n_heads": 2} if preset.startswith("transformer") else {"d_qk": 8}
+    model = lineartime.build(preset, "prefix-lm", d_model=16, n_blocks=2, vocab_size=40, **size).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (1, 11, 140)]  # 140: more than a chunk
+    written = [list(generate(model, prompt, 8, GREEDY)) for prompt in prompts]
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = list(prompt)
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]), prefix_lengths=torch.tensor([len(prompt)]))[0, -1].argmax()))
+        assert text == ids[len(prompt) :]
+    if model.can_step:
+        assert generate_batch(model, prompts, 8, GREEDY) == written
+    logits, state = model.read_prefix(torch.tensor([prompts[1]]))
+    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
+    assert state[0].position == 11

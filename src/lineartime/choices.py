@@ -4,7 +4,7 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16"]
-Task = Literal["clm", "mlm"]
+Task = Literal["clm", "mlm", "prefix-lm"]
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried"]

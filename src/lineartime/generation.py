@@ -22,7 +22,7 @@ Ids = Iterable[int] | Tensor
 """Token ids: any sequence of whole numbers, a numpy array [N], or a tensor [N]."""
 
 PREFILL = 1024
-"""Tokens of a prompt that a model reads at a time."""
+"""Tokens of a prompt that a causal model reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def generate(
     """Continue a prompt, and yield each token as soon as it is drawn.
 
     Args:
-        model: a causal language model, in evaluation mode.
+        model: a causal language model, in evaluation mode; one of task "prefix-lm" reads the prompt as its prefix.
         prompt: token ids, at least one: a sequence, a numpy array [N] or a tensor [N].
         max_tokens: the largest number of tokens to draw.
         sampling: how to draw them; the default is `Sampling()`.
@@ -244,7 +244,13 @@ def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callab
 
 
 def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
-    """Read the beginning of streams, ids [B, N], `PREFILL` tokens at a time: the last logits [B, V], and the state."""
+    """Read the beginning of streams, ids [B, N]: the last logits [B, V], and the state.
+
+    A model of task "prefix-lm" reads them as a prefix, all at once, and others `PREFILL` tokens at a time.
+    """
+    if model.config.task == "prefix-lm":
+        hidden, state = model.backbone.read_prefix(ids)
+        return model.logits(hidden[:, -1]), state
     state = model.init_state(ids.shape[0])
     for piece in ids.split(PREFILL, dim=1):
         hidden, state = model.backbone.extend(piece, state)

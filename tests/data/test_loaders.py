@@ -75,7 +75,7 @@ def test_inputs_and_targets_are_neighbours() -> None:
     ranks=st.sampled_from([1, 2, 4]),
     at_once=st.sampled_from([1, 2]),
     done=st.integers(0, 12),
-    task=st.sampled_from(["clm", "mlm"]),
+    task=st.sampled_from(["clm", "mlm", "prefix-lm"]),
     packed=st.booleans(),
 )
 def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(

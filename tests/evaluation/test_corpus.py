@@ -68,6 +68,7 @@ def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run:
 def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
     model, text = lineartime.load(run), str(run.parent / "text.txt")
     masked = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1)
+    prefix = lineartime.build("flash-tiny", "prefix-lm", d_model=16, n_blocks=1).eval()
     given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache"}
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (model, {"data": text}, "tokenizer is of type NoneType, but must be the tokenizer of the model"),
@@ -88,6 +89,11 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
             masked,
             {"data": text, "tokenizer": TOKENIZER, "context": "carried"},
             "context is carried, which needs a causal",
+        ),
+        (
+            prefix,
+            {"data": text, "tokenizer": TOKENIZER, "context": "carried"},
+            "context is carried, but this model was trained to read a prefix",
         ),
         (3, {}, "model is of type int, but must be a language model"),
     ]

@@ -127,6 +127,26 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
 
 
+def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(model: CausalLM) -> None:
+    prefix = lineartime.build(model.config, "prefix-lm").eval()
+    prefix.load_state_dict(model.state_dict())
+    assert isinstance(prefix, CausalLM)
+    source = stream(50)
+    tokens = torch.tensor([TOKENIZER.end_of_document, *source.tokens.tolist()])
+    expected = []
+    for start in range(0, 50, 16):
+        window = tokens[start : start + 17]
+        half = (len(window) - 1) // 2
+        logits = prefix(window[None, :-1], prefix_lengths=torch.tensor([half]))[0]
+        expected += F.cross_entropy(logits, window[1:], reduction="none").tolist()[half - 1 :]
+    result = measure(prefix, source, 16, 16)
+    assert result.tokens == len(expected) == 3 * 9 + 2
+    assert result.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(sum(expected) / round(49 * len(expected) / 50) / math.log(2), rel=1e-5)
+    assert "the first half of each is its prefix, read in both directions, and not counted" in result.context
+    assert measure(prefix, source, 16, 4).tokens == 50 - 7  # every token behind the first half window
+
+
 def test_wrong_arguments_are_named(model: CausalLM) -> None:
     with pytest.raises(LineartimeError, match=r"^stride is 9, but must be from 1 to context_length=8"):
         measure(model, stream(20), 8, 9)

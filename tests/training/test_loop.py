@@ -24,8 +24,8 @@ from lineartime.checkpoint import (
     verify,
 )
 from lineartime.data import ByteTokenizer
-from lineartime.errors import LineartimeError
-from lineartime.models import MaskedLM
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.models import CausalLM, MaskedLM
 from lineartime.runs import trackers
 from lineartime.runs.record import read_record
 from lineartime.training import contention
@@ -79,6 +79,24 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
     assert isinstance(lineartime.load(run), MaskedLM)
     assert losses(run)[-1][1] < 4.0
     assert "validation_bits_per_byte" not in metrics(run)[-1]
+
+
+def test_a_prefix_model_trains_on_random_prefixes_and_is_measured_on_half_windows(
+    config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("d_model=32", "n_blocks=1", "d_qk=16")
+    run = trained(config(task="prefix-lm", steps=40, batch_size=8, learning_rate=1e-2, override=size))
+    assert "Validation reads the first half of each sequence as its prefix" in capsys.readouterr().err
+    model = lineartime.load(run)
+    assert isinstance(model, CausalLM)
+    assert model.config.task == "prefix-lm"
+    assert losses(run)[-1][1] < 3.9
+    assert "validation_bits_per_byte" in metrics(run)[-1]
+
+
+def test_prefixes_cannot_be_split_over_processes(config: MakeConfig) -> None:
+    with pytest.raises(ArgumentError, match="task is prefix-lm, whose prefixes cannot be split over processes: leave out"):
+        config(task="prefix-lm", context_parallel=2).check()
 
 
 def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +172,13 @@ def test_a_request_to_stop_ends_an_evaluation_so_that_its_step_is_saved_at_once(
 @pytest.mark.parametrize("stop", [1, 3, 4])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tokens_per_batch": 96, "task": "mlm"}, {"optimizer": "muon", "adamw_ratio": 0.5}],
-    ids=["clm", "mlm", "muon"],
+    [
+        {},
+        {"tokens_per_batch": 96, "task": "mlm"},
+        {"task": "prefix-lm", "packed": True},
+        {"optimizer": "muon", "adamw_ratio": 0.5},
+    ],
+    ids=["clm", "mlm", "prefix-lm", "muon"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, stop: int, options: dict[str, Any], interrupt_after: InterruptAfter
@@ -517,6 +540,10 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
             "override cannot set vocab_size to 3: it follows from tokenizer, which has 258",
         ),
         ({"override": ("task=mlm",)}, "override cannot set task: use task"),
+        (
+            {"preset": "performer-tiny", "task": "prefix-lm"},
+            "task is 'prefix-lm', but performer-tiny cannot read a prefix in both directions; these systems can: flash,",
+        ),
         ({"override": ("self=1",)}, "override does not fit the model: self is not an option of this model"),
         ({"override": ("d_model=15",)}, "override does not fit the model: d_model is 15, but must be even"),
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),

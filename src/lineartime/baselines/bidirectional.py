@@ -2,7 +2,8 @@
 
 from typing import Any, NoReturn
 
-from lineartime.layers.residual import Mixer, StreamState
+from lineartime.layers.residual import Mixer
+from lineartime.layers.streams import StreamState
 
 
 class BidirectionalMixer(Mixer[StreamState]):

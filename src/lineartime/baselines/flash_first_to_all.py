@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.layers.residual import StreamState
+from lineartime.layers.streams import StreamState
 from lineartime.ops.chunks import Chunks, join_documents, split_documents
 
 

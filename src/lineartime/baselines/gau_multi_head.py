@@ -51,11 +51,11 @@ class GAUMultiHead(GAU):
         rotations = over_heads(rotations)
         return rotate(heads, None if rotations is None else rotations[..., None, :]).flatten(-2)
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout) -> Tensor:
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout, causal: bool) -> Tensor:
         """Every head of every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         q, k, v = (fold_heads(self._split(x)) for x in (q, k, v))
-        return self._merge(super().attend_rows(q, k, v, mask, layout).unflatten(0, (-1, self.n_heads)))
+        return self._merge(super().attend_rows(q, k, v, mask, layout, causal).unflatten(0, (-1, self.n_heads)))
 
     def init_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""

@@ -19,7 +19,7 @@ from lineartime.baselines.scores import scaled_products
 from lineartime.layers.checks import check_fits, check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.residual import StreamState
+from lineartime.layers.streams import StreamState
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.residual import StreamState
+from lineartime.layers.streams import StreamState
 
 ITERATIONS = 6
 

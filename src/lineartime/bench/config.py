@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.choices import Device, Precision, Task
+from lineartime.choices import Device, Precision
 from lineartime.errors import Argument, ArgumentError
 
 Measure = Literal["train", "forward", "prefill", "decode"]
@@ -30,7 +30,7 @@ class BenchConfig:
     """Other values for fields of all models that have them, or of one model, for instance flash-tiny.n_blocks=12 dropout=0.1"""
     vocab_size: int | None = None
     """Tokens of the vocabulary; the default is that of each preset."""
-    task: Task = "clm"
+    task: Literal["clm", "mlm"] = "clm"
     """clm: causal models; mlm: masked models, which read both ways and have no prefill and no decode."""
     measure: tuple[Measure, ...] = ("train", "forward", "prefill", "decode")
     """train: forward and backward; forward: forward alone; prefill: reading a prompt; decode: one more token."""

@@ -1,6 +1,15 @@
 """From text to batches: corpora, tokenizers, token files, windows, loaders."""
 
-from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window, spread_windows
+from lineartime.data.batches import (
+    Batch,
+    causal_batch,
+    masked_batch,
+    measured_batch,
+    packed_batch,
+    prefix_batch,
+    read_window,
+    spread_windows,
+)
 from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, no_text, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
@@ -30,11 +39,13 @@ __all__ = [
     "load_corpus",
     "local_text",
     "masked_batch",
+    "measured_batch",
     "merge_states",
     "names_corpus",
     "names_tokenizer",
     "no_text",
     "packed_batch",
+    "prefix_batch",
     "read_tokenizer",
     "read_window",
     "spread_windows",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineartime.choices import Task
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.ops.cross_entropy import IGNORED
@@ -22,11 +23,19 @@ class Batch(NamedTuple):
         inputs: int64 [B, T]; [1, B * T] if documents are packed.
         targets: int64, of the same shape.
         cu_seqlens: int32 [D + 1], the boundaries of D packed documents; None if documents are not packed.
+        prefix_lengths: int64 [B], or [D] of packed documents, tokens that are read in both directions; None without prefixes.
     """
 
     inputs: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None = None
+    prefix_lengths: Tensor | None = None
+
+    def lengths(self) -> Tensor:
+        """The tokens of each row, or of each packed document: int64 [B] or [D]."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.diff().long()
+        return torch.full(self.inputs.shape[:1], self.inputs.shape[1])
 
 
 def spread_windows(stream: TokenStream, count: int, context_length: int) -> list[int]:
@@ -80,3 +89,45 @@ def packed_batch(batch: Batch, windows: Tensor, end_of_document: int) -> Batch:
     boundaries = last.flatten().nonzero().flatten() + 1
     cu_seqlens = torch.cat([boundaries.new_zeros(1), boundaries]).to(torch.int32)
     return Batch(batch.inputs.reshape(1, -1), targets.reshape(1, -1), cu_seqlens)
+
+
+def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
+    """The batch with a prefix of so many tokens, int64 [B] or [D], in each row or packed document.
+
+    What the last token of a prefix predicts, and each token after it, is a target. Earlier tokens have read their next one.
+    """
+    lengths = batch.lengths()
+    starts = lengths.cumsum(0) - lengths
+    place = torch.arange(batch.inputs.numel()) - starts.repeat_interleave(lengths)
+    hidden = (place < (prefix_lengths - 1).repeat_interleave(lengths)).view(batch.inputs.shape)
+    return batch._replace(targets=batch.targets.masked_fill(hidden, IGNORED), prefix_lengths=prefix_lengths)
+
+
+def drawn_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor:
+    """A prefix length for each row, or packed document, of n tokens: uniform over 0 to n - 1, so that a target is left.
+
+    Args:
+        batch: of windows, packed or not.
+        keys: a seed for each window.
+    """
+    lengths = batch.lengths()
+    starts = lengths.cumsum(0) - lengths
+    # A number for every token, so that what a document draws depends on its window alone.
+    tokens = batch.inputs.numel() // len(keys)
+    chance = torch.from_numpy(np.stack([np.random.default_rng(key).random(tokens) for key in keys])).flatten()
+    return (chance[starts] * lengths).long()
+
+
+def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int]) -> Batch:
+    """The batch with which a model is measured: as in training, but the same masks every time, and half of a row as its prefix.
+
+    Args:
+        task: the model's.
+        windows: int64 [B, T + 1].
+        tokenizer: the one that made the windows.
+        numbers: the number of each window, on which its masks depend, and on nothing else.
+    """
+    if task == "mlm":
+        return masked_batch(windows, tokenizer, [(0, number) for number in numbers])
+    batch = causal_batch(windows)
+    return prefix_batch(batch, batch.lengths() // 2) if task == "prefix-lm" else batch

@@ -15,12 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lineartime.choices import Task
-from lineartime.data.batches import Batch, causal_batch, masked_batch, packed_batch, read_window
+from lineartime.data.batches import (
+    Batch,
+    causal_batch,
+    drawn_prefix_lengths,
+    masked_batch,
+    packed_batch,
+    prefix_batch,
+    read_window,
+)
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, LineartimeError
 
-_OFFSET, _ORDER, _MASKS = range(3)  # purposes of random numbers, so that one seed draws different ones for each
+_OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers, so that one seed draws different ones for each
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,8 @@ class BatchMaker:
 
     Attributes:
         tokenizer: the one that encoded the text.
-        task: "clm" or "mlm".
-        seed: of the masks, and of the order in which encoded text is read.
+        task: "clm", "mlm" or "prefix-lm".
+        seed: of the masks or the lengths of prefixes, and of the order in which encoded text is read.
         packed: whether documents are kept apart: no token reads across the end of a document, and that end has no target.
             Windows are cut as without packing, so that no token is padding.
     """
@@ -113,11 +121,15 @@ class BatchMaker:
 
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
         """The batch of these windows."""
-        if self.task == "clm":
-            batch = causal_batch(windows)
-        else:
+        if self.task == "mlm":
             batch = masked_batch(windows, self.tokenizer, [(self.seed, _MASKS, row) for row in rows])
-        return packed_batch(batch, windows, self.tokenizer.end_of_document) if self.packed else batch
+        else:
+            batch = causal_batch(windows)
+        if self.packed:
+            batch = packed_batch(batch, windows, self.tokenizer.end_of_document)
+        if self.task == "prefix-lm":
+            batch = prefix_batch(batch, drawn_prefix_lengths(batch, [(self.seed, _PREFIXES, row) for row in rows]))
+        return batch
 
 
 class CachedLoader:

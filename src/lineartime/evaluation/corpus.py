@@ -86,6 +86,9 @@ def evaluate(
         raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
     if context == "carried" and not isinstance(model, CausalLM):
         raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+    if context == "carried" and model.config.task == "prefix-lm":
+        found = "is carried, but this model was trained to read a prefix, which one long sequence does not have"
+        raise ArgumentError("context", f"{found}: use windowed.")
     if context == "carried" and stride is not None:
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
 

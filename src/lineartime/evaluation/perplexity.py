@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, masked_batch, read_window
+from lineartime.data.batches import causal_batch, measured_batch, read_window
 from lineartime.data.corpora import no_text
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
@@ -42,7 +42,7 @@ class Evaluation:
         loss: mean over the tokens, in nats.
         tokens: how many tokens the mean is over.
         masked: whether the model predicted masked tokens only.
-        bits_per_byte: the total loss in bits over the bytes of the text; None for masked tokens.
+        bits_per_byte: the total loss in bits over the bytes of the text that was predicted; None for masked tokens.
         word_perplexity: exp of the total loss over the words of the text (as separated by white space), so that it does not
             depend on the tokenizer; None for masked tokens, and for text with too few words.
         by_position: the loss by the number of tokens before, in powers of two. The first of these tokens is the one before
@@ -98,7 +98,8 @@ def windowed(
     """Evaluate on independent windows of `context_length` tokens, each `stride` tokens after the one before.
 
     The model predicts every token once (a masked model, every selected token): of each window but the first, only the last
-    `stride` tokens count.
+    `stride` tokens count. A model of task "prefix-lm" reads the first half of each window as its prefix, and only what it
+    predicts after that counts: every token behind the first half window for a stride of at most half a window.
 
     Raises:
         LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
@@ -109,17 +110,20 @@ def windowed(
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    positions, masked = _Positions(), model.config.task == "mlm"
+    positions, task = _Positions(), model.config.task
     device = next(model.parameters()).device
     for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
-        # The masks depend only on where a window starts, so that results do not depend on the batch size.
-        batch = masked_batch(windows, tokenizer, [(0, start) for start in starts]) if masked else causal_batch(windows)
+        batch = measured_batch(task, windows, tokenizer, starts)
+        prefix = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
         with autocast(device, bf16):
-            logits = model(batch.inputs.to(device))
+            logits = model(batch.inputs.to(device), prefix_lengths=prefix)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
-    return positions.evaluation(f"windows of {context_length} tokens, {overlap}", stream, tokens, masked)
+    context = f"windows of {context_length} tokens, {overlap}"
+    if task == "prefix-lm":
+        context += "; the first half of each is its prefix, read in both directions, and not counted"
+    return positions.evaluation(context, stream, masked=task == "mlm")
 
 
 @torch.no_grad()
@@ -149,7 +153,7 @@ def carried(
             logits, state = model.extend(batch.inputs.to(device), state)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
-    return positions.evaluation("carried from the first token of the split to the last", stream, tokens, masked=False)
+    return positions.evaluation("carried from the first token of the split to the last", stream, masked=False)
 
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
@@ -196,7 +200,7 @@ class _Positions:
         self._sums.index_add_(0, bucket, losses.double().sum(0))
         self._counts.index_add_(0, bucket, counted.double().sum(0))
 
-    def evaluation(self, context: str, stream: TokenStream, tokens: int, masked: bool) -> Evaluation:
+    def evaluation(self, context: str, stream: TokenStream, masked: bool) -> Evaluation:
         count = int(self._counts.sum())
         loss = float(self._sums.sum()) / max(1, count)
         by_position = []
@@ -204,8 +208,8 @@ class _Positions:
             if n:
                 last = min((2 << power) - 1, self._longest)
                 by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
-        # A part of the stream is assumed to have the same share of its bytes and words.
-        n_bytes, n_words = (round(number * tokens / len(stream)) for number in (stream.n_bytes, stream.n_words))
+        # What was measured of the stream is assumed to have the same share of its bytes and words.
+        n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)
         per_word = None if masked else word_perplexity(loss, count, n_words)
         return Evaluation(stream.name, context, loss, count, masked, bits, per_word, by_position)

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops.cache import KVCache
 from lineartime.ops.operator import under_transform
 from lineartime.ops.precision import autocast_dtype
 
 
-class Attention(MultiHeadMixer[KVCache]):
+class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache]):
     """Softmax multi-head self-attention.
 
     Pre-norm and residual are inside: [B, T, d] -> [B, T, d]. Options are those of `MultiHeadMixer`.
@@ -29,13 +30,11 @@ class Attention(MultiHeadMixer[KVCache]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention, [R, H, L, h] three times -> [R, H, L, h]."""
-        visible: Tensor | None = None  # causal needs no mask: padding comes after the real tokens
-        if real is not None and not self.causal:
-            # A softmax over no key is NaN: let a row without real tokens read its zeros.
-            visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
-        # PyTorch's fused softmax attention has no forward-mode derivative, its plain one has.
-        with sdpa_kernel(SDPBackend.MATH) if under_transform() else nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=self.causal)
+        return _attend(q, k, v, real, self.causal)
+
+    def attend_both_ways(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The same in both directions, for prefixes."""
+        return _attend(q, k, v, real, causal=False)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
@@ -51,3 +50,13 @@ class Attention(MultiHeadMixer[KVCache]):
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """That of the values, also float16: this softmax computes its scores in float32."""
         return autocast_dtype(v) or v.dtype
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) -> Tensor:
+    visible: Tensor | None = None  # causal needs no mask: padding comes after the real tokens
+    if real is not None and not causal:
+        # A softmax over no key is NaN: let a row without real tokens read its zeros.
+        visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
+    # PyTorch's fused softmax attention has no forward-mode derivative, its plain one has.
+    with sdpa_kernel(SDPBackend.MATH) if under_transform() else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)

@@ -10,15 +10,21 @@ from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.residual import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.mixed_chunk import attend_projected, stream
+from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
 
 
-class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedChunkStreams], HasBackends):
+class FLASH(
+    ChunkedUnit[MixedChunkState],
+    PrefixMixer[MixedChunkState],
+    SteppingMixer[MixedChunkState, MixedChunkStreams],
+    HasBackends,
+):
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
     Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
@@ -42,7 +48,11 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
         """All between the two dense maps as one operation."""
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
         if torch.compiler.is_exporting() and layout.context is None:
-            return exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+            attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+            both_ways = self.options.both_ways
+            return layout.with_prefix(
+                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.rope, self.backend)
+            )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 
     def init_state(self, batch_size: int) -> MixedChunkState:
@@ -52,6 +62,10 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend with a state of constant size, and the state N tokens later."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
+
+    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Every prefix by itself: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
+        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways)
 
     def join_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions; ValueError unless the layer is causal."""

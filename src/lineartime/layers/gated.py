@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -108,6 +109,10 @@ class GatedUnit(Mixer[State]):
     def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """Queries and keys [B, maps, N, s] and values [B, N, e] of more tokens -> [B, N, e], and the state after them."""
 
+    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """The same for prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], in a layer that `reads_prefix`."""
+        raise NotImplementedError
+
     def mix(self, x: Tensor, layout: Layout) -> Tensor:
         """Whole sequences, [B, T, d] -> [B, T, d]."""
         return self.add_output(x, self.attend_and_gate(self.to_gate_value_base(self.norm(x)), layout))
@@ -116,6 +121,7 @@ class GatedUnit(Mixer[State]):
         """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
         gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), layout)
         attended, state = self.attend_next(maps, v, state, layout)
+        attended = layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
         return self.add_output(x, self.gate(gate, attended)), state
 
     def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops import exported
 from lineartime.ops.cache import KVCache
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -29,7 +30,7 @@ PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
 
 
-class GAU(GatedUnit[KVCache], HasBackends):
+class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     """Gated attention unit: one layer that replaces attention and feed-forward, quadratic in T.
 
     Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
@@ -74,9 +75,15 @@ class GAU(GatedUnit[KVCache], HasBackends):
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """Every document attends by itself: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
-        return self.gate(gate, layout.by_row(partial(self.attend_rows, layout=layout), *maps.unbind(1), v))
+        attend = partial(self.attend_rows, layout=layout, causal=self.causal)
+        attended = layout.by_row(attend, *maps.unbind(1), v)
+        return self.gate(gate, layout.with_prefix(attended, partial(self.attend_both_ways, maps, v)))
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout) -> Tensor:
+    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Every prefix by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
+        return layout.by_row(partial(self.attend_rows, layout=layout, causal=False), *maps.unbind(1), v)
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout, causal: bool) -> Tensor:
         """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
         places = torch.arange(q.shape[1], device=q.device)
         bias: Tensor | FactoredBias | None
@@ -85,7 +92,7 @@ class GAU(GatedUnit[KVCache], HasBackends):
         else:
             bias = self._bias(places, places, layout)
         normalization = self._constant_normalization() if self.causal else self.normalization
-        options = QuadraticOptions(self.causal, self.activation, normalization)
+        options = QuadraticOptions(causal, self.activation, normalization)
         attend = exported.quadratic if torch.compiler.is_exporting() else attend_rows
         return attend(q, k, v, bias, real, options, self.backend)
 

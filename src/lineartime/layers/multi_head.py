@@ -5,6 +5,8 @@ R rows (one for each document), L tokens of the longest.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -65,6 +67,10 @@ class MultiHeadMixer(Mixer[State]):
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """The same for N more tokens of streams, [B, H, N, h], and the state after them; `state` stays as it is."""
 
+    def attend_both_ways(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """`attend` in both directions, for prefixes, in a mixer that `reads_prefix`."""
+        raise NotImplementedError
+
     def plan(self) -> LayoutPlan:
         """Rows with rotations."""
         return LayoutPlan(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.to_output.weight))
@@ -72,13 +78,8 @@ class MultiHeadMixer(Mixer[State]):
     def mix(self, x: Tensor, layout: Layout) -> Tensor:
         """Whole sequences, [B, T, d] -> [B, T, d]."""
         q, k, v = self.project(self.norm(x), layout)
-        if layout.rows is None:
-            return self.combine(x, merge_heads(self._attend(q, k, v, None)))
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            return merge_heads(self._attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), real))
-
-        return self.combine(x, layout.by_row(attend, *(merge_heads(heads) for heads in (q, k, v))))
+        attended = self._by_row(self.attend, q, k, v, layout)
+        return self.combine(x, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
 
     def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
@@ -86,7 +87,8 @@ class MultiHeadMixer(Mixer[State]):
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
-        return self.combine(x, merge_heads(attended.to(output_dtype(v, compute)))), state
+        attended = merge_heads(attended.to(output_dtype(v, compute)))
+        return self.combine(x, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))), state
 
     def combine(self, x: Tensor, attended: Tensor) -> Tensor:
         """The output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""
@@ -119,10 +121,20 @@ class MultiHeadMixer(Mixer[State]):
         weight = self.to_output.weight
         return weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            return self.attend(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute))
+    def _by_row(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """`attend`, or a form of it, for every document as a row of its own: [B, H, T, h] three times -> [B, T, d]."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+            compute = self.compute_dtype(q, k, v)
+            with without_autocast(v):
+                return merge_heads(form(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute)))
+
+        def split(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+            return attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), real)
+
+        if layout.rows is None:
+            return attend(q, k, v, None)
+        return layout.by_row(split, *(merge_heads(heads) for heads in (q, k, v)))
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -6,19 +6,31 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import RaggedState, check_state, extend_ragged
-from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, as_mask, make_layout, step_layout, stream_layout
+from lineartime.layers.streams import JoinedStreams, RaggedState, StreamState, check_state, extend_ragged
+from lineartime.ops.layout import (
+    ContextGroup,
+    Layout,
+    LayoutPlan,
+    as_mask,
+    make_layout,
+    prefix_layout,
+    step_layout,
+    stream_layout,
+)
+
+READ_PREFIX = "GAU, FLASH and softmax attention"
+"""The mixers that can read a prefix, in words."""
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -90,25 +102,6 @@ class ResidualLayer(nn.Module):
             raise ArgumentError("x", f"has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
 
 
-class StreamState(Protocol):
-    """What a causal mixer remembers of streams: a NamedTuple whose first field is a tensor [B, ...]."""
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-
-    def __getitem__(self, index: SupportsIndex, /) -> Any:
-        """A field."""
-
-
-class JoinedStreams(Protocol):
-    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
-
-    @property
-    def position(self) -> Tensor:
-        """int64 [B], the number of tokens that each stream has read."""
-
-
 State = TypeVar("State", bound=StreamState)
 Streams = TypeVar("Streams", bound=JoinedStreams)
 
@@ -117,7 +110,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Base of the layers that move information between tokens: the contract they share.
 
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
-    then y, state = mixer.extend(x, state) for any number of new tokens.
+    then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
     Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
     `stream_layout` and `read_next`. A subclass supplies `mix`, `mix_next`, `init_state` and, if it uses more of a layout than
@@ -132,6 +125,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
+    reads_prefix: ClassVar[bool] = False
+    """Whether a causal one can read the first tokens of sequences in both directions."""
 
     def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -160,28 +155,38 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """What the mixer needs of a layout."""
         return LayoutPlan()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Read whole sequences at once.
 
         Args:
             x: [B, T, d].
             mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: so many of the first real tokens of each row,
+                or document, read each other in both directions; later tokens read as ever.
 
         Returns:
             [B, T, d].
 
         Raises:
             ValueError: if shapes do not fit, or a sequence is longer than the mixer can read.
+            LineartimeError: for prefixes, if it can read none.
         """
         self.check_input(x)
-        return self.read(x, self.layout(x.shape, mask, cu_seqlens, device=x.device))
+        return self.read(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
 
     def layout(
         self,
         shape: tuple[int, ...],
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         *,
         device: torch.device,
         context: ContextGroup | None = None,
@@ -189,16 +194,19 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The layout of a batch [B, T, ...], with all that `read` needs; equal mixers can share it.
 
         Raises:
-            ValueError: if `mask` or `cu_seqlens` do not fit, or this mixer cannot split sequences over the processes of a
-                `context`.
+            ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit, or this mixer cannot split sequences over the
+                processes of a `context`.
+            LineartimeError: for prefixes, if this mixer can read none.
         """
+        if prefix_lengths is not None:
+            self.check_prefix()
         if context is not None and not self.splits_context:
             raise ArgumentError(
                 "context",
                 f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
                 "over several.",
             )
-        return make_layout(shape, mask, cu_seqlens, device=device, plan=self.plan(), context=context)
+        return make_layout(shape, mask, cu_seqlens, prefix_lengths, device=device, plan=self.plan(), context=context)
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
@@ -232,6 +240,11 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         if mask is None and not isinstance(state, RaggedState):
             return self._extend_together(x, state)
         return extend_ragged(self._extend_together, x, state, mask)
+
+    def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
+        """The layout of the first tokens [B, N, ...] of streams, all of them prefix; LineartimeError if it can read none."""
+        self.check_prefix()
+        return prefix_layout(shape, device=device, plan=self.plan())
 
     def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """`extend` for streams at one position, by tokens without padding."""
@@ -268,6 +281,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def _check_layout(self, layout: Layout) -> None:
         if layout.plan != self.plan():
             raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
+
+    def check_prefix(self) -> None:
+        """Raise LineartimeError unless this mixer is causal and can read a prefix in both directions."""
+        if not self.reads_prefix:
+            raise LineartimeError(f"{type(self).__name__} cannot read a prefix in both directions: only {READ_PREFIX} can.")
+        if not self.causal:
+            problem = f"is False, so that {type(self).__name__} reads everything in both directions and has no prefix"
+            raise ArgumentError("causal", f"{problem}: build it with causal=True.")
 
     def check_causal(self) -> None:
         """Raise ArgumentError unless this mixer is causal, and so can stream."""

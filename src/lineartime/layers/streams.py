@@ -4,12 +4,31 @@ Shapes: B streams, N new tokens, d model width.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+
+
+class StreamState(Protocol):
+    """What a causal mixer remembers of streams: a NamedTuple whose first field is a tensor [B, ...]."""
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+
+    def __getitem__(self, index: SupportsIndex, /) -> Any:
+        """A field."""
+
+
+class JoinedStreams(Protocol):
+    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [B], the number of tokens that each stream has read."""
 
 
 class RaggedState(NamedTuple):

@@ -29,8 +29,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.mixer: Mixer[Any] = config.mixer.build(
-            config.d_model, causal=config.task == "clm", norm=config.norm, dropout=config.dropout
+            config.d_model, causal=config.task != "mlm", norm=config.norm, dropout=config.dropout
         )
+        if config.task == "prefix-lm":
+            self.mixer.check_prefix()
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
@@ -91,12 +93,15 @@ class Backbone(nn.Module):
         ids: Tensor,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
     ) -> Tensor:
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
         self._check_ids(ids)
-        layouts = self._layouts(lambda mixer: mixer.layout(ids.shape, mask, cu_seqlens, device=ids.device, context=context))
+        layouts = self._layouts(
+            lambda mixer: mixer.layout(ids.shape, mask, cu_seqlens, prefix_lengths, device=ids.device, context=context)
+        )
         if context is not None:
             check_equal_slices(ids.shape, context, ids.device)
         x = self._embed(ids, layouts[0].positions)
@@ -110,7 +115,7 @@ class Backbone(nn.Module):
         made: dict[tuple[Any, ...], Layout] = {}
         layouts = []
         for block in self.blocks:
-            key = (block.mixer.plan(), block.mixer.splits_context)
+            key = (block.mixer.plan(), block.mixer.splits_context, block.mixer.reads_prefix)
             if key not in made:
                 made[key] = make(block.mixer)
             layouts.append(made[key])
@@ -124,7 +129,18 @@ class Backbone(nn.Module):
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self._check_ids(ids)
         self._check_states("state", state)
-        layouts = self._layouts(lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
+        return self._continue(ids, state, lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
+
+    def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
+        """Begin streams with a prefix, read in both directions: ids [B, N] -> [B, N, d], and the state after them."""
+        self._check_ids(ids)
+        state = self.init_state(ids.shape[0])
+        return self._continue(ids, state, lambda mixer: mixer.prefix_layout(ids.shape, ids.device))
+
+    def _continue(
+        self, ids: Tensor, state: BackboneState, make: Callable[[Mixer[Any]], Layout]
+    ) -> tuple[Tensor, BackboneState]:
+        layouts = self._layouts(make)
         x = self._embed(ids, layouts[0].positions)
         states = []
         for block, block_state, layout in zip(self.blocks, state, layouts, strict=True):

@@ -20,7 +20,8 @@ class ModelConfig:
     """A language model: embedding, N equal blocks of a mixer and perhaps a feed-forward layer, norm, logits.
 
     Attributes:
-        task: "clm", a causal language model, or "mlm", a masked (bidirectional) one.
+        task: "clm", a causal language model; "mlm", a masked (bidirectional) one; or "prefix-lm", a causal one that reads a
+            prefix in both directions.
         vocab_size: number of tokens; input and output embeddings are tied.
         d_model: width of the residual stream.
         n_blocks: number of blocks.

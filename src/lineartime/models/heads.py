@@ -30,6 +30,7 @@ class LanguageModel(nn.Module):
         ids: Tensor,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
     ) -> Tensor:
@@ -39,17 +40,20 @@ class LanguageModel(nn.Module):
             ids: [B, T] token ids.
             mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal model: so many of the first real tokens of each row,
+                or document, read each other in both directions; later tokens read as ever.
             context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
-                of the ranks; slices are equal and whole chunks, without masks or packed documents. Each gets its share of the
-                parameters' gradients: the sum over the processes is the gradient of the sum of their losses.
+                of the ranks; slices are equal and whole chunks, without masks, packed documents or prefixes. Each gets its
+                share of the parameters' gradients: the sum over the processes is the gradient of the sum of their losses.
 
         Returns:
             [B, T, V].
 
         Raises:
             ValueError: if shapes do not fit, or the mixer cannot split sequences over processes.
+            LineartimeError: for prefixes, if the mixer can read none.
         """
-        return self.logits(self.backbone(ids, mask, cu_seqlens, context=context))
+        return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context))
 
     def loss(
         self,
@@ -57,13 +61,14 @@ class LanguageModel(nn.Module):
         targets: Tensor,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
     ) -> Tensor:
         """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
 
         Args:
-            ids, mask, cu_seqlens, context: as for the logits.
+            ids, mask, cu_seqlens, prefix_lengths, context: as for the logits.
             targets: int [B, T], the token to predict; -100 for none.
 
         Returns:
@@ -72,7 +77,8 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: as for the logits.
         """
-        return self.total_loss(ids, targets, mask, cu_seqlens, context=context) / (targets != IGNORED).sum().clamp(min=1)
+        total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context)
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def total_loss(
         self,
@@ -80,11 +86,12 @@ class LanguageModel(nn.Module):
         targets: Tensor,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
     ) -> Tensor:
         """The sum of the losses that `loss` averages, for callers that divide by the targets of several batches."""
-        hidden = self.backbone(ids, mask, cu_seqlens, context=context)
+        hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context)
         return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
 
     @property
@@ -114,7 +121,7 @@ class LanguageModel(nn.Module):
 
 
 class CausalLM(LanguageModel):
-    """A causal language model: the logits at a token predict the next one."""
+    """A causal language model, with task "prefix-lm" one that reads prefixes: the logits at a token predict the next one."""
 
     def init_state(self, batch_size: int) -> BackboneState:
         """The state before the first token of `batch_size` streams."""
@@ -123,6 +130,21 @@ class CausalLM(LanguageModel):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> logits [B, N, V], and the state after them."""
         hidden, state = self.backbone.extend(ids, state)
+        return self.logits(hidden), state
+
+    def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
+        """Begin streams with a prefix whose tokens read each other in both directions; `extend` and `step` continue causally.
+
+        Args:
+            ids: [B, N] token ids.
+
+        Returns:
+            Logits [B, N, V], those of `forward` with N as all prefix lengths, and the state after the prefix.
+
+        Raises:
+            LineartimeError: if the mixer can read no prefix.
+        """
+        hidden, state = self.backbone.read_prefix(ids)
         return self.logits(hidden), state
 
     @property
@@ -152,7 +174,7 @@ class MaskedLM(LanguageModel):
 
 def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
     """The model that a config describes, freshly initialised."""
-    return CausalLM(config) if config.task == "clm" else MaskedLM(config)
+    return MaskedLM(config) if config.task == "mlm" else CausalLM(config)
 
 
 Kind = TypeVar("Kind", bound=LanguageModel)

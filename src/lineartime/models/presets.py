@@ -90,7 +90,7 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
         "d_model": size.d_model,
         "n_blocks": size.gated_blocks,
         "mixer": LayerConfig(system.mixer.name, **system.mixer_options(size)),
-        "norm": "layernorm" if task == "clm" else "scalenorm",
+        "norm": "scalenorm" if task == "mlm" else "layernorm",
     }
     if system.feed_forward is not None:
         fields |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
@@ -106,13 +106,17 @@ def system_of(preset: str) -> System:
 
 
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
-    """The configurations that `build` knows by name; for "clm", without the systems that cannot be causal."""
+    """The configurations that `build` knows by name, without the systems that cannot learn the task."""
     check_choice("task", task, get_args(Task))
     return {
-        name: model_of(system_of(name), size, task)
-        for name, (_, size) in PRESETS.items()
-        if task == "mlm" or system_of(name).mixer.why_not_causal is None
+        name: model_of(system_of(name), size, task) for name, (_, size) in PRESETS.items() if _can_learn(system_of(name), task)
     }
+
+
+def _can_learn(system: System, task: Task) -> bool:
+    if task == "prefix-lm":
+        return system.mixer.reads_prefix
+    return task == "mlm" or system.mixer.why_not_causal is None
 
 
 def describe(preset: str) -> str:
@@ -133,6 +137,12 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
         reason = system.mixer.why_not_causal
         problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
         raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
+    if task == "prefix-lm" and not system.mixer.reads_prefix and "mixer" not in overrides:
+        others = ", ".join(name for name, row in SYSTEMS.items() if _can_learn(row, task))
+        raise ArgumentError(
+            "task",
+            f"is 'prefix-lm', but {preset_or_config} cannot read a prefix in both directions; these systems can: {others}.",
+        )
     return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
 
 
@@ -173,7 +183,7 @@ def nearest_preset(config: ModelConfig) -> str:
 
 
 @overload
-def build(preset_or_config: str, task: Literal["clm"] = "clm", **overrides: Any) -> CausalLM: ...
+def build(preset_or_config: str, task: Literal["clm", "prefix-lm"] = "clm", **overrides: Any) -> CausalLM: ...
 @overload
 def build(preset_or_config: str, task: Literal["mlm"], **overrides: Any) -> MaskedLM: ...
 @overload
@@ -183,12 +193,12 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
 
     Args:
         preset_or_config: a name from `presets()`, or a `ModelConfig`.
-        task: "clm", a causal language model, or "mlm", a masked one. The default is "clm" for a preset, and its own task for a
-            config.
+        task: "clm", a causal language model; "mlm", a masked one; or "prefix-lm", a causal one that reads a prefix in both
+            directions. The default is "clm" for a preset, and its own task for a config.
         **overrides: other values for fields of the model, or options of its mixer or feed-forward:
             `build("flash-base", vocab_size=50257, chunk_size=512)`.
 
     Raises:
-        ArgumentError: for an unknown preset, field or value, or a causal model of a system that cannot be one.
+        ArgumentError: for an unknown preset, field or value, or a system that cannot learn the task.
     """
     return build_model(resolve(preset_or_config, task, **overrides))

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.checks import is_whole, require, shortened
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
+from lineartime.ops.prefix import prefix_tokens
 
 
 class ContextGroup(NamedTuple):
@@ -47,6 +49,8 @@ class Layout(NamedTuple):
             chunks.
         chunks: the documents cut into chunks; None for a mixer that reads whole rows.
         context: the processes that hold every sequence together; None where this process holds whole sequences.
+        prefix: the layout of the prefixes alone, whose mask is True for their tokens (None where all tokens are a prefix); None
+            for a batch without prefixes.
         plan: what it was made for; a mixer with another plan cannot use it.
     """
 
@@ -60,7 +64,23 @@ class Layout(NamedTuple):
     rows: Slots | None = None
     chunks: Chunks | None = None
     context: ContextGroup | None = None
+    prefix: "Layout | None" = None
     plan: "LayoutPlan | None" = None
+
+    def with_prefix(self, causal: Tensor, attend: "Callable[[Layout], Tensor]") -> Tensor:
+        """Let every prefix token read its whole prefix.
+
+        Args:
+            causal: outputs of a causal attention over everything, [B, T, e].
+            attend: the same attention, looking both ways, over the tokens of a layout; it is given that of the prefixes alone.
+
+        Returns:
+            [B, T, e], the outputs of `attend` at the tokens of prefixes, and the causal ones at all others.
+        """
+        if self.prefix is None:
+            return causal
+        both_ways, mask = attend(self.prefix), self.prefix.mask
+        return both_ways if mask is None else torch.where(mask[..., None], both_ways, causal)
 
     def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply an attention to every document as a row of its own: [B, T, f] each -> [B, T, e].
@@ -112,6 +132,7 @@ def make_layout(
     shape: tuple[int, ...],
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     *,
     device: torch.device,
     plan: LayoutPlan = NO_PLAN,
@@ -119,29 +140,31 @@ def make_layout(
 ) -> Layout:
     """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
 
-    With `cu_seqlens`, and with a mask for a mixer that reads whole rows, it copies the lengths of the documents to the host.
-    Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
+    With `cu_seqlens`, and with a mask or prefixes for a mixer that reads whole rows, it copies the lengths of the documents to
+    the host. Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
 
     Args:
         shape: [B, T, ...] of the tokens.
         mask: bool or 0 and 1, [B, T], True for real tokens.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`: how many of the first real tokens of each row, or of each document,
+            are its prefix.
         device: of the tokens.
         plan: what the mixer needs.
         context: the processes that hold every sequence together.
 
     Raises:
-        ArgumentError: if `mask` or `cu_seqlens` do not fit the tokens, or are given with a `context`.
+        ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
     mask = as_mask("mask", mask, batch, length)
     lengths = check_documents(shape, cu_seqlens)
-    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens)):
+    for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens), ("prefix_lengths", prefix_lengths)):
         if context is not None and value is not None:
             raise ArgumentError(
                 name,
-                "is given, but sequences that are split over processes can have neither padding nor document "
-                f"boundaries: give every process slices of whole sequences, without {name}.",
+                "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
+                f"prefixes: give every process slices of whole sequences, without {name}.",
             )
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
@@ -158,7 +181,11 @@ def make_layout(
     elif mask is not None or document is not None:
         n_places = _longest_row(length, lengths, layout, plan.longest)
         layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
-    return _with_rotations(layout, plan, plan.bias_places or n_places, device)
+    layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
+    if prefix_lengths is not None:
+        prefix = prefix_tokens(prefix_lengths, batch, layout.positions, layout.mask, document, starts)
+        layout = layout._replace(prefix=make_layout(shape, prefix, cu_seqlens, device=device, plan=plan))
+    return layout
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
@@ -170,6 +197,12 @@ def stream_layout(position: int, count: int, *, device: torch.device, plan: Layo
     """The layout of the next `count` tokens of streams that have read `position` tokens."""
     layout = Layout(None, torch.arange(position, position + count, device=device))
     return _with_rotations(layout, plan, plan.bias_places or position + count, device)
+
+
+def prefix_layout(shape: tuple[int, ...], *, device: torch.device, plan: LayoutPlan = NO_PLAN) -> Layout:
+    """The layout of the first tokens [B, N, ...] of streams, all of them the prefix of their stream."""
+    layout = make_layout(shape, device=device, plan=plan)
+    return layout._replace(prefix=layout)
 
 
 def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
@@ -190,6 +223,8 @@ def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: tor
 def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype) -> Layout:
     """The layout with the rotations of vectors of that width by `positions`, int [T] or [B, T]."""
     rotations = rotary_table(positions, width // 2, dtype)
+    if layout.prefix is not None:
+        layout = layout._replace(prefix=rotated_by(layout.prefix, positions, width, dtype))
     chunks = layout.chunks
     if chunks is None:
         return layout._replace(rotations=rotations)
@@ -216,7 +251,7 @@ def _longest_row(length: int, lengths: list[int] | None, layout: Layout, limit: 
         if limit is None or length <= limit:
             return length
         real = real_tokens if mask is None else real_tokens * mask
-        _require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
+        require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
         return limit
     if mask is not None and mask.numel():
         return int((real_tokens * mask).max())
@@ -282,7 +317,7 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         raise ArgumentError("cu_seqlens", f"is a {type(cu_seqlens).__name__}, but must be a tensor.")
     if batch != 1:
         raise ArgumentError("cu_seqlens", f"packs documents into one row, but the batch has {batch} rows: use [1, total].")
-    if cu_seqlens.dim() != 1 or not _is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
+    if cu_seqlens.dim() != 1 or not is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
         raise ArgumentError(
             "cu_seqlens",
             f"has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, but must be one-dimensional whole numbers [0, "
@@ -290,11 +325,11 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         )
     if torch.compiler.is_compiling():
         rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        _require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
+        require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
         return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-        raise ArgumentError("cu_seqlens", f"is {_shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+        raise ArgumentError("cu_seqlens", f"is {shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
     return [stop - start for start, stop in pairwise(ends)]
 
 
@@ -309,27 +344,7 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> Tens
     if mask.dtype == torch.bool:
         return mask
     allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
-    if not _is_whole(mask):
+    if not is_whole(mask):
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
-    _require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
+    require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
     return mask != 0
-
-
-def _is_whole(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _require(condition: Tensor, argument: str, predicate: str) -> None:
-    """Raise ArgumentError unless the condition, bool, holds everywhere.
-
-    On a GPU, and in compiled code, the device itself stops with this message: looking at values here would make the host wait.
-    Under a transform of torch.func, where nobody may look at values, it checks nothing.
-    """
-    if condition.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), f"{argument} {predicate}")
-    elif condition.device.type != "meta" and not under_transform() and not condition.all():
-        raise ArgumentError(argument, predicate)
-
-
-def _shortened(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"

@@ -34,7 +34,7 @@ class TrainConfig:
     override: tuple[str, ...] = ()
     """Other values for fields of the model, for instance chunk_size=64 dropout=0.1"""
     task: Task = "clm"
-    """What to learn: clm, the next token, or mlm, masked tokens."""
+    """What to learn: clm, the next token; mlm, masked tokens; prefix-lm, what follows a prefix that is read both ways."""
     data: tuple[str, ...] = ()
     """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
     text_column: str = TEXT_COLUMN
@@ -191,6 +191,9 @@ class TrainConfig:
             )
         if self.packed and self.context_parallel > 1:
             raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
+        if self.task == "prefix-lm" and self.context_parallel > 1:
+            found = "is prefix-lm, whose prefixes cannot be split over processes: leave out "
+            raise ArgumentError("task", found, Argument("context_parallel"), ".")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Each argument with a limit, whether its value is within it, and the limit in words."""

@@ -136,6 +136,8 @@ class Trainer:
         if start is not None:
             restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
+        if config.task == "prefix-lm":
+            self.notes.append("Validation reads the first half of each sequence as its prefix and measures what follows.")
         if self.text.is_lossy:
             self.notes.append(
                 "The tokenizer does not restore the text exactly: bits per byte and perplexity per word leave out what it "

@@ -39,9 +39,11 @@ class Objective(nn.Module):
             mixer = next(type(block.mixer).__name__ for block in model.backbone.blocks if not block.mixer.splits_context)
             raise ArgumentError("context_parallel", f"needs a model of FLASH, but {mixer} reads each sequence in one process.")
 
-    def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, prefix_lengths: Tensor | None = None
+    ) -> Tensor:
         """A scalar, in nats."""
-        return self.model.total_loss(inputs, targets, cu_seqlens=cu_seqlens, context=self._context)
+        return self.model.total_loss(inputs, targets, None, cu_seqlens, prefix_lengths, context=self._context)
 
 
 class Parallel:
@@ -181,9 +183,9 @@ def parallelize(objective: Objective, config: TrainConfig, world: World) -> Para
 
 def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
     """The part of its sequences that this process reads, on its device."""
-    inputs, targets, cu_seqlens = batch
     if world.context_parallel > 1:
-        length = inputs.shape[1] // world.context_parallel
+        length = batch.inputs.shape[1] // world.context_parallel
         part = slice(world.context_rank * length, (world.context_rank + 1) * length)
-        inputs, targets = inputs[:, part], targets[:, part]
-    return Batch(inputs.to(device), targets.to(device), None if cu_seqlens is None else cu_seqlens.to(device))
+        batch = batch._replace(inputs=batch.inputs[:, part], targets=batch.targets[:, part])
+    rest = (None if x is None else x.to(device) for x in (batch.cu_seqlens, batch.prefix_lengths))
+    return Batch(batch.inputs.to(device), batch.targets.to(device), *rest)

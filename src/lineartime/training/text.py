@@ -59,7 +59,7 @@ class Text:
             self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
             self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
-        self._causal = config.task == "clm"
+        self._causal = config.task != "mlm"
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""

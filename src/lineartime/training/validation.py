@@ -4,9 +4,9 @@ Shapes: B batch, T tokens of context.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lineartime.data import Batch, causal_batch, masked_batch, read_window, spread_windows
+from lineartime.data import Batch, measured_batch, read_window, spread_windows
 from lineartime.errors import Argument, LineartimeError
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
@@ -68,14 +68,13 @@ class Validation:
         for first in range(0, len(self._starts), together):
             indices = list(range(first, min(first + together, len(self._starts))))
             own = indices[world.data_rank :: world.data_ranks]
-            windows = [self._row(index) for index in own or indices[:1]]
-            inputs, targets = (torch.cat(rows) for rows in zip(*windows, strict=True))
-            batches.append(Batch(inputs, targets if own else torch.full_like(targets, IGNORED), None))
+            batch = self._batch(own or indices[:1])
+            batches.append(batch if own else batch._replace(targets=torch.full_like(batch.targets, IGNORED)))
         return batches
 
-    def _row(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [1, T] of a window."""
+    def _batch(self, indices: list[int]) -> Batch:
+        """The batch of some windows, which does not depend on the others."""
         setup = self._setup
-        window = read_window(setup.text.validation, self._starts[index], self._length + 1)[None]
-        batch = causal_batch(window) if setup.config.task == "clm" else masked_batch(window, setup.tokenizer, [(0, index)])
-        return batch.inputs, batch.targets
+        text, length = setup.text.validation, self._length + 1
+        windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])
+        return measured_batch(setup.config.task, windows, setup.tokenizer, indices)

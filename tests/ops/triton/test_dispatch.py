@@ -55,6 +55,13 @@ def test_quadratic_attention_under_masks(causal: bool, normalization: Any, devic
     assert_same(quadratic_attention, inputs, causal=causal, bias=bias, mask=mask, normalization=normalization)
 
 
+def test_prefixes(device: str) -> None:
+    mask = torch.arange(37, device=device) >= torch.tensor([[0], [5]], device=device)
+    options: dict[str, Any] = {"causal": True, "mask": mask, "prefix_lengths": torch.tensor([0, 21], device=device)}
+    assert_same(mixed_chunk_attention, make_inputs(4, 2, 37, device), chunk_size=16, **options)
+    assert_same(quadratic_attention, make_inputs(2, 2, 37, device), **options)
+
+
 def test_a_factored_bias_is_its_product(device: str) -> None:
     factors = FactoredBias(*torch.randn(2, 20, 8, device=device).unbind(0))
     inputs = make_inputs(2, 1, 20, device)

@@ -16,6 +16,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -26,12 +27,28 @@ from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
 from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_projected
 from lineartime.ops.precision import acc_dtype, matmul_dtype
+from lineartime.ops.prefix import check_prefix
 
+Inputs = TypeVar("Inputs", Heads, Projected)
 _Form = Callable[[Heads, Tensor | None, Layout, MixedChunkOptions], Tensor]
+
+
+def _with_prefix(
+    attend: Callable[[Inputs, Tensor | None, Layout, MixedChunkOptions], Tensor],
+    inputs: Inputs,
+    bias: Tensor | None,
+    layout: Layout,
+    options: MixedChunkOptions,
+) -> Tensor:
+    """A form that knows no prefixes, over everything and, both ways, over the prefixes of the layout."""
+    causal = attend(inputs, bias, layout, options)
+    return layout.with_prefix(causal, lambda prefix: attend(inputs, bias, prefix, options.both_ways))
+
+
 _FORMS: dict[str, _Form] = {
     "oracle": reference.attend,
-    "torch": chunked.attend,
-    "triton": triton.attend,
+    "torch": partial(_with_prefix, chunked.attend),
+    "triton": partial(_with_prefix, triton.attend),
 }
 
 
@@ -47,6 +64,7 @@ def mixed_chunk_attention(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization = "count",
     backend: Backend = "auto",
@@ -63,6 +81,8 @@ def mixed_chunk_attention(
             outputs are zero.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: each is chunked from its own
             start and reads nothing of the others.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: so many of the first real tokens of each row,
+            or document, read as a bidirectional attention over these tokens alone; later tokens read as ever.
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count", "paper" or "paper_sum": see `MixedChunkOptions`.
         backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
@@ -79,9 +99,9 @@ def mixed_chunk_attention(
     heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
     check_heads(heads)
     check_bias(bias, chunk_size, "C")
-    layout = make_layout(v.shape, mask, cu_seqlens, device=v.device, plan=LayoutPlan(chunk_size=chunk_size))
-    form = choose_backend(backend, ("torch", "triton", "oracle"), v, matmul_dtype(*heads), activation)
-    return _FORMS[form](heads, bias, layout, options)
+    check_prefix(prefix_lengths, causal)
+    layout = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device, plan=LayoutPlan(chunk_size=chunk_size))
+    return attend_heads(heads, bias, layout, options, backend)
 
 
 def gated_mixed_chunk_attention(
@@ -95,6 +115,7 @@ def gated_mixed_chunk_attention(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization = "count",
     backend: Backend = "auto",
@@ -109,7 +130,7 @@ def gated_mixed_chunk_attention(
         projected: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
         gamma, beta: [4, s], scale and offset of q_quad, k_quad, q_lin and k_lin.
         positions: int [T] or [B, T], by which queries and keys are rotated; None for no rotation.
-        chunk_size, causal, bias, mask, cu_seqlens, activation, normalization: as for `mixed_chunk_attention`.
+        chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
         backend: "tiled" (for processors), those of `mixed_chunk_attention`, or "auto", the fastest that can run.
 
     Returns:
@@ -122,10 +143,20 @@ def gated_mixed_chunk_attention(
     options, tokens = MixedChunkOptions(chunk_size, causal, activation, normalization), Projected(projected, gamma, beta)
     check_projected(tokens)
     check_bias(bias, chunk_size, "C")
-    layout = make_layout(projected.shape, mask, cu_seqlens, device=projected.device, plan=LayoutPlan(chunk_size=chunk_size))
+    check_prefix(prefix_lengths, causal)
+    plan = LayoutPlan(chunk_size=chunk_size)
+    layout = make_layout(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, plan=plan)
     if positions is not None:
         layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma))
     return attend_projected(tokens, bias, layout, options, backend)
+
+
+def attend_heads(
+    heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
+) -> Tensor:
+    """`mixed_chunk_attention` inside a model; ValueError for a backend that is unknown or cannot run here."""
+    form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
+    return _FORMS[form](heads, bias, layout, options)
 
 
 def attend_projected(
@@ -140,7 +171,7 @@ def attend_projected(
     compute = matmul_dtype(projected.tokens, projected.gamma)
     available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, projected.tokens, compute, options.activation)
-    attend = tiled.attend if form == "tiled" else partial(_gated, _FORMS[form])
+    attend = partial(_with_prefix, tiled.attend) if form == "tiled" else partial(_gated, _FORMS[form])
     if layout.context is not None:
         return context_parallel.attend(attend, layout.context, projected, bias, layout, options)
     return attend(projected, bias, layout, options)

@@ -40,6 +40,11 @@ class MixedChunkOptions:
             raise ValueError(f"chunk_size is {self.chunk_size}, but must be at least 1.")
 
     @property
+    def both_ways(self) -> "MixedChunkOptions":
+        """The same, reading in both directions."""
+        return MixedChunkOptions(self.chunk_size, False, self.activation, self.normalization)
+
+    @property
     def published_length(self) -> float | None:
         """The n of the published q.k / n, or None for the count of visible keys."""
         return None if self.normalization == "count" else float(self.chunk_size)

@@ -6,6 +6,10 @@
     L(t) = tokens of t's own chunk; causal: those with j <= t
     R(t) = every token of the document; causal: every token of the chunks before t's
 
+With prefixes, a token of a prefix of P tokens reads as in a document that ends there, and a later one as in a causal layer:
+
+    t < P:   L(t) = the prefix tokens of t's own chunk        R(t) = the P tokens of the prefix
+
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3, with divisors that count visible keys.
 """
 
@@ -20,14 +24,16 @@ from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
 def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
     """o_quad + o_lin, [B, T, e]."""
-    chunk_size, causal = options.chunk_size, options.causal
+    chunk_size = options.chunk_size
 
-    def document(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
-        rows = []
+    def document(in_prefix: Tensor, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        rows, prefix = [], int(in_prefix.sum())
         for t in range(len(v)):
             chunk = t // chunk_size
-            near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
-            far = [j for j in range(len(v)) if j // chunk_size < chunk or not causal]
+            causal = options.causal and t >= prefix
+            end = prefix if t < prefix else len(v)
+            near = [j for j in range(end) if j // chunk_size == chunk and (j <= t or not causal)]
+            far = [j for j in range(end) if j // chunk_size < chunk or not causal]
 
             weights = attention_weights_oracle(
                 k_quad[near] @ q_quad[t],
@@ -47,4 +53,7 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
             rows.append(o_quad + o_lin)
         return torch.stack(rows)
 
-    return by_document(document, *heads, layout=layout)
+    in_prefix = torch.full(heads.v.shape[:2], layout.prefix is not None)
+    if layout.prefix is not None and layout.prefix.mask is not None:
+        in_prefix = layout.prefix.mask
+    return by_document(document, in_prefix[..., None], *heads, layout=layout)

@@ -17,19 +17,22 @@ with n the number of visible keys.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import check_queries_keys_values
+from lineartime.ops.chunks import Slots
 from lineartime.ops.layout import as_mask, make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
+from lineartime.ops.prefix import check_prefix
 from lineartime.ops.quadratic import blocked, reference, tiled, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
-    "oracle": reference.attend,
     "torch": blocked.attend,
     "tiled": tiled.attend,
     "triton": triton.attend,
@@ -45,6 +48,7 @@ def quadratic_attention(
     bias: Tensor | FactoredBias | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     activation: Activation = "relu2",
     normalization: Normalization | int = "count",
     backend: Backend = "auto",
@@ -58,10 +62,12 @@ def quadratic_attention(
         bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which takes no memory of T x T.
         mask: bool or 0 and 1, [B, T], True for real tokens; no token reads padding, and its outputs are zero.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: none reads another.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: so many of the first real tokens of each row,
+            or document, read each other in both directions; later tokens read as ever.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
             n the number of real tokens of the document; an integer is that n, fixed, as a causal model needs it: n taken from
-            the current length would let the future change the past.
+            the current length would let the future change the past. With prefixes, "paper" is not allowed.
         backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto",
             the fastest that can run.
 
@@ -75,22 +81,37 @@ def quadratic_attention(
     options = QuadraticOptions(causal, activation, normalization)
     check_queries_keys_values({"q": q, "k": k}, v)
     check_quadratic_bias(bias, v.shape[1])
+    check_prefix(prefix_lengths, causal)
     mask = as_mask("mask", mask, *v.shape[:2])
+    prefix = None
+    if prefix_lengths is not None:
+        if normalization == "paper":
+            found = "is 'paper', which would divide by another length inside a prefix than behind it"
+            raise ArgumentError("normalization", f"{found}: give that length as a whole number, or use 'count'.")
+        of_prefix = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device).prefix
+        prefix = None if of_prefix is None else of_prefix.mask
     rows = make_layout(v.shape, None, cu_seqlens, device=v.device).rows
     if rows is None:
-        return attend_rows(q, k, v, bias, mask, options, backend)
+        return attend_rows(q, k, v, bias, mask, options, backend, prefix)
     # Documents become rows together with their padding, because the bias goes by place.
     real = rows.real.flatten(0, 1)
     if mask is not None:
-        real = rows.arrange(mask[..., None].to(v.dtype)).flatten(0, 1)[..., 0] > 0
+        real = _as_rows(mask, rows)
+    if prefix is not None:
+        prefix = _as_rows(prefix, rows)
     longest = real.shape[1]
     if isinstance(bias, FactoredBias):
         bias = FactoredBias(bias.of_queries[:longest], bias.of_keys[:longest])
     elif bias is not None:
         bias = bias[:longest, :longest]
     q, k, v = (rows.arrange(x).flatten(0, 1) for x in (q, k, v))
-    out = attend_rows(q, k, v, bias, real, options, backend)
+    out = attend_rows(q, k, v, bias, real, options, backend, prefix)
     return rows.restore(out.view(*rows.real.shape, out.shape[-1]))
+
+
+def _as_rows(mask: Tensor, rows: Slots) -> Tensor:
+    """Bool [B, T] -> [R, L]."""
+    return rows.arrange(mask[..., None].to(torch.uint8)).flatten(0, 1)[..., 0] > 0
 
 
 def attend_rows(
@@ -101,16 +122,23 @@ def attend_rows(
     real: Tensor | None,
     options: QuadraticOptions,
     backend: Backend = "auto",
+    prefix: Tensor | None = None,
 ) -> Tensor:
     """`quadratic_attention` inside a model, where the arguments fit together and every document is a row.
 
     [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens, or is None where all slots hold one.
+    `prefix`, bool [R, L], marks the tokens of prefixes, or is None where there are none.
 
     Raises:
         ValueError: for a backend that is unknown or cannot run here.
     """
     form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), v, matmul_dtype(q, k, v), options.activation)
-    if real is None or form == "oracle":
+    if form == "oracle":
+        return reference.attend(q, k, v, bias, real, options, prefix)
+    if prefix is not None:
+        causal = attend_rows(q, k, v, bias, real, options, form)
+        return torch.where(prefix[..., None], attend_rows(q, k, v, bias, prefix, options.both_ways, form), causal)
+    if real is None:
         return _FORMS[form](q, k, v, bias, real, options)
     q, k, v = (x.masked_fill(~real[..., None], 0.0) for x in (q, k, v))  # 0 * inf, at padding, would be NaN
     return _FORMS[form](q, k, v, bias, real, options).masked_fill(~real[..., None], 0.0)

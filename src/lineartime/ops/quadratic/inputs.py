@@ -33,6 +33,11 @@ class QuadraticOptions:
         if isinstance(self.normalization, str) or self.normalization < 1:
             check_choice("normalization", self.normalization, NORMALIZATIONS)
 
+    @property
+    def both_ways(self) -> "QuadraticOptions":
+        """The same, reading in both directions."""
+        return QuadraticOptions(False, self.activation, self.normalization)
+
     def published_length(self, length: int, real: Tensor | None) -> float | Tensor | None:
         """The n of the published q.k / n for rows of `length` slots, a number or [R, 1, 1]; None for "count"."""
         if self.normalization == "count":

@@ -2,6 +2,8 @@
 
     out[t] = sum over visible j of relu(q[t].k[j] / sqrt(s) + bias[t, j])^2 v[j]  /  n        n: how many keys are visible
 
+A key is visible in the query's document; causal: if j <= t, or if both t and j are in the prefix.
+
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2.
 """
 
@@ -16,17 +18,23 @@ from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | FactoredBias | None,
+    real: Tensor | None,
+    options: QuadraticOptions,
+    prefix: Tensor | None = None,
 ) -> Tensor:
-    """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens."""
+    """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real` and `prefix`, bool [R, L], mark tokens."""
     table = bias.dense() if isinstance(bias, FactoredBias) else bias
     slots = torch.arange(v.shape[1], device=v.device)
     normalization = options.normalization
 
-    def document(slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def document(slots: Tensor, in_prefix: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = []
         for t in range(len(v)):
-            visible = [j for j in range(len(v)) if j <= t or not options.causal]
+            visible = [j for j in range(len(v)) if j <= t or not options.causal or (in_prefix[t] and in_prefix[j])]
             weights = attention_weights_oracle(
                 k[visible] @ q[t],
                 None if table is None else table[slots[t, 0], slots[visible, 0]],
@@ -39,4 +47,6 @@ def attend(
             rows.append(weights @ v[visible])
         return torch.stack(rows)
 
-    return by_document(document, slots[None, :, None].expand(len(v), -1, -1), q, k, v, layout=Layout(real, slots))
+    in_prefix = torch.zeros(v.shape[:2], dtype=torch.bool) if prefix is None else prefix
+    places = slots[None, :, None].expand(len(v), -1, -1)
+    return by_document(document, places, in_prefix[..., None], q, k, v, layout=Layout(real, slots))

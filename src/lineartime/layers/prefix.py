@@ -1,0 +1,41 @@
+"""Mixers that can read the first tokens of a sequence in both directions, and the rest causally.
+
+Shapes: B batch, N tokens of a prefix, d model width.
+"""
+
+from torch import Tensor
+
+from lineartime.layers.residual import Mixer, State
+from lineartime.layers.streams import RaggedState, extend_ragged
+from lineartime.ops.layout import as_mask
+
+
+class PrefixMixer(Mixer[State]):
+    """A mixer that takes `prefix_lengths`, if it is causal, and begins streams with a prefix."""
+
+    reads_prefix = True
+
+    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, State | RaggedState]:
+        """Begin streams with tokens that read each other in both directions; `extend` continues them causally.
+
+        Outputs are those of `forward` with these tokens as prefixes. The state is the one that `extend` has after them.
+
+        Args:
+            x: [B, N, d].
+            mask: bool or 0 and 1, [B, N], True for real tokens: prefixes of different lengths are padded on the left.
+
+        Returns:
+            [B, N, d], with zeros at padding, and the state: a `RaggedState` where prefixes have different lengths.
+
+        Raises:
+            LineartimeError: unless the mixer is causal and can read a prefix, and shapes fit.
+        """
+        self.check_prefix()
+        self.check_input(x)
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+
+        def begin(x: Tensor, state: State) -> tuple[Tensor, State]:
+            return self.mix_next(x, state, self.prefix_layout(x.shape, x.device))
+
+        state = self.init_state(x.shape[0])
+        return begin(x, state) if mask is None else extend_ragged(begin, x, state, mask)

@@ -1,0 +1,52 @@
+"""Prefixes: the first tokens of a document, which a causal attention reads in both directions.
+
+Shapes: B batch, T tokens, D documents packed into a single row.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+from lineartime.ops.checks import is_readable, is_whole, require, shortened
+
+
+def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
+    """Raise ArgumentError for prefixes of an attention that reads everything in both directions anyway."""
+    if prefix_lengths is not None and not causal:
+        raise ArgumentError("prefix_lengths", "is given, but only causal attention has prefixes: use causal=True.")
+
+
+def prefix_tokens(
+    prefix_lengths: Tensor, batch: int, positions: Tensor, mask: Tensor | None, document: Tensor | None, starts: Tensor
+) -> Tensor:
+    """Which tokens are in a prefix, bool [B, T].
+
+    Args:
+        prefix_lengths: int [B], or [D] for packed documents.
+        batch: B.
+        positions: int [T] or [B, T], of each token in its document, real tokens alone being counted.
+        mask: bool [B, T], True for real tokens, or None where all are.
+        document: int [T], the document of each token, or None where every row is one.
+        starts: int [D + 1], where packed documents begin and end.
+
+    Raises:
+        ArgumentError: for lengths that do not fit the documents.
+    """
+    n_documents, size = (batch, "[B]") if document is None else (starts.shape[0] - 1, "[D]")
+    if not isinstance(prefix_lengths, Tensor):
+        raise ArgumentError("prefix_lengths", f"is a {type(prefix_lengths).__name__}, but must be a tensor.")
+    if prefix_lengths.shape != (n_documents,) or not is_whole(prefix_lengths):
+        found = f"has shape {list(prefix_lengths.shape)} and dtype {prefix_lengths.dtype}"
+        raise ArgumentError("prefix_lengths", f"{found}, but must be whole numbers {size} = [{n_documents}].")
+    lengths = prefix_lengths.to(positions.device, torch.long)
+    real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if mask is None else mask
+    if document is None:
+        limit, available = lengths[:, None], real.sum(1)
+    else:
+        limit, available = lengths[document], F.pad(real[0].cumsum(0), (1, 0))[starts].diff()
+    given = f"is {shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
+    where = "row" if document is None else "document"
+    predicate = f"{given}must be from 0 to the number of real tokens of each {where}."
+    require((lengths >= 0) & (lengths <= available), "prefix_lengths", predicate)
+    return (positions < limit) & real

@@ -1,0 +1,232 @@
+"""Layers that read a prefix in both directions and the rest causally."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim, export
+from torch.func import functional_call, grad, jvp, vmap
+
+from lineartime.baselines.gau_multi_head import GAUMultiHead
+from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.mhsa_gated import MHSAGated
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.layers import FLASH, GAU, Attention, set_backend
+from lineartime.layers.prefix import PrefixMixer
+from lineartime.layers.residual import READ_PREFIX, Mixer
+from lineartime.models.layer_config import KINDS
+
+D_MODEL, CHUNK, LENGTH = 8, 4, 15
+GATED: dict[str, Any] = {"d_qk": 4}
+CASES: dict[str, tuple[type[PrefixMixer[Any]], dict[str, Any]]] = {
+    "flash": (FLASH, GATED | {"chunk_size": CHUNK}),
+    "flash, paper": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper"}),
+    "flash, paper_sum": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper_sum"}),
+    "flash, softmax": (FLASH, GATED | {"chunk_size": CHUNK, "activation": "softmax"}),
+    "gau": (GAU, GATED),
+    "gau with a table": (GAU, GATED | {"max_length": LENGTH}),
+    "gau, paper": (GAU, GATED | {"normalization": "paper"}),
+    "gau, softmax_plus": (GAU, GATED | {"activation": "softmax_plus"}),
+    "attention": (Attention, {"n_heads": 2}),
+    "gau-multi-head": (GAUMultiHead, GATED | {"n_heads": 2}),
+    "gau-ungated": (GAUUngated, GATED),
+    "mhsa-gated": (MHSAGated, {"n_heads": 2}),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+PREFIXES = torch.tensor([0, 1, 7, LENGTH])  # nothing, a token, into a chunk, everything
+
+
+def build(name: str, causal: bool = True) -> PrefixMixer[Any]:
+    kind, options = CASES[name]
+    torch.manual_seed(1)
+    layer = kind(D_MODEL, causal=causal, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch: int = len(PREFIXES), length: int = LENGTH) -> Tensor:
+    return torch.randn(batch, length, D_MODEL, dtype=torch.float64)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+def test_every_mixer_that_reads_a_prefix_is_tested_here() -> None:
+    assert {kind for kind, _ in CASES.values()} == {kind for kind in KINDS["mixer"].values() if kind.reads_prefix}
+    assert {kind.reads_prefix for kind in KINDS["mixer"].values() if not issubclass(kind, PrefixMixer)} == {False}
+
+
+@every_case
+def test_a_prefix_reads_both_ways_over_itself_and_the_rest_causally_over_everything(name: str) -> None:
+    layer, x = build(name), tokens()
+    out = layer(x, prefix_lengths=PREFIXES)
+    causal, both_ways = layer(x), build(name, causal=False)
+    assert torch.equal(out[0], causal[0])
+    for row, length in enumerate(PREFIXES.tolist()):
+        close(out[row, length:], causal[row, length:])
+        if name != "gau, paper":  # a bidirectional one divides by its length: see below
+            close(out[row : row + 1, :length], both_ways(x[row : row + 1, :length]))
+
+
+def test_a_published_divisor_is_that_of_the_causal_layer_inside_a_prefix_too() -> None:
+    options: dict[str, Any] = {"d_qk": 4, "normalization": "paper", "relative_bias": False, "dtype": torch.float64}
+    layer, both_ways = GAU(D_MODEL, causal=True, max_length=20, **options), GAU(D_MODEL, **options)
+    torch.nn.init.normal_(layer.gamma)
+    both_ways.load_state_dict(layer.state_dict())
+    x = tokens(1)
+    added = (layer(x, prefix_lengths=torch.tensor([7])) - x)[:, :7]
+    close(added * 20**2, (both_ways(x[:, :7]) - x[:, :7]) * 7**2)
+
+
+@every_case
+@pytest.mark.parametrize("kind", ["left", "right", "holes"])
+def test_a_padded_batch_equals_its_rows_alone(name: str, kind: str) -> None:
+    layer, places = build(name), torch.arange(LENGTH).expand(4, -1)
+    mask = {"left": places >= 4, "right": places < LENGTH - 4, "holes": places % 4 != 1}[kind].clone()
+    mask[0] = False
+    x = tokens().masked_fill(~mask[..., None], torch.nan)
+    lengths = torch.minimum(PREFIXES, mask.sum(1))
+    out = layer(x, mask, prefix_lengths=lengths)
+    assert not out[~mask].any()
+    for row in range(4):
+        alone = x[row, mask[row]][None]
+        close(out[row, mask[row]], layer(alone, prefix_lengths=lengths[row : row + 1])[0])
+
+
+@every_case
+def test_a_pack_equals_its_documents_alone(name: str) -> None:
+    layer, x, ends = build(name), tokens(1, 20), [0, 6, 6, 15, 20]
+    lengths = torch.tensor([2, 0, 9, 5])
+    packed = layer(x, cu_seqlens=torch.tensor(ends), prefix_lengths=lengths)
+    for (start, stop), length in zip(pairwise(ends), lengths, strict=True):
+        close(packed[:, start:stop], layer(x[:, start:stop], prefix_lengths=length[None]))
+
+
+@every_case
+def test_no_later_token_leaks_into_a_prefix_or_into_earlier_tokens_and_every_prefix_token_is_read(name: str) -> None:
+    layer, x, lengths = build(name), tokens(1), torch.tensor([7])
+    out = layer(x, prefix_lengths=lengths)
+    for changed in range(LENGTH):
+        other = x.clone()
+        other[:, changed] += 1
+        moved = (layer(other, prefix_lengths=lengths) - out).abs().amax(-1)[0] > 1e-12
+        first = 0 if changed < 7 else changed
+        assert not moved[:first].any()
+        # relu^2 may be blind to a key, but not for every query; across chunks, FLASH reads linearly
+        assert moved[:7].any() == (changed < 7)
+
+
+@every_case
+def test_values_and_gradients_of_a_stream_that_begins_with_a_prefix_are_those_of_the_parallel_form(name: str) -> None:
+    layer = build(name)
+    x = tokens().requires_grad_()
+    for length in (1, CHUNK, 7, 9):
+        first, state = layer.read_prefix(x[:, :length])
+        pieces = [first]
+        assert state.position == length
+        for start, stop in pairwise([length, length + 1, length + 3, LENGTH]):
+            piece, state = layer.extend(x[:, start:stop], state)
+            pieces.append(piece)
+        streamed, whole = torch.cat(pieces, 1), layer(x, prefix_lengths=torch.full((4,), length))
+        close(streamed, whole)
+        direction = torch.randn_like(whole)
+        gradients = [torch.autograd.grad((out * direction).sum(), [x, *layer.parameters()]) for out in (streamed, whole)]
+        for one, other in zip(*gradients, strict=True):
+            close(one, other)
+
+
+@every_case
+def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_alone(name: str) -> None:
+    layer, x, lengths = build(name), tokens(), torch.tensor([0, 1, 9, 6])
+    mask = torch.arange(9) >= 9 - lengths[:, None]
+    padded = torch.full_like(x[:, :9], torch.nan)
+    for row, length in enumerate(lengths.tolist()):
+        padded[row, 9 - length :] = x[row, :length]
+    out, state = layer.read_prefix(padded, mask)
+    assert state.position == lengths.tolist()
+    assert not out[~mask].any()
+    rest, _ = layer.extend(torch.stack([x[row, length : length + 6] for row, length in enumerate(lengths)]), state)
+    for row, length in enumerate(lengths.tolist()):
+        alone = layer(x[row : row + 1, : length + 6], prefix_lengths=lengths[row : row + 1])[0]
+        close(torch.cat([out[row, 9 - length :], rest[row]]), alone)
+
+
+@every_case
+def test_the_state_after_a_prefix_is_the_causal_one_and_an_empty_prefix_is_none(name: str) -> None:
+    layer, x = build(name), tokens()
+    _, state = layer.read_prefix(x)
+    _, causal = layer.extend(x, None)
+    assert type(state) is type(causal)
+    for one, other in zip(state, causal, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    nothing, state = layer.read_prefix(x[:, :0])
+    assert nothing.shape == (4, 0, D_MODEL)
+    assert state.position == 0
+
+
+def test_layers_without_a_prefix_form_and_layers_that_look_both_ways_say_so() -> None:
+    lengths, x = torch.tensor([1]), torch.zeros(1, 3, D_MODEL)
+    for kind, mixer in KINDS["mixer"].items():
+        if not mixer.reads_prefix and kind in ("flash-local", "performer", "linformer", "reformer"):
+            layer = mixer(D_MODEL, causal=mixer.why_not_causal is None, **({} if kind == "flash-local" else {"n_heads": 2}))
+            with pytest.raises(LineartimeError, match=rf"{mixer.__name__} cannot read a prefix .*: only {READ_PREFIX} can"):
+                layer(x, prefix_lengths=lengths)
+    layer = FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK)
+    for read in (lambda: layer(x, prefix_lengths=lengths), lambda: layer.read_prefix(x)):
+        with pytest.raises(ArgumentError, match="causal is False, so that FLASH reads everything in both directions"):
+            read()
+
+
+# PyTorch's forward-mode derivatives of its own functions are written in TorchScript.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["flash", "gau", "attention"])
+def test_transforms_of_torch_func_read_prefixes(name: str) -> None:
+    layer, x = build(name), tokens()
+    parameters = dict(layer.named_parameters())
+
+    def one(x: Tensor, length: Tensor) -> Tensor:
+        return functional_call(layer, parameters, (x[None],), {"prefix_lengths": length[None]}).square().sum()
+
+    inputs = x.detach().requires_grad_()
+    (exact,) = torch.autograd.grad(layer(inputs, prefix_lengths=PREFIXES).square().sum(), inputs)
+    close(vmap(grad(one))(x, PREFIXES), exact)
+    tangent = torch.randn_like(x)
+    _, along = jvp(lambda x: layer(x, prefix_lengths=PREFIXES).square().sum(), (x,), (tangent,))
+    close(along, (exact * tangent).sum())
+
+
+# PyTorch's own, where a user does not see them.
+hidden = [
+    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+]
+
+
+def reads_other_batches(program: Any, reference: Mixer[Any]) -> None:
+    set_backend(reference, "oracle")
+    for batch, length in ((2, 9), (3, 15)):
+        x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
+        lengths = (torch.rand(batch) * (mask.sum(1) + 1)).long()
+        close(program(x, mask, None, lengths), reference(x, mask, None, lengths))
+    with pytest.raises(RuntimeError, match="prefix_lengths must be from 0 to the number of real tokens of each row"):
+        program(x, mask, None, torch.tensor([0, 0, length + 1]))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=hidden) for name in ("flash", "gau")])
+def test_exported_layers_read_other_lengths_and_prefixes(name: str) -> None:
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=60)}
+    example = tokens(3, 21), torch.rand(3, 21) > 0.3, None, torch.tensor([0, 1, 2])
+    program = export(build(name), example, dynamic_shapes=(sizes, sizes, None, {0: sizes[0]})).module()
+    reads_other_batches(program, build(name))
+
+
+@hidden[1]
+def test_a_compiled_layer_reads_other_lengths_and_prefixes_without_a_graph_break() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(build("flash"), fullgraph=True, backend="eager", dynamic=True)
+    reads_other_batches(compiled, build("flash"))

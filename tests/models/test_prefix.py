@@ -1,0 +1,111 @@
+"""Models that read a prefix in both directions."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime import presets
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.layers import set_backend
+from lineartime.models import CausalLM, LayerConfig
+from lineartime.models.systems import SYSTEMS
+from lineartime.ops.cross_entropy import IGNORED
+from lineartime.ops.layout import ContextGroup
+
+SIZES: dict[str, dict[str, Any]] = {
+    "flash": {"d_qk": 16, "chunk_size": 8},
+    "flash-quad": {"d_qk": 16, "max_length": 20},
+    "transformer++": {"n_heads": 2},
+}
+
+
+def build(system: str, **overrides: Any) -> CausalLM:
+    model = lineartime.build(f"{system}-tiny", "prefix-lm", d_model=32, vocab_size=16, **{**SIZES[system], **overrides})
+    assert isinstance(model, CausalLM)
+    return model
+
+
+@pytest.mark.parametrize("system", SIZES)
+def test_the_parts_of_a_sequence_before_and_behind_its_prefix_are_those_of_the_streams(system: str) -> None:
+    model = build(system, n_blocks=3).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, length = torch.randint(0, 16, (2, 19)), 11
+    whole = model(ids, prefix_lengths=torch.full((2,), length))
+    first, state = model.read_prefix(ids[:, :length])
+    rest, _ = model.extend(ids[:, length:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, atol=1e-9, rtol=0)
+    other = ids.clone()
+    other[:, length:] = 15 - other[:, length:]
+    assert torch.equal(model(other, prefix_lengths=torch.full((2,), length))[:, :length], whole[:, :length])
+    assert not torch.allclose(model(ids)[:, : length - 1], whole[:, : length - 1])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_loss_is_the_mean_over_targets_with_and_without_recomputed_blocks(recompute: bool) -> None:
+    model = build("flash", n_blocks=2)
+    if recompute:
+        model.recompute_blocks()
+    ids, mask, lengths = torch.randint(0, 16, (2, 19)), torch.arange(19) >= torch.tensor([[0], [4]]), torch.tensor([9, 2])
+    targets = torch.where(torch.rand(2, 19) > 0.5, ids.roll(-1, 1), IGNORED)
+    loss = model.loss(ids, targets, mask, prefix_lengths=lengths)
+    logits = model(ids, mask, prefix_lengths=lengths)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# A row has 20 tokens: fillers from 8 on and, among places 8 to 11, one token below 8, which places 0 to 7 have to foretell.
+def look_ahead(batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids, answers = torch.randint(8, 16, (batch, 20)), torch.randint(0, 8, (batch, 1))
+    ids.scatter_(1, torch.randint(8, 12, (batch, 1)), answers)
+    targets = torch.where(torch.arange(20) < 8, answers, IGNORED)
+    return ids, targets, torch.randint(12, 20, (batch,))
+
+
+@pytest.mark.parametrize(("system", "steps"), [("flash", 120), ("transformer++", 60)])
+def test_a_prefix_model_learns_to_look_ahead(system: str, steps: int) -> None:
+    model = build(system, n_blocks=1, absolute_position="none")
+    set_backend(model, "torch")
+    for name, parameter in model.named_parameters():
+        if name.endswith("gamma"):  # at the paper's 0.02, a model as narrow as this one would sleep for long
+            torch.nn.init.normal_(parameter, std=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+    for _ in range(steps):
+        ids, targets, lengths = look_ahead(16)
+        model.loss(ids, targets, prefix_lengths=lengths).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids, targets, lengths = look_ahead(64)
+    known = targets != IGNORED
+    with torch.no_grad():
+        right = model(ids, prefix_lengths=lengths).argmax(-1) == targets
+        causal = model(ids).argmax(-1) == targets
+    assert right[known].float().mean() > 0.9
+    assert causal[known].float().mean() < 0.3
+
+
+def test_systems_without_a_prefix_form_are_no_prefix_models() -> None:
+    able = {name.rpartition("-")[0] for name in presets("prefix-lm") if name.endswith("-base")}
+    assert able == {name for name, system in SYSTEMS.items() if system.mixer.reads_prefix}
+    assert {"flash", "flash-quad", "transformer", "transformer++"} <= able
+    with pytest.raises(ArgumentError, match="task is 'prefix-lm', but combiner-tiny cannot read a prefix in both directions"):
+        lineartime.build("combiner-tiny", "prefix-lm")
+    with pytest.raises(LineartimeError, match="Performer cannot read a prefix in both directions: only GAU, FLASH and softmax"):
+        lineartime.build("flash-tiny", "prefix-lm", mixer=LayerConfig("performer", n_heads=4))
+    with pytest.raises(LineartimeError, match="Performer cannot read a prefix in both directions"):
+        lineartime.build("performer-tiny")(torch.zeros(1, 3, dtype=torch.long), prefix_lengths=torch.tensor([1]))
+    with pytest.raises(LineartimeError, match="Performer cannot read a prefix in both directions"):
+        lineartime.build("performer-tiny").read_prefix(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(ArgumentError, match="causal is False"):
+        lineartime.build("flash-tiny", "mlm")(torch.zeros(1, 3, dtype=torch.long), prefix_lengths=torch.tensor([1]))
+
+
+def test_prefixes_of_sequences_that_processes_hold_together_are_refused() -> None:
+    model, context = build("flash", n_blocks=1), ContextGroup("none", 0, 2)
+    with pytest.raises(ArgumentError, match="prefix_lengths is given, but sequences that are split over processes can have"):
+        model(torch.zeros(1, 8, dtype=torch.long), prefix_lengths=torch.tensor([1]), context=context)
