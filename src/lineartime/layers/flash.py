@@ -45,25 +45,25 @@ class FLASH(ChunkedUnit[MixedChunkState], SteppingMixer[MixedChunkState, MixedCh
             return exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 
-    def init_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams."""
         return self.init_mixed_state(batch_size)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend with a state of constant size, and the state N tokens later."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
 
-    def join_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
-        """Join streams at different positions; ValueError unless the layer is causal."""
-        self.check_causal()
+    def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
+        """Join streams at different positions."""
         return stream.mixed_chunk_streams(states)
 
-    def mix_step(self, x: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
-        """One more token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), layout)
+    def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
+        """One more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         row: Tensor | None = None
         if self.bias is not None:
-            slots = torch.arange(self.chunk_size, device=x.device)
+            slots = torch.arange(self.chunk_size, device=normed.device)
             row = self.bias(streams.position % self.chunk_size, slots, layout.place_rotations)
         attended = stream.step(Heads(*(*maps.unbind(1), v)), row, self.options, streams)
-        return self.add_output(x, self.gate(gate, attended))
+        out: Tensor = self.to_output(self.gate(gate, attended))
+        return out

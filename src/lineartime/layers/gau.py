@@ -102,9 +102,8 @@ class GAU(GatedUnit[KVCache], HasBackends):
             )
         return None if self.bias is None else self.bias(query_positions, key_positions, layout.place_rotations)
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        self.check_causal()
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         weight = self.to_output.weight
         empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(weight), device=weight.device)
         return KVCache(empty, empty.new_zeros(batch_size, 0, self.d_value))

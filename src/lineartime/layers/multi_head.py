@@ -1,4 +1,4 @@
-"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing, output and residual.
+"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing and output.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -69,28 +69,28 @@ class MultiHeadMixer(Mixer[State]):
         """Rows with rotations."""
         return LayoutPlan(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.to_output.weight))
 
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences, [B, T, d] -> [B, T, d]."""
-        q, k, v = self.project(self.norm(x), layout)
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        q, k, v = self.project(normed, layout)
         if layout.rows is None:
-            return self.combine(x, merge_heads(self._attend(q, k, v, None)))
+            return self.combine(normed, merge_heads(self._attend(q, k, v, None)))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
             return merge_heads(self._attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), real))
 
-        return self.combine(x, layout.by_row(attend, *(merge_heads(heads) for heads in (q, k, v))))
+        return self.combine(normed, layout.by_row(attend, *(merge_heads(heads) for heads in (q, k, v))))
 
-    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
-        q, k, v = self.project(self.norm(x), layout)
+    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        q, k, v = self.project(normed, layout)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
-        return self.combine(x, merge_heads(attended.to(output_dtype(v, compute)))), state
+        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute)))), state
 
-    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""
-        out: Tensor = x + self.dropout(self.to_output(attended))
+    def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
+        """The output map: normed tokens and attention's output, [B, T, d] each -> [B, T, d]."""
+        out: Tensor = self.to_output(attended)
         return out
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
@@ -114,8 +114,7 @@ class MultiHeadMixer(Mixer[State]):
         return rotate(q, rotations), rotate(k, rotations)
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Keys or values of no token, [B, H, 0, h]; ValueError unless the layer is causal."""
-        self.check_causal()
+        """Keys or values of no token, [B, H, 0, h]."""
         weight = self.to_output.weight
         return weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype)
 

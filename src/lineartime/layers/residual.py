@@ -120,8 +120,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     then y, state = mixer.extend(x, state) for any number of new tokens.
 
     Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
-    `stream_layout` and `read_next`. A subclass supplies `mix`, `mix_next`, `init_state` and, if it uses more of a layout than
-    positions and rows, `plan`.
+    `stream_layout` and `read_next`. The norm before a mixer and the residual around it are here. A subclass supplies what is
+    between them, `mix`, `mix_next` and `init_own_state`, and, if it uses more of a layout than positions and rows, `plan`.
 
     Args:
         causal: whether a token reads only itself and earlier tokens; needed to stream.
@@ -145,16 +145,16 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return None
 
     @abstractmethod
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences, [B, T, d] with zeros at padding -> [B, T, d]."""
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> what is added to the tokens, [B, T, d]."""
 
     @abstractmethod
-    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them; `state` stays as it is."""
+    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """The same for N more tokens of streams, [B, N, d], and the state after them; `state` stays as it is."""
 
     @abstractmethod
-    def init_state(self, batch_size: int) -> State:
-        """The state before the first token of `batch_size` streams; ValueError unless the mixer is causal."""
+    def init_own_state(self, batch_size: int) -> State:
+        """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
 
     def plan(self) -> LayoutPlan:
         """What the mixer needs of a layout."""
@@ -203,7 +203,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
         self._check_layout(layout)
-        return zero_padding(self.mix(zero_padding(x, layout.mask), layout), layout.mask)
+        x = zero_padding(x, layout.mask)
+        return zero_padding(x + self.dropout(self.mix(self.norm(x), layout)), layout.mask)
+
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
+        self.check_causal()
+        return self.init_own_state(batch_size)
 
     def extend(
         self, x: Tensor, state: State | RaggedState | None, mask: Tensor | None = None
@@ -235,7 +241,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """`extend` for streams at one position, by tokens without padding."""
-        return self.mix_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
+        return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
         """The layout of the next `count` tokens of streams that have read `position` tokens."""
@@ -249,7 +255,12 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x.shape[0])
         self._check_layout(layout)
-        return self.mix_next(x, state, layout)
+        return self._read_next(x, state, layout)
+
+    def _read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """`read_next` without its checks."""
+        out, state = self.mix_next(self.norm(x), state, layout)
+        return x + self.dropout(out), state
 
     def _check_state(self, state: State | RaggedState, batch: int) -> None:
         for part in state.states if isinstance(state, RaggedState) else [state]:
@@ -285,6 +296,13 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
     """A mixer that can continue streams at different positions together, token by token, with states of constant size."""
 
     @abstractmethod
+    def join_own_streams(self, states: Sequence[State]) -> Streams:
+        """Join states of `mix_next` to continue them with `mix_step`; only called for a causal mixer."""
+
+    @abstractmethod
+    def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
+        """One more normed token of every stream -> what is added to it, [B, 1, d]; updates `streams` in place."""
+
     def join_streams(self, states: Sequence[State]) -> Streams:
         """Join streams that stand at different positions, to continue them with `step`.
 
@@ -292,12 +310,10 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             states: of one or more streams each, as `extend` returns them; they stay as they are.
 
         Raises:
-            ValueError: unless the mixer is causal.
+            ArgumentError: unless the mixer is causal.
         """
-
-    @abstractmethod
-    def mix_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
-        """One more token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        self.check_causal()
+        return self.join_own_streams(states)
 
     def step(self, x: Tensor, streams: Streams) -> Tensor:
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
@@ -310,7 +326,12 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             raise ArgumentError(
                 "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
             )
-        return self.mix_step(x, streams, self.step_layout(streams.position))
+        return self.read_step(x, streams, self.step_layout(streams.position))
+
+    def read_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
+        """`step` with a layout."""
+        out: Tensor = x + self.dropout(self.mix_step(self.norm(x), streams, layout))
+        return out
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -53,7 +53,7 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
         """[B, 1, d] -> [B, 1, d]; updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer.mix_step(x, streams, layout))
+        out: Tensor = self.feed_forward(self.stepping_mixer.read_step(x, streams, layout))
         return out
 
     @property
