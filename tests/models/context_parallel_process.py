@@ -17,9 +17,7 @@ from torch import Tensor
 
 from lineartime.layers import set_backend
 from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model
-from lineartime.ops.layout import ContextGroup
-from lineartime.ops.mixed_chunk import context_parallel
-from lineartime.ops.mixed_chunk.context_parallel import context_group
+from lineartime.ops.context import ContextGroup, context_group
 
 CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
 
@@ -125,14 +123,14 @@ def only_states_cross() -> None:
     ids, targets = make_batch()
     for task in ("clm", "mlm"):
         model = make_model(task)
-        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = gather, reduce
+        dist.all_gather, dist.all_reduce = gather, reduce
         loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
         states = [2 * D_QK * D_VALUE] * 2  # batch x s x e, for each of two layers
         assert sent == [2, *states], sent  # the shape of the slices, and states
         loss.backward()
         assert sent == [2, *states, *states], sent
         sent.clear()
-        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = real_gather, real_reduce
+        dist.all_gather, dist.all_reduce = real_gather, real_reduce
 
 
 def what_cannot_be_split_is_refused() -> None:

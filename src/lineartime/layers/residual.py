@@ -18,7 +18,8 @@ from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState, check_state, extend_ragged
-from lineartime.ops.layout import ContextGroup, Layout, LayoutPlan, as_mask, make_layout, step_layout, stream_layout
+from lineartime.ops.context import ContextGroup
+from lineartime.ops.layout import Layout, LayoutPlan, as_mask, make_layout, step_layout, stream_layout
 
 
 class LayerOptions(FactoryOptions, total=False):

@@ -16,8 +16,8 @@ from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer, SteppingMixer
 from lineartime.models.config import ModelConfig
 from lineartime.ops.checks import is_readable
-from lineartime.ops.layout import ContextGroup, Layout
-from lineartime.ops.mixed_chunk.context_parallel import check_equal_slices
+from lineartime.ops.context import ContextGroup, check_equal_slices
+from lineartime.ops.layout import Layout
 
 BackboneState = tuple[Any, ...]
 """One mixer state for each block."""

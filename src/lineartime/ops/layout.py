@@ -14,22 +14,9 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.chunks import Chunks, Slots
+from lineartime.ops.context import ContextGroup
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
-
-
-class ContextGroup(NamedTuple):
-    """The processes that hold every sequence together, an equal slice each, in the order of their ranks.
-
-    Attributes:
-        name: of the process group; compiled code can carry nothing else.
-        rank: which slice this process holds, 0 for the first.
-        size: the number of processes.
-    """
-
-    name: str
-    rank: int
-    size: int
 
 
 class Layout(NamedTuple):
