@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
-from lineartime.layers.residual import SteppingMixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_projected, stream

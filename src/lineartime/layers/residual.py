@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, SupportsIndex, TypeVar
 
@@ -102,16 +101,7 @@ class StreamState(Protocol):
         """A field."""
 
 
-class JoinedStreams(Protocol):
-    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
-
-    @property
-    def position(self) -> Tensor:
-        """int64 [B], the number of tokens that each stream has read."""
-
-
 State = TypeVar("State", bound=StreamState)
-Streams = TypeVar("Streams", bound=JoinedStreams)
 
 
 class Mixer(ResidualLayer, ABC, Generic[State]):
@@ -291,48 +281,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             )
         if not self.causal:
             raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream: build it with causal=True.")
-
-
-class SteppingMixer(Mixer[State], Generic[State, Streams]):
-    """A mixer that can continue streams at different positions together, token by token, with states of constant size."""
-
-    @abstractmethod
-    def join_own_streams(self, states: Sequence[State]) -> Streams:
-        """Join states of `mix_next` to continue them with `mix_step`; only called for a causal mixer."""
-
-    @abstractmethod
-    def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
-        """One more normed token of every stream -> what is added to it, [B, 1, d]; updates `streams` in place."""
-
-    def join_streams(self, states: Sequence[State]) -> Streams:
-        """Join streams that stand at different positions, to continue them with `step`.
-
-        Args:
-            states: of one or more streams each, as `extend` returns them; they stay as they are.
-
-        Raises:
-            ArgumentError: unless the mixer is causal.
-        """
-        self.check_causal()
-        return self.join_own_streams(states)
-
-    def step(self, x: Tensor, streams: Streams) -> Tensor:
-        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
-
-        Raises:
-            ValueError: unless x is one token for each stream.
-        """
-        self.check_input(x)
-        if x.shape[:2] != (len(streams.position), 1):
-            raise ArgumentError(
-                "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
-            )
-        return self.read_step(x, streams, self.step_layout(streams.position))
-
-    def read_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
-        """`step` with a layout."""
-        out: Tensor = x + self.dropout(self.mix_step(self.norm(x), streams, layout))
-        return out
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

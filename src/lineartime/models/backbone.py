@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lineartime.errors import ArgumentError
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.residual import Mixer, SteppingMixer
+from lineartime.layers.residual import Mixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
 from lineartime.ops.checks import is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices

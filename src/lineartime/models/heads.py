@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
-from lineartime.layers.residual import SteppingMixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.ops.context import ContextGroup
