@@ -59,7 +59,8 @@ class ChunkedUnit(GatedUnit[State]):
 
     def plan(self) -> LayoutPlan:
         """Chunks with rotations, also of their slots for a rotary bias."""
-        return LayoutPlan(
+        plan = super().plan()
+        return plan._replace(
             rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             bias_places=self.bias_chunks * self.chunk_size,

@@ -64,7 +64,8 @@ class GAU(GatedUnit[KVCache], HasBackends):
 
     def plan(self) -> LayoutPlan:
         """Rows with rotations, also of places for a rotary bias."""
-        return LayoutPlan(
+        plan = super().plan()
+        return plan._replace(
             rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             longest=self.longest_sequence,

@@ -67,7 +67,8 @@ class MultiHeadMixer(Mixer[State]):
 
     def plan(self) -> LayoutPlan:
         """Rows with rotations."""
-        return LayoutPlan(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.to_output.weight))
+        width = self.head_dim if self.rope else None
+        return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.to_output.weight))
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""

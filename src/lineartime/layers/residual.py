@@ -16,9 +16,10 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import RaggedState, check_state, extend_ragged
+from lineartime.layers.streams import RaggedState, ShiftedState, check_state, extend_ragged
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, as_mask, make_layout, step_layout, stream_layout
+from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -32,6 +33,7 @@ class MixerOptions(LayerOptions, total=False):
     """What every mixer takes: see `Mixer`."""
 
     causal: bool
+    token_shift: bool
 
 
 class ResidualLayer(nn.Module):
@@ -116,6 +118,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     Args:
         causal: whether a token reads only itself and earlier tokens; needed to stream.
+        token_shift: whether the first half of each normed token's features are taken from the token before it, and are zeros at
+            the first token of a document; see `lineartime.ops.token_shift`.
         **options: those of `ResidualLayer`.
     """
 
@@ -124,11 +128,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     splits_context: ClassVar[bool] = False
     """Whether it can read sequences that several processes hold together."""
 
-    def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
+    def __init__(
+        self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
+    ) -> None:
         super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
+        self.token_shift = token_shift
 
     @property
     def longest_sequence(self) -> int | None:
@@ -149,7 +156,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def plan(self) -> LayoutPlan:
         """What the mixer needs of a layout."""
-        return LayoutPlan()
+        return LayoutPlan(token_shift=self.token_shift)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Read whole sequences at once.
@@ -195,16 +202,22 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
         self._check_layout(layout)
         x = zero_padding(x, layout.mask)
-        return zero_padding(x + self.dropout(self.mix(self.norm(x), layout)), layout.mask)
+        normed = self.norm(x)
+        if self.token_shift:
+            normed = shift_tokens(normed, layout.previous, layout.context)
+        return zero_padding(x + self.dropout(self.mix(normed, layout)), layout.mask)
 
-    def init_state(self, batch_size: int) -> State:
+    def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
         self.check_causal()
-        return self.init_own_state(batch_size)
+        own = self.init_own_state(batch_size)
+        if not self.token_shift:
+            return own
+        return ShiftedState(next(self.parameters()).new_zeros(batch_size, shifted_width(self.d_model)), own)
 
     def extend(
-        self, x: Tensor, state: State | RaggedState | None, mask: Tensor | None = None
-    ) -> tuple[Tensor, State | RaggedState]:
+        self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State | ShiftedState | RaggedState]:
         """Continue streams by N tokens, as each stream would be continued alone.
 
         Args:
@@ -230,7 +243,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             return self._extend_together(x, state)
         return extend_ragged(self._extend_together, x, state, mask)
 
-    def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
         """`extend` for streams at one position, by tokens without padding."""
         return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
@@ -242,18 +255,23 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The layout of one more token for each of B streams at their own positions, int64 [B]."""
         return step_layout(positions, plan=self.plan())
 
-    def read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+    def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x.shape[0])
         self._check_layout(layout)
         return self._read_next(x, state, layout)
 
-    def _read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+    def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`read_next` without its checks."""
-        out, state = self.mix_next(self.norm(x), state, layout)
+        normed = self.norm(x)
+        if isinstance(state, ShiftedState):
+            normed, last = shift_next(normed, state.last)
+            out, own = self.mix_next(normed, state.own, layout)
+            return x + self.dropout(out), ShiftedState(last, own)
+        out, state = self.mix_next(normed, state, layout)
         return x + self.dropout(out), state
 
-    def _check_state(self, state: State | RaggedState, batch: int) -> None:
+    def _check_state(self, state: State | ShiftedState | RaggedState, batch: int) -> None:
         for part in state.states if isinstance(state, RaggedState) else [state]:
             check_state(part, self._no_streams, type(self).__name__)
         made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
@@ -263,7 +281,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             )
 
     @cached_property
-    def _no_streams(self) -> State:
+    def _no_streams(self) -> State | ShiftedState:
         """The state of no streams, which shows how a state is built."""
         return self.init_state(0)
 

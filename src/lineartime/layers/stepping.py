@@ -7,11 +7,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.residual import Mixer, State
+from lineartime.layers.streams import ShiftedState, check_state
 from lineartime.ops.layout import Layout
+from lineartime.ops.token_shift import shift_next
 
 
 class JoinedStreams(Protocol):
@@ -36,19 +39,23 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
     def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
         """One more normed token of every stream -> what is added to it, [B, 1, d]; updates `streams` in place."""
 
-    def join_streams(self, states: Sequence[State]) -> Streams:
+    def join_streams(self, states: Sequence[State | ShiftedState]) -> Streams | ShiftedState:
         """Join streams that stand at different positions, to continue them with `step`.
 
         Args:
             states: of one or more streams each, as `extend` returns them; they stay as they are.
 
         Raises:
-            ArgumentError: unless the mixer is causal.
+            ArgumentError: unless the mixer is causal, and for a state of another layer.
         """
         self.check_causal()
-        return self.join_own_streams(states)
+        for state in states:
+            check_state(state, self._no_streams, type(self).__name__, "states")
+        own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in states])
+        shifted = [state.last for state in states if isinstance(state, ShiftedState)]
+        return ShiftedState(torch.cat(shifted), own) if self.token_shift else own
 
-    def step(self, x: Tensor, streams: Streams) -> Tensor:
+    def step(self, x: Tensor, streams: Streams | ShiftedState) -> Tensor:
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
 
         Raises:
@@ -61,7 +68,12 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             )
         return self.read_step(x, streams, self.step_layout(streams.position))
 
-    def read_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
+    def read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
         """`step` with a layout."""
-        out: Tensor = x + self.dropout(self.mix_step(self.norm(x), streams, layout))
+        normed = self.norm(x)
+        if isinstance(streams, ShiftedState):
+            normed, last = shift_next(normed, streams.last)
+            streams.last.copy_(last)
+        own: Streams = streams.own if isinstance(streams, ShiftedState) else streams
+        out: Tensor = x + self.dropout(self.mix_step(normed, own, layout))
         return out

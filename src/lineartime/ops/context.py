@@ -44,11 +44,12 @@ def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.dev
         )
 
 
-Elsewhere = Literal["before", "after", "others"]
-"""Other processes: those that hold what stands before this process's slice, those behind it, or both."""
+Elsewhere = Literal["before", "just before", "after", "just after", "others"]
+"""Other processes: all or the nearest of those that hold what stands before this process's slice, or behind it, or all."""
 
-_TRANSPOSED = {"before": "after", "after": "before", "others": "others"}
-"""Whose gradients a process collects if it was read by those behind it, before it, or by all others."""
+_TRANSPOSED = {"before": "after", "just before": "just after", "others": "others"}
+_TRANSPOSED |= {after: before for before, after in _TRANSPOSED.items()}
+"""Whose gradients a process collects: those of the processes that read it."""
 
 
 def sum_elsewhere(x: Tensor, group: ContextGroup, reach: Elsewhere) -> Tensor:
@@ -84,7 +85,8 @@ def _sum_elsewhere(x: Tensor, group: str, reach: str) -> Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(processes))]
     dist.all_gather(parts, x.contiguous(), group=processes)
     total = torch.zeros_like(parts[rank])
-    for part in parts[:rank] if reach == "before" else parts[rank + 1 :]:
+    before, after = parts[:rank], parts[rank + 1 :]
+    for part in {"before": before, "just before": before[-1:], "after": after, "just after": after[:1]}[reach]:
         total += part
     return total
 
