@@ -85,6 +85,7 @@ def split_is_whole() -> None:
         assert_split_is_whole(model, 1e-10)
     for task in ("clm", "mlm"):
         assert_split_is_whole(make_model(task, activation="softmax"), 1e-10)
+        assert_split_is_whole(make_model(task, token_shift=True), 1e-10)
         assert_split_is_whole(make_model(task, torch.float32), 1e-5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert_split_is_whole(make_model(task, torch.float32), 5e-2)
@@ -98,7 +99,7 @@ def recomputation_repeats_the_exchange() -> None:
 
 def compiled_is_whole() -> None:
     for task, recompute in (("clm", True), ("mlm", False)):
-        model = make_model(task, torch.float32)
+        model = make_model(task, torch.float32, token_shift=recompute)
 
         def prepare(model: LanguageModel = model, recompute: bool = recompute) -> None:
             if recompute:

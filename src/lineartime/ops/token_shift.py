@@ -36,7 +36,7 @@ def shift_tokens(x: Tensor, previous: Tensor | None = None, context: ContextGrou
     if previous is None:
         before = F.pad(first, (0, 0, 1, 0))[:, :-1]
     else:
-        before = F.pad(first, (0, 0, 0, 1)).gather(1, previous[..., None].expand(len(x), -1, width))
+        before = F.pad(first, (0, 0, 0, 1)).gather(1, previous[..., None].expand(x.shape[0], -1, width))
     return torch.cat([before, rest], -1)
 
 
