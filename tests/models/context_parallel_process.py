@@ -122,14 +122,15 @@ def only_states_cross() -> None:
         real_reduce(x, **options)
 
     ids, targets = make_batch()
-    for task in ("clm", "mlm"):
-        model = make_model(task)
+    state, half_token = 2 * D_QK * D_VALUE, 2 * 4  # batch x s x e, and batch x half of d
+    for task, token_shift in itertools.product(("clm", "mlm"), (False, True)):
+        model = make_model(task, token_shift=token_shift)
         dist.all_gather, dist.all_reduce = gather, reduce
         loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
-        states = [2 * D_QK * D_VALUE] * 2  # batch x s x e, for each of two layers
-        assert sent == [2, *states], sent  # the shape of the slices, and states
+        forward = 2 * [*([half_token] if token_shift else []), state]  # of two layers
+        assert sent == [2, *forward], sent  # and the shape of the slices
         loss.backward()
-        assert sent == [2, *states, *states], sent
+        assert sent == [2, *forward, *reversed(forward)], sent
         sent.clear()
         dist.all_gather, dist.all_reduce = real_gather, real_reduce
 

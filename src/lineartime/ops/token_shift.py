@@ -28,11 +28,11 @@ def shift_tokens(x: Tensor, previous: Tensor | None = None, context: ContextGrou
             side by side in a single document.
         context: the processes that hold every sequence together; None if x holds whole sequences.
     """
-    if context is not None:  # a stream, continued from the slice of the process before
-        last = x[:, -1:, : shifted_width(x.shape[-1])].sum(1)
-        return shift_next(x, sum_elsewhere(last, context, "just before"))[0]
     width = shifted_width(x.shape[-1])
     first, rest = x[..., :width], x[..., width:]
+    if context is not None:  # this slice continues that of the process before, as a stream would
+        last = first[:, -1:].sum(1)  # zeros for a slice without tokens, which attention refuses by name
+        return shift_next(x, sum_elsewhere(last, context, "just before"))[0]
     if previous is None:
         before = F.pad(first, (0, 0, 1, 0))[:, :-1]
     else:
@@ -50,7 +50,8 @@ def shift_next(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [B, N, d], and `last` after them, in the dtype that it had.
     """
-    first, rest = x.split([last.shape[-1], x.shape[-1] - last.shape[-1]], -1)
+    width = last.shape[-1]
+    first, rest = x[..., :width], x[..., width:]
     read = torch.cat([last[:, None].to(x.dtype), first], 1)
     return torch.cat([read[:, :-1], rest], -1), read[:, -1].to(last.dtype)
 
