@@ -22,7 +22,7 @@ from measure import markdown, save
 from torch import Tensor
 
 from lineartime.models import LayerConfig, ModelConfig, build_model
-from lineartime.ops.mixed_chunk.context_parallel import context_group
+from lineartime.ops.context import context_group
 
 TOKENS = 2**20
 STEPS = 3

@@ -15,14 +15,18 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture(params=["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
 def model(request: pytest.FixtureRequest) -> CausalLM:
-    size = {"n_heads": 2} if request.param.startswith("transformer") else {"d_qk": 8}
-    model = lineartime.build(request.param, d_model=16, n_blocks=2, vocab_size=40, **size).eval()
+    preset, _, shifted = request.param.partition(" ")
+    size = {"n_heads": 2} if preset.startswith("transformer") else {"d_qk": 8}
+    model = lineartime.build(preset, d_model=16, n_blocks=2, vocab_size=40, token_shift=bool(shifted), **size).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
 
+@pytest.mark.parametrize(
+    "model", ["flash-tiny", "flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny shifted"], indirect=True
+)
 def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "PREFILL", 4)  # a prompt in several pieces
     prompt = torch.randint(0, 40, (11,)).tolist()
@@ -51,7 +55,7 @@ def test_tokens_come_one_by_one(model: CausalLM) -> None:
     assert isinstance(next(stream), int)
 
 
-@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+@pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted"], indirect=True)
 def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
     model.double()
     chunk = model.config.mixer.options["chunk_size"]

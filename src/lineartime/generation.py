@@ -15,6 +15,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.fields import check_fields
 from lineartime.layers.checks import check_positive
+from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneState
 from lineartime.models.heads import CausalLM, check_model
 
@@ -222,7 +223,7 @@ def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
 def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
     """`model.step` as a CUDA graph, which launches the hundreds of kernels of a token at once."""
     ids = torch.zeros(batch, 1, dtype=torch.long, device=streams[0].position.device)
-    before = [tensor.clone() for state in streams for tensor in state]
+    before = [tensor.clone() for tensor in tensors_of(streams)]
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
@@ -232,7 +233,7 @@ def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callab
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model.step(ids, streams)
-    for tensor, value in zip((tensor for state in streams for tensor in state), before, strict=True):
+    for tensor, value in zip(tensors_of(streams), before, strict=True):
         tensor.copy_(value)  # undo the trial steps
 
     def step(tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "normalization": ("paper", {}),
     "norm": ("scalenorm", {}),
     "rope": (False, {}),
+    "token_shift": (True, {}),
     "relative_bias": (False, {}),
     "max_length": (16, {"features": "cos", "chunk_size": 2}),
     "n_heads": (2, {}),

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance)
 LAYERS: dict[str, Any] = {
     "flash": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal),
     "flash, paper": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal, normalization="paper", rope=False),
-    "flash, softmax": lambda causal: FLASH(8, d_qk=4, chunk_size=16, causal=causal, activation="softmax"),
+    "flash, softmax, token shift": lambda causal: FLASH(
+        8, d_qk=4, chunk_size=16, causal=causal, activation="softmax", token_shift=True
+    ),
     "flash, rotary bias": lambda causal: FLASH(8, d_qk=4, chunk_size=513, causal=causal),
     "gau": lambda causal: GAU(8, d_qk=4, causal=causal),
     "gau, paper": lambda causal: GAU(8, d_qk=4, causal=causal, normalization="paper", relative_bias=False),
@@ -62,7 +64,7 @@ def test_an_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(na
         torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flash", "gau"])
+@pytest.mark.parametrize("name", ["flash, softmax, token shift", "gau"])
 def test_an_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: str) -> None:
     layer = build(name, causal=True)
     length, count = Dim("length", min=1, max=4096), Dim("count", min=3, max=64)  # two documents or more

@@ -1,5 +1,6 @@
 """The one contract that everything which moves information between tokens has to keep."""
 
+import copy
 import re
 from itertools import pairwise
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lineartime.errors import ArgumentError
@@ -61,11 +62,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "explicit-topk": [{"n_largest": 4}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
 }
-CASES = {
-    ", ".join([kind, *(f"{name}={value}" for name, value in options.items())]): (KINDS["mixer"][kind], options)
-    for kind, row in ROWS.items()
-    for options in row
-}
+
+
+def case_name(kind: str, options: dict[str, Any]) -> str:
+    return ", ".join([kind, *(f"{name}={value}" for name, value in options.items())])
+
+
+CASES = {case_name(kind, options): (KINDS["mixer"][kind], options) for kind, row in ROWS.items() for options in row}
+ONE_OF_EACH = [case_name(kind, row[0]) for kind, row in ROWS.items()]
 ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
 CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
 DIRECTIONS = [(name, False) for name in CASES] + [(name, True) for name in CAUSAL]
@@ -75,16 +79,16 @@ every_mixer_in_both_directions = pytest.mark.parametrize(("name", "causal"), DIR
 LENGTH = 3 * CHUNK + 5
 
 
-def fresh(name: str, causal: bool, d_model: int = D_MODEL) -> Mixer:
+def fresh(name: str, causal: bool, d_model: int = D_MODEL, token_shift: bool = False) -> Mixer:
     mixer, options = CASES[name]
     small = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
-    return mixer(d_model, causal=causal, **{**small, **options})
+    return mixer(d_model, causal=causal, token_shift=token_shift, **{**small, **options})
 
 
-def build(name: str, causal: bool) -> Mixer:
+def build(name: str, causal: bool, token_shift: bool = False) -> Mixer:
     """The mixer with weights far from their small initial values, so that everything in it has a say."""
     torch.manual_seed(1)
-    mixer = fresh(name, causal)
+    mixer = fresh(name, causal, token_shift=token_shift)
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -376,7 +380,7 @@ def test_a_state_of_another_layer_is_named(name: str) -> None:
 @every_mixer_in_both_directions
 def test_reading_with_a_layout_copies_nothing_to_the_host(name: str, causal: bool) -> None:
     """On the meta device there are no values to copy: whatever looks at one fails."""
-    mixer = build(name, causal)
+    mixer = build(name, causal, token_shift=True)  # which a mask and documents make a part of the layout
     mask = torch.rand(1, LENGTH) > 0.3
     layout = mixer.layout((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
     far = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, layout)
@@ -384,3 +388,77 @@ def test_reading_with_a_layout_copies_nothing_to_the_host(name: str, causal: boo
     out = mixer.to("meta").read(x, far)
     out.sum().backward()
     assert out.shape == x.shape
+
+
+# Token shift: one case a mechanism, against the same mixer after a norm that shifts by the definition -------------------------
+
+
+class ShiftedNorm(nn.Module):
+    """The norm of a mixer, and the definition of the token shift, for rows that are whole documents."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        shifted = normed.clone()
+        for token in range(x.shape[1]):
+            shifted[:, token, : D_MODEL // 2] = normed[:, token - 1, : D_MODEL // 2] if token else 0.0
+        return shifted
+
+
+def shifted_and_definition(name: str, causal: bool) -> tuple[Mixer, Mixer]:
+    mixer = build(name, causal, token_shift=True).double()
+    definition = copy.deepcopy(mixer)
+    definition.token_shift = False
+    definition.norm = ShiftedNorm(definition.norm)
+    return mixer, definition
+
+
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if name in ONE_OF_EACH])
+def test_a_token_shift_takes_the_real_token_before_of_the_same_document(name: str, causal: bool) -> None:
+    mixer, definition = shifted_and_definition(name, causal)
+    tokens = torch.arange(LENGTH)
+    left_right_holes = [tokens >= 11, tokens < LENGTH - 11, torch.rand(LENGTH) > 0.4]
+    mask, ends = torch.stack(left_right_holes), [0, 3, 3, 3 + CHUNK, LENGTH]
+    x = torch.randn(3, LENGTH, D_MODEL, dtype=torch.float64, requires_grad=True)
+    rows = [(mixer(x, mask=mask)[row], x[row], mask[row]) for row in range(3)]
+    whole, packed = mixer(x[:1]), mixer(x[:1], mask[2:], torch.tensor(ends))
+    rows += [(whole[0], x[0], torch.ones_like(mask[0]))]
+    rows += [(packed[0], x[0], mask[2] & (tokens >= start) & (tokens < stop)) for start, stop in pairwise(ends) if start < stop]
+    for out, given_tokens, real in rows:
+        expected = definition(given_tokens[real][None])[0]
+        torch.testing.assert_close(out[real], expected, atol=1e-10, rtol=1e-10)
+        direction = torch.randn_like(expected)
+        (gradient,) = torch.autograd.grad((out[real] * direction).sum(), x, retain_graph=True)
+        (wanted,) = torch.autograd.grad((expected * direction).sum(), x)
+        torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name in ONE_OF_EACH])
+def test_a_shifted_stream_remembers_the_token_before(name: str) -> None:
+    mixer, definition = shifted_and_definition(name, causal=True)
+    lengths = [CHUNK + 3, 3, 0, 3]
+    prompt = max(lengths)
+    x = torch.randn(4, prompt + 3, D_MODEL, dtype=torch.float64)
+    mask = torch.arange(prompt) >= prompt - torch.tensor(lengths)[:, None]
+    out, state = mixer.extend(x[:, :prompt].masked_fill(~mask[..., None], torch.nan), None, mask=mask)
+    assert state.position == lengths
+    pieces = [out]
+    for stop in (prompt + 1, prompt + 1, prompt + 3):
+        piece, state = mixer.extend(x[:, sum(piece.shape[1] for piece in pieces) : stop], state)
+        pieces.append(piece)
+    together = torch.cat(pieces, 1)
+    for row, length in enumerate(lengths):
+        expected = definition(x[row : row + 1, prompt - length :])
+        torch.testing.assert_close(together[row : row + 1, prompt - length :], expected, atol=1e-10, rtol=1e-10)
+    with pytest.raises(ArgumentError, match=rf"^state is a \w+, but {type(mixer).__name__} needs a ShiftedState"):
+        mixer.extend(x[:1], definition.init_state(1))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_token_shift_has_no_parameters(name: str) -> None:
+    shifted, plain = (build(name, causal=False, token_shift=token_shift).state_dict() for token_shift in (True, False))
+    assert list(shifted) == list(plain)
+    assert all(torch.equal(shifted[key], plain[key]) for key in plain)

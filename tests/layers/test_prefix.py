@@ -16,6 +16,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.residual import READ_PREFIX, Mixer
+from lineartime.layers.streams import tensors_of
 from lineartime.models.layer_config import KINDS
 
 D_MODEL, CHUNK, LENGTH = 8, 4, 15
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[type[PrefixMixer[Any]], dict[str, Any]]] = {
     "flash, paper": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper"}),
     "flash, paper_sum": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper_sum"}),
     "flash, softmax": (FLASH, GATED | {"chunk_size": CHUNK, "activation": "softmax"}),
+    "flash, shifted": (FLASH, GATED | {"chunk_size": CHUNK, "token_shift": True}),
     "gau": (GAU, GATED),
     "gau with a table": (GAU, GATED | {"max_length": LENGTH}),
     "gau, paper": (GAU, GATED | {"normalization": "paper"}),
@@ -162,8 +164,8 @@ def test_the_state_after_a_prefix_is_the_causal_one_and_an_empty_prefix_is_none(
     _, state = layer.read_prefix(x)
     _, causal = layer.extend(x, None)
     assert type(state) is type(causal)
-    for one, other in zip(state, causal, strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    assert all(torch.equal(one, other) for one, other in zip(tensors_of(state), tensors_of(causal), strict=True))
+    assert state.position == causal.position
     nothing, state = layer.read_prefix(x[:, :0])
     assert nothing.shape == (4, 0, D_MODEL)
     assert state.position == 0

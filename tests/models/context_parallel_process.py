@@ -17,9 +17,7 @@ from torch import Tensor
 
 from lineartime.layers import set_backend
 from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model
-from lineartime.ops.layout import ContextGroup
-from lineartime.ops.mixed_chunk import context_parallel
-from lineartime.ops.mixed_chunk.context_parallel import context_group
+from lineartime.ops.context import ContextGroup, context_group
 
 CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
 
@@ -87,6 +85,7 @@ def split_is_whole() -> None:
         assert_split_is_whole(model, 1e-10)
     for task in ("clm", "mlm"):
         assert_split_is_whole(make_model(task, activation="softmax"), 1e-10)
+        assert_split_is_whole(make_model(task, token_shift=True), 1e-10)
         assert_split_is_whole(make_model(task, torch.float32), 1e-5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert_split_is_whole(make_model(task, torch.float32), 5e-2)
@@ -100,7 +99,7 @@ def recomputation_repeats_the_exchange() -> None:
 
 def compiled_is_whole() -> None:
     for task, recompute in (("clm", True), ("mlm", False)):
-        model = make_model(task, torch.float32)
+        model = make_model(task, torch.float32, token_shift=recompute)
 
         def prepare(model: LanguageModel = model, recompute: bool = recompute) -> None:
             if recompute:
@@ -123,16 +122,17 @@ def only_states_cross() -> None:
         real_reduce(x, **options)
 
     ids, targets = make_batch()
-    for task in ("clm", "mlm"):
-        model = make_model(task)
-        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = gather, reduce
+    state, half_token = 2 * D_QK * D_VALUE, 2 * 4  # batch x s x e, and batch x half of d
+    for task, token_shift in itertools.product(("clm", "mlm"), (False, True)):
+        model = make_model(task, token_shift=token_shift)
+        dist.all_gather, dist.all_reduce = gather, reduce
         loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
-        states = [2 * D_QK * D_VALUE] * 2  # batch x s x e, for each of two layers
-        assert sent == [2, *states], sent  # the shape of the slices, and states
+        forward = 2 * [*([half_token] if token_shift else []), state]  # of two layers
+        assert sent == [2, *forward], sent  # and the shape of the slices
         loss.backward()
-        assert sent == [2, *states, *states], sent
+        assert sent == [2, *forward, *reversed(forward)], sent
         sent.clear()
-        context_parallel.dist.all_gather, context_parallel.dist.all_reduce = real_gather, real_reduce
+        dist.all_gather, dist.all_reduce = real_gather, real_reduce
 
 
 def what_cannot_be_split_is_refused() -> None:

@@ -26,6 +26,7 @@ TINY = EncoderDecoderConfig(
 )
 CONFIGS = {
     "gau": TINY,
+    "shifted flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4, token_shift=True)),
     "flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4), norm="scalenorm"),
     "attention": dataclasses.replace(TINY, mixer=LayerConfig("attention", n_heads=2), feed_forward=LayerConfig("glu")),
 }

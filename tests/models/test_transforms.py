@@ -115,6 +115,23 @@ def test_jacobians_and_hessians_of_a_layer_are_those_of_plain_pytorch(layer: FLA
     torch.testing.assert_close(curvature, expected)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_transforms_shift_tokens_by_the_mask_and_the_documents(packed: bool) -> None:
+    layer = FLASH(16, d_qk=8, chunk_size=8, token_shift=True).double()
+    x, mask = tokens(3, 1, 37, 16), torch.rand(3, 1, 37) > 0.3
+    cu_seqlens = torch.tensor([0, 5, 37]) if packed else None
+
+    def read(x: Tensor, mask: Tensor) -> Tensor:
+        return layer(x, mask, cu_seqlens)
+
+    out, tangent = jvp(lambda x: vmap(read)(x, mask), (x,), (x.flip(0),))
+    set_backend(layer, "torch")
+    expected: Any
+    expected, wanted = torch.autograd.functional.jvp(lambda x: torch.stack([*map(read, x, mask)]), x, x.flip(0))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(tangent, wanted)
+
+
 @pytest.mark.slow
 def test_a_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
     def gradient(x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lineartime.ops import gated_mixed_chunk_attention
-from lineartime.ops.layout import ContextGroup, LayoutPlan, make_layout
+from lineartime.ops.context import ContextGroup
+from lineartime.ops.layout import LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk import chunked, tiled, tiled_passes
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 

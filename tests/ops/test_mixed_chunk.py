@@ -17,7 +17,8 @@ from lineartime.ops import (
     quadratic_attention,
 )
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.layout import ContextGroup, LayoutPlan, make_layout
+from lineartime.ops.context import ContextGroup
+from lineartime.ops.layout import LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk import chunked, reference
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 

@@ -7,8 +7,8 @@ How it differs, and what is done about it here:
   two chunks. Bidirectional, it divides by the number of tokens; ours by chunks times C, the same for full chunks.
 - Its causal GAU divides by the current length, which shows early tokens how long the text will be; ours by `max_length`.
 - It rotates neighbouring features instead of halves, at most 32 of them, and its angles are float32; its GAU does not rotate.
-- Its model has logits of its own and shifts half of the features by a token: logits are tied and nothing is shifted here. Its
-  ScaleNorm has no epsilon under the root: the norm is LayerNorm here.
+- Its model has logits of its own: they are tied here. Its ScaleNorm has no epsilon under the root: the norm is LayerNorm here.
+- It shifts half of the features by a token, which is an option of ours. With a mask, its token before may be padding.
 """
 
 from collections.abc import Callable
@@ -86,21 +86,30 @@ def test_gau_is_that_of_flash_pytorch(
     torch.testing.assert_close(ours(x), theirs(x), atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("token_shift", [False, True])
 @pytest.mark.parametrize("activation", ["relu2", "laplace"])
 @pytest.mark.parametrize(("causal", "length"), [(False, CHUNK), (False, 3 * CHUNK), (True, 5), (True, 2 * CHUNK)])
 def test_flash_is_that_of_flash_pytorch(
     causal: bool,
     length: int,
     activation: Any,
+    token_shift: bool,
     peer: Callable[[str], Any],
     randomized: Callable[[nn.Module], Any],
     flash_weights: Callable[[Any, Any], dict[str, Tensor]],
 ) -> None:
-    options: dict[str, Any] = {"rope": False, "activation": activation, "normalization": "paper"}
+    options: dict[str, Any] = {"rope": False, "activation": activation, "normalization": "paper", "token_shift": token_shift}
     ours = randomized(FLASH(D_MODEL, d_qk=D_QK, chunk_size=CHUNK, causal=causal, **options))
     theirs = (
         peer("flash_pytorch")
-        .FLASH(dim=D_MODEL, group_size=CHUNK, query_key_dim=D_QK, causal=causal, laplace_attn_fn=activation == "laplace")
+        .FLASH(
+            dim=D_MODEL,
+            group_size=CHUNK,
+            query_key_dim=D_QK,
+            causal=causal,
+            laplace_attn_fn=activation == "laplace",
+            shift_tokens=token_shift,
+        )
         .double()
     )
     theirs.load_state_dict(flash_weights(ours, theirs))
@@ -117,7 +126,7 @@ def test_a_model_of_flash_is_that_of_flash_pytorch(
     flash_weights: Callable[[Any, Any], dict[str, Tensor]],
 ) -> None:
     sizes = {"vocab_size": 30, "d_model": D_MODEL, "n_blocks": 2, "d_qk": D_QK, "chunk_size": CHUNK}
-    model = randomized(lineartime.build("flash-tiny", task, norm="layernorm", normalization="paper", **sizes))
+    model = randomized(lineartime.build("flash-tiny", task, norm="layernorm", normalization="paper", token_shift=True, **sizes))
     theirs = (
         peer("flash_pytorch")
         .FLASHTransformer(
@@ -128,7 +137,7 @@ def test_a_model_of_flash_is_that_of_flash_pytorch(
             query_key_dim=D_QK,
             causal=task == "clm",
             norm_type="layernorm",
-            shift_tokens=False,
+            shift_tokens=True,
         )
         .double()
     )

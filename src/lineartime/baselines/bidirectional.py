@@ -12,7 +12,7 @@ class BidirectionalMixer(Mixer[StreamState]):
     The layer states its reason, `why_not_causal`; `Mixer` shows it to whoever asks for causal=True, or for a stream.
     """
 
-    def init_state(self, batch_size: int) -> NoReturn:
+    def init_own_state(self, batch_size: int) -> NoReturn:
         """Raise ValueError: this mixer never streams."""
         self._refuse()
 

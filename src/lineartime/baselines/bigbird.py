@@ -241,7 +241,7 @@ class BigBird(MultiHeadMixer[KVCache]):
             q, k, v, state, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
         )
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return KVCache(empty, empty)

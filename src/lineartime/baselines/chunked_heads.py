@@ -32,6 +32,6 @@ class ChunkedHeads(MultiHeadMixer[State]):
         self.chunk_size = chunk_size
 
     def empty_chunk(self, batch_size: int) -> Tensor:
-        """Keys or values of an open chunk without tokens, [B, H, C, h]; ValueError unless the layer is causal."""
+        """Keys or values of an open chunk without tokens, [B, H, C, h]."""
         none = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         return none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)

@@ -217,8 +217,8 @@ class Combiner(ChunkedHeads[CombinerState]):
         k_sum = _linear(self.summary_to_key, normed).unflatten(-1, (self.n_heads, -1))
         return rope(k_sum, positions[..., None]) if self.rope else k_sum
 
-    def init_state(self, batch_size: int) -> CombinerState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> CombinerState:
+        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         none = chunk[:, :, None][:, :, :0]
         return CombinerState(none, none, chunk, chunk, chunk, merge_heads(chunk), 0)

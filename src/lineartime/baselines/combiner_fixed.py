@@ -170,8 +170,8 @@ class CombinerFixed(ChunkedHeads[CombinerFixedState]):
         """Attend to the open chunk and the summaries before it, and the state N tokens later."""
         return combiner_fixed_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> CombinerFixedState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> CombinerFixedState:
+        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         highest = torch.full_like(chunk[..., 0, :], torch.finfo(chunk.dtype).min)
         none = chunk[..., :0, :]

@@ -152,8 +152,8 @@ class Efficient(MultiHeadMixer[LinearState]):
         dtype = acc_dtype(q)
         return Features(q.to(dtype), *k.to(dtype).chunk(2, -1))
 
-    def init_state(self, batch_size: int) -> LinearState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> LinearState:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         n_features = self.head_dim * (2 if self.rotated == "features" else 1)
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

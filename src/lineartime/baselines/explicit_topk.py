@@ -103,7 +103,7 @@ class ExplicitTopK(MultiHeadMixer[KVCache]):
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         return explicit_topk_attention_extend(q, k, v, state, n_largest=self.n_largest)
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return KVCache(empty, empty)

@@ -80,7 +80,7 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
                     state = FLASHGlobalState(state.summary, k_open, v_open, position)
         return torch.cat(outputs, 1), state
 
-    def init_state(self, batch_size: int) -> FLASHGlobalState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> FLASHGlobalState:
+        """The state before the first token of `batch_size` streams."""
         mixed = self.init_mixed_state(batch_size)
         return FLASHGlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)

@@ -31,6 +31,6 @@ class FLASHLocal(FLASHInParts[MixedChunkState]):
         q, k = maps.unbind(1)
         return self.quadratic_next(q, k, v, state, layout)
 
-    def init_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams."""
         return self.quadratic_state(batch_size)

@@ -162,8 +162,8 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
             state.position,
         )
 
-    def init_state(self, batch_size: int) -> FLASHOverlappingState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
+        """The state before the first token of `batch_size` streams."""
         mixed = self.init_mixed_state(batch_size)
         twice = (1, 2, 1)
         return FLASHOverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)

@@ -60,6 +60,6 @@ class FLASHInParts(ChunkedUnit[State]):
         return stream.extend(Heads(q, k, no_map, no_map, v), self.chunk_bias(layout), self.options, state)
 
     def quadratic_state(self, batch_size: int) -> MixedChunkState:
-        """The state of the quadratic part alone, before the first token; ValueError unless the layer is causal."""
+        """The state of the quadratic part alone, before the first token."""
         state = self.init_mixed_state(batch_size)
         return state._replace(summary=state.summary[:, :0], k_lin=state.k_lin[..., :0])

@@ -157,8 +157,8 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
             k_lin=torch.zeros_like(state.k_lin),
         )
 
-    def init_state(self, batch_size: int) -> FLASHWeightedState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> FLASHWeightedState:
+        """The state before the first token of `batch_size` streams."""
         mixed = self.init_mixed_state(batch_size)
         context, k_lin = mixed.summary, mixed.k_lin
         return FLASHWeightedState(

@@ -168,6 +168,6 @@ class Flowformer(MultiHeadMixer[FlowformerState]):
         """Attend with a state of constant size, and the state N tokens later."""
         return flowformer_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> FlowformerState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> FlowformerState:
+        """The state before the first token of `batch_size` streams."""
         return empty_state(self.empty_cache(batch_size))

@@ -57,9 +57,9 @@ class GAUMultiHead(GAU):
         q, k, v = (fold_heads(self._split(x)) for x in (q, k, v))
         return self._merge(super().attend_rows(q, k, v, mask, layout, causal).unflatten(0, (-1, self.n_heads)))
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        return KVCache(*(self._split(x) for x in super().init_state(batch_size)))
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
+        return KVCache(*(self._split(x) for x in super().init_own_state(batch_size)))
 
     def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""

@@ -88,8 +88,8 @@ class KernelAttention(MultiHeadMixer[LinearState]):
         (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))
         return q, k, (plain_q, plain_k)
 
-    def init_state(self, batch_size: int) -> LinearState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> LinearState:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         n_features = self.weigh(self.features(empty), first=0).shape[-1]
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

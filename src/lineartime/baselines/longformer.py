@@ -151,7 +151,7 @@ class Longformer(MultiHeadMixer[LongformerState]):
         """Attend with the keys and values of the window and of the global tokens, and the state N tokens later."""
         return longformer_attention_extend(q, k, v, state, window=self.window, n_global=self.n_global)
 
-    def init_state(self, batch_size: int) -> LongformerState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> LongformerState:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return LongformerState(empty, empty, empty, empty, 0)

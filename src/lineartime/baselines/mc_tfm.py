@@ -98,7 +98,7 @@ class MCTFM(ChunkedHeads[MCTFMState]):
         """Attend with a state of constant size, and the state N tokens later."""
         return mc_tfm_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> MCTFMState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> MCTFMState:
+        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         return MCTFMState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)

@@ -25,6 +25,6 @@ class MHSAGated(Attention):
         super().__init__(d_model, **options)
         self.to_gate = Dense(d_model, d_model, **factory(options))
 
-    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The gate, the output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""
-        return super().combine(x, F.silu(self.to_gate(self.norm(x))) * attended)
+    def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
+        """The gate and the output map: normed tokens and attention's output, [B, T, d] each -> [B, T, d]."""
+        return super().combine(normed, F.silu(self.to_gate(normed)) * attended)

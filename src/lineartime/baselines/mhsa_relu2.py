@@ -30,7 +30,7 @@ class MHSARelu2(MultiHeadMixer[KVCache]):
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         return quadratic_attention_extend(q, k, v, state)
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
         return KVCache(empty, empty)

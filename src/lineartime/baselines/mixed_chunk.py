@@ -215,8 +215,8 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
         """Attend with a state of constant size, and the state N tokens later."""
         return mixed_chunk_scheme_extend(q, k, v, state, self.map_features, chunk_size=self.chunk_size)
 
-    def init_state(self, batch_size: int) -> MixedChunkSchemeState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> MixedChunkSchemeState:
+        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         n_features = self.map_features(chunk[..., :1, :], 0).shape[-1]
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)

@@ -271,8 +271,8 @@ class Reformer(MultiHeadMixer[ReformerState]):
         """Attend with the cache of all earlier tokens, and the cache grown by N tokens."""
         return reformer_attention_extend(q, v, reformer_buckets(k, self.directions), state, chunk_size=self.chunk_size)
 
-    def init_state(self, batch_size: int) -> ReformerState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> ReformerState:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         no_buckets = self.directions.new_zeros(batch_size, *self.directions.shape[:2], 0, dtype=torch.long)
         return ReformerState(empty, empty, no_buckets, no_buckets)

@@ -116,7 +116,7 @@ class Sparse(MultiHeadMixer[KVCache]):
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         return sparse_attention_extend(q, k, v, state, stride=self.stride)
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return KVCache(empty, empty)

@@ -42,8 +42,8 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache]):
         visible = state.visible(q.shape[2])
         return F.scaled_dot_product_attention(q.to(state.k.dtype), state.k, state.v, attn_mask=visible), state
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return KVCache(empty, empty)
 

@@ -59,7 +59,8 @@ class ChunkedUnit(GatedUnit[State]):
 
     def plan(self) -> LayoutPlan:
         """Chunks with rotations, also of their slots for a rotary bias."""
-        return LayoutPlan(
+        plan = super().plan()
+        return plan._replace(
             rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             bias_places=self.bias_chunks * self.chunk_size,
@@ -76,6 +77,5 @@ class ChunkedUnit(GatedUnit[State]):
         return bias
 
     def init_mixed_state(self, batch_size: int) -> MixedChunkState:
-        """The state of FLASH before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        self.check_causal()
+        """The state of FLASH before the first token of `batch_size` streams."""
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)

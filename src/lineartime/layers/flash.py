@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
 from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.residual import SteppingMixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
@@ -55,8 +55,8 @@ class FLASH(
             )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 
-    def init_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
+        """The state before the first token of `batch_size` streams."""
         return self.init_mixed_state(batch_size)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
@@ -67,17 +67,17 @@ class FLASH(
         """Every prefix by itself: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
         return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways)
 
-    def join_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
-        """Join streams at different positions; ValueError unless the layer is causal."""
-        self.check_causal()
+    def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
+        """Join streams at different positions."""
         return stream.mixed_chunk_streams(states)
 
-    def mix_step(self, x: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
-        """One more token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), layout)
+    def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
+        """One more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         row: Tensor | None = None
         if self.bias is not None:
-            slots = torch.arange(self.chunk_size, device=x.device)
+            slots = torch.arange(self.chunk_size, device=normed.device)
             row = self.bias(streams.position % self.chunk_size, slots, layout.place_rotations)
         attended = stream.step(Heads(*(*maps.unbind(1), v)), row, self.options, streams)
-        return self.add_output(x, self.gate(gate, attended))
+        out: Tensor = self.to_output(self.gate(gate, attended))
+        return out

@@ -113,16 +113,17 @@ class GatedUnit(Mixer[State]):
         """The same for prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], in a layer that `reads_prefix`."""
         raise NotImplementedError
 
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences, [B, T, d] -> [B, T, d]."""
-        return self.add_output(x, self.attend_and_gate(self.to_gate_value_base(self.norm(x)), layout))
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        out: Tensor = self.to_output(self.attend_and_gate(self.to_gate_value_base(normed), layout))
+        return out
 
-    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
-        gate, v, maps = self.split(self.to_gate_value_base(self.norm(x)), layout)
+    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         attended, state = self.attend_next(maps, v, state, layout)
         attended = layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
-        return self.add_output(x, self.gate(gate, attended)), state
+        return self.to_output(self.gate(gate, attended)), state
 
     def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Projected tokens -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
@@ -136,11 +137,6 @@ class GatedUnit(Mixer[State]):
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """U * attention's output."""
         return gate * attended
-
-    def add_output(self, x: Tensor, gated: Tensor) -> Tensor:
-        """The output map and the residual: x [B, T, d] and gated values [B, T, e] -> [B, T, d]."""
-        out: Tensor = x + self.dropout(self.to_output(gated))
-        return out
 
 
 class HasBackends(nn.Module):

@@ -65,7 +65,8 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
 
     def plan(self) -> LayoutPlan:
         """Rows with rotations, also of places for a rotary bias."""
-        return LayoutPlan(
+        plan = super().plan()
+        return plan._replace(
             rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             longest=self.longest_sequence,
@@ -109,9 +110,8 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
             )
         return None if self.bias is None else self.bias(query_positions, key_positions, layout.place_rotations)
 
-    def init_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams; ValueError unless the layer is causal."""
-        self.check_causal()
+    def init_own_state(self, batch_size: int) -> KVCache:
+        """The state before the first token of `batch_size` streams."""
         weight = self.to_output.weight
         empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(weight), device=weight.device)
         return KVCache(empty, empty.new_zeros(batch_size, 0, self.d_value))

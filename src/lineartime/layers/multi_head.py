@@ -1,4 +1,4 @@
-"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing, output and residual.
+"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing and output.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
@@ -73,26 +73,27 @@ class MultiHeadMixer(Mixer[State]):
 
     def plan(self) -> LayoutPlan:
         """Rows with rotations."""
-        return LayoutPlan(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.to_output.weight))
+        width = self.head_dim if self.rope else None
+        return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.to_output.weight))
 
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences, [B, T, d] -> [B, T, d]."""
-        q, k, v = self.project(self.norm(x), layout)
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        q, k, v = self.project(normed, layout)
         attended = self._by_row(self.attend, q, k, v, layout)
-        return self.combine(x, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
+        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
 
-    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
-        q, k, v = self.project(self.norm(x), layout)
+    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        q, k, v = self.project(normed, layout)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
         attended = merge_heads(attended.to(output_dtype(v, compute)))
-        return self.combine(x, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))), state
+        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))), state
 
-    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The output map and the residual: x and attention's output [B, T, d] -> [B, T, d]."""
-        out: Tensor = x + self.dropout(self.to_output(attended))
+    def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
+        """The output map: normed tokens and attention's output, [B, T, d] each -> [B, T, d]."""
+        out: Tensor = self.to_output(attended)
         return out
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
@@ -116,8 +117,7 @@ class MultiHeadMixer(Mixer[State]):
         return rotate(q, rotations), rotate(k, rotations)
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Keys or values of no token, [B, H, 0, h]; ValueError unless the layer is causal."""
-        self.check_causal()
+        """Keys or values of no token, [B, H, 0, h]."""
         weight = self.to_output.weight
         return weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype)
 

@@ -6,7 +6,7 @@ Shapes: B batch, N tokens of a prefix, d model width.
 from torch import Tensor
 
 from lineartime.layers.residual import Mixer, State
-from lineartime.layers.streams import RaggedState, extend_ragged
+from lineartime.layers.streams import RaggedState, ShiftedState, extend_ragged
 from lineartime.ops.layout import as_mask
 
 
@@ -15,7 +15,7 @@ class PrefixMixer(Mixer[State]):
 
     reads_prefix = True
 
-    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, State | RaggedState]:
+    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, State | ShiftedState | RaggedState]:
         """Begin streams with tokens that read each other in both directions; `extend` continues them causally.
 
         Outputs are those of `forward` with these tokens as prefixes. The state is the one that `extend` has after them.
@@ -34,8 +34,8 @@ class PrefixMixer(Mixer[State]):
         self.check_input(x)
         mask = as_mask("mask", mask, x.shape[0], x.shape[1])
 
-        def begin(x: Tensor, state: State) -> tuple[Tensor, State]:
-            return self.mix_next(x, state, self.prefix_layout(x.shape, x.device))
+        def begin(x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
+            return self._read_next(x, state, self.prefix_layout(x.shape, x.device))
 
         state = self.init_state(x.shape[0])
         return begin(x, state) if mask is None else extend_ragged(begin, x, state, mask)

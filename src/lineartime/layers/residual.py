@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar, Generic, TypeVar
 
@@ -17,17 +16,10 @@ from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import JoinedStreams, RaggedState, StreamState, check_state, extend_ragged
-from lineartime.ops.layout import (
-    ContextGroup,
-    Layout,
-    LayoutPlan,
-    as_mask,
-    make_layout,
-    prefix_layout,
-    step_layout,
-    stream_layout,
-)
+from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.ops.context import ContextGroup
+from lineartime.ops.layout import Layout, LayoutPlan, as_mask, make_layout, prefix_layout, step_layout, stream_layout
+from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 READ_PREFIX = "GAU, FLASH and softmax attention"
 """The mixers that can read a prefix, in words."""
@@ -44,6 +36,7 @@ class MixerOptions(LayerOptions, total=False):
     """What every mixer takes: see `Mixer`."""
 
     causal: bool
+    token_shift: bool
 
 
 class ResidualLayer(nn.Module):
@@ -103,7 +96,6 @@ class ResidualLayer(nn.Module):
 
 
 State = TypeVar("State", bound=StreamState)
-Streams = TypeVar("Streams", bound=JoinedStreams)
 
 
 class Mixer(ResidualLayer, ABC, Generic[State]):
@@ -113,11 +105,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
     Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
-    `stream_layout` and `read_next`. A subclass supplies `mix`, `mix_next`, `init_state` and, if it uses more of a layout than
-    positions and rows, `plan`.
+    `stream_layout` and `read_next`. The norm before a mixer and the residual around it are here. A subclass supplies what is
+    between them, `mix`, `mix_next` and `init_own_state`, and, if it uses more of a layout than positions and rows, `plan`.
 
     Args:
         causal: whether a token reads only itself and earlier tokens; needed to stream.
+        token_shift: whether the first half of each normed token's features are taken from the token before it, and are zeros at
+            the first token of a document; see `lineartime.ops.token_shift`.
         **options: those of `ResidualLayer`.
     """
 
@@ -128,11 +122,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     reads_prefix: ClassVar[bool] = False
     """Whether a causal one can read the first tokens of sequences in both directions."""
 
-    def __init__(self, d_model: int, *, causal: bool = False, **options: Unpack[LayerOptions]) -> None:
+    def __init__(
+        self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
+    ) -> None:
         super().__init__(d_model, **options)
         if causal and self.why_not_causal is not None:
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
+        self.token_shift = token_shift
 
     @property
     def longest_sequence(self) -> int | None:
@@ -140,20 +137,20 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return None
 
     @abstractmethod
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences, [B, T, d] with zeros at padding -> [B, T, d]."""
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> what is added to the tokens, [B, T, d]."""
 
     @abstractmethod
-    def mix_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more tokens of streams, [B, N, d] -> [B, N, d], and the state after them; `state` stays as it is."""
+    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+        """The same for N more tokens of streams, [B, N, d], and the state after them; `state` stays as it is."""
 
     @abstractmethod
-    def init_state(self, batch_size: int) -> State:
-        """The state before the first token of `batch_size` streams; ValueError unless the mixer is causal."""
+    def init_own_state(self, batch_size: int) -> State:
+        """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
 
     def plan(self) -> LayoutPlan:
         """What the mixer needs of a layout."""
-        return LayoutPlan()
+        return LayoutPlan(token_shift=self.token_shift)
 
     def forward(
         self,
@@ -211,11 +208,23 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
         self._check_layout(layout)
-        return zero_padding(self.mix(zero_padding(x, layout.mask), layout), layout.mask)
+        x = zero_padding(x, layout.mask)
+        normed = self.norm(x)
+        if self.token_shift:
+            normed = shift_tokens(normed, layout.previous, layout.context)
+        return zero_padding(x + self.dropout(self.mix(normed, layout)), layout.mask)
+
+    def init_state(self, batch_size: int) -> State | ShiftedState:
+        """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
+        self.check_causal()
+        own = self.init_own_state(batch_size)
+        if not self.token_shift:
+            return own
+        return ShiftedState(next(self.parameters()).new_zeros(batch_size, shifted_width(self.d_model)), own)
 
     def extend(
-        self, x: Tensor, state: State | RaggedState | None, mask: Tensor | None = None
-    ) -> tuple[Tensor, State | RaggedState]:
+        self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State | ShiftedState | RaggedState]:
         """Continue streams by N tokens, as each stream would be continued alone.
 
         Args:
@@ -246,9 +255,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         self.check_prefix()
         return prefix_layout(shape, device=device, plan=self.plan())
 
-    def _extend_together(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
         """`extend` for streams at one position, by tokens without padding."""
-        return self.mix_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
+        return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
         """The layout of the next `count` tokens of streams that have read `position` tokens."""
@@ -258,13 +267,23 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The layout of one more token for each of B streams at their own positions, int64 [B]."""
         return step_layout(positions, plan=self.plan())
 
-    def read_next(self, x: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+    def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x.shape[0])
         self._check_layout(layout)
-        return self.mix_next(x, state, layout)
+        return self._read_next(x, state, layout)
 
-    def _check_state(self, state: State | RaggedState, batch: int) -> None:
+    def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
+        """`read_next` without its checks."""
+        normed = self.norm(x)
+        if isinstance(state, ShiftedState):
+            normed, last = shift_next(normed, state.last)
+            out, own = self.mix_next(normed, state.own, layout)
+            return x + self.dropout(out), ShiftedState(last, own)
+        out, state = self.mix_next(normed, state, layout)
+        return x + self.dropout(out), state
+
+    def _check_state(self, state: State | ShiftedState | RaggedState, batch: int) -> None:
         for part in state.states if isinstance(state, RaggedState) else [state]:
             check_state(part, self._no_streams, type(self).__name__)
         made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
@@ -274,7 +293,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             )
 
     @cached_property
-    def _no_streams(self) -> State:
+    def _no_streams(self) -> State | ShiftedState:
         """The state of no streams, which shows how a state is built."""
         return self.init_state(0)
 
@@ -300,38 +319,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             )
         if not self.causal:
             raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream: build it with causal=True.")
-
-
-class SteppingMixer(Mixer[State], Generic[State, Streams]):
-    """A mixer that can continue streams at different positions together, token by token, with states of constant size."""
-
-    @abstractmethod
-    def join_streams(self, states: Sequence[State]) -> Streams:
-        """Join streams that stand at different positions, to continue them with `step`.
-
-        Args:
-            states: of one or more streams each, as `extend` returns them; they stay as they are.
-
-        Raises:
-            ValueError: unless the mixer is causal.
-        """
-
-    @abstractmethod
-    def mix_step(self, x: Tensor, streams: Streams, layout: Layout) -> Tensor:
-        """One more token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-
-    def step(self, x: Tensor, streams: Streams) -> Tensor:
-        """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
-
-        Raises:
-            ValueError: unless x is one token for each stream.
-        """
-        self.check_input(x)
-        if x.shape[:2] != (len(streams.position), 1):
-            raise ArgumentError(
-                "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
-            )
-        return self.mix_step(x, streams, self.step_layout(streams.position))
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""States of streams as trees of tensors [B, ...], and streams that stand at different positions.
+"""States of streams as trees of tensors [B, ...], with a token shift or without, and streams that stand at different positions.
 
 Shapes: B streams, N new tokens, d model width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
@@ -23,12 +23,21 @@ class StreamState(Protocol):
         """A field."""
 
 
-class JoinedStreams(Protocol):
-    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
+class ShiftedState(NamedTuple):
+    """What a mixer with a token shift remembers of streams, whether they stand at one position or were joined.
+
+    Attributes:
+        last: [B, h], the normed features of the last token that the next one takes.
+        own: the state of the mixer itself.
+    """
+
+    last: Tensor
+    own: Any
 
     @property
-    def position(self) -> Tensor:
-        """int64 [B], the number of tokens that each stream has read."""
+    def position(self) -> Any:
+        """The number of tokens read so far, as the mixer's own state holds it."""
+        return self.own.position
 
 
 class RaggedState(NamedTuple):
@@ -99,6 +108,15 @@ def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], An
 def take_streams(state: Any, rows: Tensor) -> Any:
     """The state of some of the streams, in the order of `rows`, int64."""
     return _map_tensors(lambda tensor: tensor[rows], state)
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """All tensors of a state, in order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from tensors_of(part)
 
 
 def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from lineartime.errors import ArgumentError
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.residual import Mixer, SteppingMixer
+from lineartime.layers.residual import Mixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
 from lineartime.ops.checks import is_readable
-from lineartime.ops.layout import ContextGroup, Layout
-from lineartime.ops.mixed_chunk.context_parallel import check_equal_slices
+from lineartime.ops.context import ContextGroup, check_equal_slices
+from lineartime.ops.layout import Layout
 
 BackboneState = tuple[Any, ...]
 """One mixer state for each block."""
@@ -55,7 +56,7 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
         """[B, 1, d] -> [B, 1, d]; updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer.mix_step(x, streams, layout))
+        out: Tensor = self.feed_forward(self.stepping_mixer.read_step(x, streams, layout))
         return out
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.errors import ArgumentError
+from lineartime.layers.streams import tensors_of
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
 
@@ -77,6 +78,4 @@ def _parameters(model: nn.Module) -> int:
 
 def state_bytes(state: Any) -> int:
     """The size of all tensors in a state."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    return sum(state_bytes(part) for part in state) if isinstance(state, tuple) else 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))

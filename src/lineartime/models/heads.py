@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
-from lineartime.layers.residual import SteppingMixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.config import ModelConfig
+from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
-from lineartime.ops.layout import ContextGroup
 
 
 class LanguageModel(nn.Module):

@@ -11,7 +11,7 @@ from lineartime.fields import check_fields, check_names, check_type
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
-from lineartime.layers.residual import MixerOptions
+from lineartime.layers.residual import LayerOptions
 from lineartime.models.systems import SYSTEMS
 from lineartime.ops.activations import check_choice
 
@@ -83,7 +83,7 @@ class LayerConfig:
 def _own_options(kind: str) -> dict[str, Option]:
     """The options of a layer that are not the model's, as causal, norm and dropout are."""
     options = constructor_options(_LAYERS[kind])
-    return {name: option for name, option in options.items() if name not in MixerOptions.__annotations__}
+    return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 
 def check_parts(config: Any) -> None:

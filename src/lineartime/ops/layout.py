@@ -15,23 +15,11 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import is_whole, require, shortened
 from lineartime.ops.chunks import Chunks, Slots
+from lineartime.ops.context import ContextGroup
 from lineartime.ops.operator import under_transform
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.prefix import prefix_tokens
-
-
-class ContextGroup(NamedTuple):
-    """The processes that hold every sequence together, an equal slice each, in the order of their ranks.
-
-    Attributes:
-        name: of the process group; compiled code can carry nothing else.
-        rank: which slice this process holds, 0 for the first.
-        size: the number of processes.
-    """
-
-    name: str
-    rank: int
-    size: int
+from lineartime.ops.token_shift import previous_tokens
 
 
 class Layout(NamedTuple):
@@ -42,6 +30,8 @@ class Layout(NamedTuple):
         positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
         document: int64 [T], the document of each token; None where every row is one.
         document_starts: int64 [D + 1], where documents begin and end; None where every row is one.
+        previous: int64 [B or 1, T], the place of the token before each in its document, T where there is none, for a token
+            shift; None where tokens stand side by side in rows of the batch, or for a mixer without a shift.
         rotations: [2, T, f] or [2, B, T, f], the cosines and sines of rotary positions; None for a mixer without them.
         chunk_rotations: [2, B or 1, G, C, f], the same where documents are cut into chunks.
         place_rotations: [2, n, f], the same for the n places of a row or chunk, for a rotary bias; None without one.
@@ -58,6 +48,7 @@ class Layout(NamedTuple):
     positions: Tensor
     document: Tensor | None = None
     document_starts: Tensor | None = None
+    previous: Tensor | None = None
     rotations: Tensor | None = None
     chunk_rotations: Tensor | None = None
     place_rotations: Tensor | None = None
@@ -114,6 +105,7 @@ class LayoutPlan(NamedTuple):
         bias_places: how many places such a bias spans; None for as many as a row is long.
         chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
         longest: the most tokens that a row can have; None for no limit.
+        token_shift: whether tokens take half of their features from the token before.
         dtype: of the rotations.
     """
 
@@ -122,6 +114,7 @@ class LayoutPlan(NamedTuple):
     bias_places: int | None = None
     chunk_size: int | None = None
     longest: int | None = None
+    token_shift: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -175,6 +168,8 @@ def make_layout(
     if context is not None:
         positions = positions + context.rank * length
     layout = Layout(mask, positions, document, None if document is None else starts, context=context)
+    if plan.token_shift and (mask is not None or document is not None):
+        layout = layout._replace(previous=previous_tokens(positions, mask))
     n_places = length
     if plan.chunk_size is not None:
         layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))

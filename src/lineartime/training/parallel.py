@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
 from lineartime.models.heads import LanguageModel
-from lineartime.ops.mixed_chunk.context_parallel import context_group
+from lineartime.ops.context import context_group
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 

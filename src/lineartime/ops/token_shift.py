@@ -1,0 +1,76 @@
+"""Token shift: the first half of a token's features are taken from the token before it.
+
+    shifted[t] = [x[t - 1, :h], x[t, h:]]      h = ceil(d / 2), and zeros before the first token
+
+t counts the real tokens of a document. The half is that of FLASH-pytorch (`shift_tokens`), and of `torch.chunk` for odd d.
+
+Shapes: B batch, T tokens, N new tokens of a stream, d features, h of them shifted.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops.context import ContextGroup, sum_elsewhere
+
+
+def shifted_width(d_model: int) -> int:
+    """h, how many of d features are taken from the token before."""
+    return (d_model + 1) // 2
+
+
+def shift_tokens(x: Tensor, previous: Tensor | None = None, context: ContextGroup | None = None) -> Tensor:
+    """Shift whole sequences: [B, T, d] -> [B, T, d].
+
+    Args:
+        x: [B, T, d].
+        previous: int64 [B or 1, T], the place of the token before each, as `previous_tokens` finds it; None if tokens stand
+            side by side in a single document.
+        context: the processes that hold every sequence together; None if x holds whole sequences.
+    """
+    width = shifted_width(x.shape[-1])
+    first, rest = x[..., :width], x[..., width:]
+    if context is not None:  # this slice continues that of the process before, as a stream would
+        last = first[:, -1:].sum(1)  # zeros for a slice without tokens, which attention refuses by name
+        return shift_next(x, sum_elsewhere(last, context, "just before"))[0]
+    if previous is None:
+        before = F.pad(first, (0, 0, 1, 0))[:, :-1]
+    else:
+        before = F.pad(first, (0, 0, 0, 1)).gather(1, previous[..., None].expand(x.shape[0], -1, width))
+    return torch.cat([before, rest], -1)
+
+
+def shift_next(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift N more tokens of streams.
+
+    Args:
+        x: [B, N, d].
+        last: [B, h], the first half of the last token before them; zeros before the first token.
+
+    Returns:
+        [B, N, d], and `last` after them, in the dtype that it had.
+    """
+    width = last.shape[-1]
+    first, rest = x[..., :width], x[..., width:]
+    read = torch.cat([last[:, None].to(x.dtype), first], 1)
+    return torch.cat([read[:, :-1], rest], -1), read[:, -1].to(last.dtype)
+
+
+def previous_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Where the real token before each token of its document stands; T, one behind the last place, where there is none.
+
+    Args:
+        positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
+        mask: bool [B, T], True for real tokens; None where all are.
+
+    Returns:
+        int64 [B or 1, T].
+    """
+    length = positions.shape[-1]
+    places = torch.arange(length, device=positions.device)
+    if mask is None:
+        before = places - 1
+    else:
+        before = F.pad(torch.where(mask, places, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
+    before = before.masked_fill(positions == 0, length)
+    return before if before.dim() == 2 else before[None]

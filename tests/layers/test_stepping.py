@@ -1,0 +1,51 @@
+"""Streams at different positions that are continued together."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH
+from lineartime.layers.streams import tensors_of
+
+D_MODEL, CHUNK = 16, 4
+
+
+def build(token_shift: bool) -> FLASH:
+    torch.manual_seed(0)
+    layer = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=True, token_shift=token_shift).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def states_after(layer: FLASH, x: torch.Tensor, lengths: list[int]) -> list[Any]:
+    return [layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_a_step_continues_every_stream_in_place_as_it_would_be_continued_alone(token_shift: bool) -> None:
+    layer, lengths = build(token_shift), [0, 1, CHUNK, 2 * CHUNK + 3]
+    x = torch.randn(4, 20, D_MODEL, dtype=torch.float64)
+    before = states_after(layer, x, lengths)
+    kept = [tensor.clone() for tensor in tensors_of(tuple(before))]
+    streams = layer.join_streams(before)
+    places = [tensor.data_ptr() for tensor in tensors_of(streams)]  # what a CUDA graph goes on with
+    for step in range(CHUNK + 1):
+        at = torch.tensor(lengths) + step
+        out = layer.step(x[range(4), at][:, None], streams)
+        for row in range(4):
+            torch.testing.assert_close(out[row, 0], layer(x[row : row + 1])[0, at[row]], atol=1e-10, rtol=0)
+    assert streams.position.tolist() == [length + CHUNK + 1 for length in lengths]
+    assert [tensor.data_ptr() for tensor in tensors_of(streams)] == places
+    for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_a_state_of_another_layer_is_named_when_streams_are_joined(token_shift: bool) -> None:
+    layer, other = build(token_shift), build(not token_shift)
+    with pytest.raises(ArgumentError, match=r"^states is a \w+, but FLASH needs a \w+: give it the state that"):
+        layer.join_streams([layer.init_state(1), other.init_state(1)])
