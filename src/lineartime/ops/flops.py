@@ -106,7 +106,7 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 def _register(counter: ModuleType) -> None:
     """Register all formulas with torch.utils.flop_counter."""
-    modules = ["lineartime.ops.cross_entropy"]
+    modules = ["lineartime.ops.cross_entropy", "lineartime.ops.exported", "lineartime.ops.mixed_chunk"]
     if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():  # the kernels may run
         modules += ["lineartime.ops.triton.mixed_chunk", "lineartime.ops.triton.quadratic"]
     for module in modules:
