@@ -1,0 +1,27 @@
+"""`lineartime reproduce`: the paper's experiments."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+from lineartime.experiments.config import ReproduceConfig
+
+
+@dataclass(frozen=True)
+class Options(ReproduceConfig):
+    """Train what an experiment of the paper compares, one process a run, and set the results beside the paper's."""
+
+    name: tyro.conf.Positional[str] = ReproduceConfig.name
+    list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
+    report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
+
+
+def run(options: Options) -> None:
+    """Run what is missing and write the report; an interrupt ends it, which can be resumed."""
+    from lineartime.experiments.command import reproduce
+
+    if reproduce(ReproduceConfig(**vars(options))).interrupted:
+        print(f"resume by: {shlex.join(['lineartime', *sys.argv[1:]])}", file=sys.stderr)
+        raise KeyboardInterrupt
