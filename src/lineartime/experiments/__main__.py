@@ -1,4 +1,4 @@
-"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, where the packages of the command line are not installed."""
+"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, where tyro is not installed."""
 
 import argparse
 import sys

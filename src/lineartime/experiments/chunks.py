@@ -8,8 +8,8 @@ from lineartime.models.heads import LanguageModel, build_model
 def with_chunk_size(model: LanguageModel, chunk_size: int) -> LanguageModel | None:
     """A copy of a trained model of FLASH that reads chunks of another size; None if its relative bias does not allow it.
 
-    A table of biases keeps those of the distances that both sizes have; distances that training did not see have a bias of zero.
-    Beyond 512 tokens the bias is of another form, which cannot be made from a table.
+    A table of biases keeps those of the distances that both sizes have; distances that training did not see get zero. Beyond
+    512 tokens the bias is of another form, which cannot be made from a table.
     """
     config = model.config.override(chunk_size=chunk_size)
     other = build_model(config).to(next(model.parameters()).device)

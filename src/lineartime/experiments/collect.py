@@ -1,18 +1,20 @@
 """The results of an experiment as plain data: what report.json holds, and what the tables and pictures show."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from lineartime.experiments import catalogue
+from lineartime.experiments.folder import identity
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_tuning, seconds_to
-from lineartime.experiments.runner import identity
+from lineartime.runs.curve import default_text
 from lineartime.runs.record import RECORD_FILE, read_record
 
 Row = dict[str, Any]
+TEXTS = ("data", "code", "books", "wikipedia")
 
 
 def collect(plan: Plan) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def collect(plan: Plan) -> dict[str, Any]:
         "title": plan.experiment.title,
         "question": plan.experiment.question,
         "scale": plan.config.scale,
-        "options": identity(plan),
+        "options": {**identity(plan), **{name: _names(getattr(plan.config, name)) for name in TEXTS}},
         "complete": not state.missing and not state.problems,
         "missing": state.missing,
         "problems": state.problems,
@@ -90,12 +92,20 @@ def _setting(plan: Plan, index: int, state: _State) -> Row:
                 state.note(plan, run)
         chosen = choose(tunings)
         shown: list[Tuning | None] = [*tunings] if plan.experiment.each_optimizer else [chosen]
-        for tuning in shown:
-            rows.append(_row(plan, entry, tunings, tuning, state))
-        if text := next((test["text"] for run in rows[-1]["runs"] for test in run["tests"]), None):
-            state.texts[setting.label] = text
+        rows += [_row(plan, entry, tunings, each, state) for each in shown]
+        state.texts[setting.label] = _text(entry.options)
     _relative(plan, setting.context, rows)
     return {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context, "rows": rows}
+
+
+def _names(paths: Iterable[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    """The names of the texts of a run, without their folders, which mean nothing on other machines."""
+    data = options.get("data") or []
+    return ", ".join(_names([data] if isinstance(data, str) else data)) or default_text()
 
 
 def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> Row:
@@ -228,8 +238,8 @@ def _latency(plan: Plan, index: int, state: _State) -> Row:
         )
     base = next((row for row in rows if row["arm"] == plan.experiment.baseline), None)
     for row in rows:
-        row["relative"] = _ratio(row["milliseconds"], base and base["milliseconds"])
-        row["paper_relative"] = _ratio(row["paper"].get("latency_ms"), base and base["paper"].get("latency_ms"))
+        row["relative"] = _ratio(row["milliseconds"], base["milliseconds"] if base else None)
+        row["paper_relative"] = _ratio(row["paper"].get("latency_ms"), base["paper"].get("latency_ms") if base else None)
     return {"label": setting.label, "name": str(setting), "context": setting.context, "rows": rows}
 
 
@@ -237,11 +247,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def grid_rates(scale: Any, optimizer: str) -> tuple[float, ...]:
-    """The rates that were tried with an optimiser at a scale."""
-    return catalogue.OPTIMIZERS[optimizer].rates[scale]
-
-
 def within_tolerance(row: Row) -> bool:
     """Whether the parameters of a row are within 3 % of the first one's."""
-    return abs(row["parameters_over_first"]) <= TOLERANCE
+    off: float = abs(row["parameters_over_first"])
+    return off <= TOLERANCE

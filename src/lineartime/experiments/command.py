@@ -7,6 +7,7 @@ from lineartime.errors import ArgumentError
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.estimate import HOW, describe, describe_all
+from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import run_all
@@ -28,6 +29,8 @@ def reproduce(config: ReproduceConfig) -> Ended:
     Raises:
         LineartimeError: for anything the user can fix; what has been done stays.
     """
+    if config.name in EXPERIMENTS:
+        config = adopted(config)
     if config.list:
         if config.name:
             lines = describe(make_plan(config))
@@ -49,7 +52,7 @@ def reproduce(config: ReproduceConfig) -> Ended:
     file, report, notes = write_report(plan)
     for note in notes:
         _say(note)
-    for problem in report["problems"]:
+    for problem in report["problems"] if config.report else ():
         _say(problem)
     if report["missing"]:
         _say(f"{len(report['missing'])} runs are missing in the report.")

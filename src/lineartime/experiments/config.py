@@ -1,7 +1,7 @@
 """The options of `reproduce`; their docstrings are the help of the command line."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments.definitions import ScaleName, TextName
 
 IDENTITY = ("data", "code", "books", "wikipedia", "budget", "tuning", "optimizers", "compile", "precision", "threads")
-"""Options on which the runs in a folder depend, besides the experiment and the scale that name the folder."""
+"""Options on which the runs in a folder depend, besides the experiment and the scale, which name the folder."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,6 @@ class ReproduceConfig:
             if value is not None and value < 1:
                 raise ArgumentError(name, f"is {value}, but must be at least 1.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "optimiser")
-
-    def identity(self) -> dict[str, Any]:
-        """The options on which the runs depend, as values for JSON."""
-        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in IDENTITY}
-
-    def given(self) -> dict[str, Any]:
-        """The options that are not the defaults, for a report."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
 
 
 def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], kind: str) -> None:

@@ -65,7 +65,7 @@ class Optimizer:
     """An optimiser, tuned over the same rates for every system.
 
     Attributes:
-        rates: four learning rates for each scale that tunes.
+        rates: four learning rates for each scale that tunes; two for a trial.
         options: the options of training that choose it.
     """
 
@@ -96,8 +96,8 @@ class Scale:
         description: in a line.
         sizes: of the models, by name.
         tokens_per_batch: in an optimiser step.
-        budget: of a run.
-        tuning: of a run that tries a learning rate.
+        budget: of a run; None if the recipe has the steps.
+        tuning: of a run that tries a learning rate; None if none is tried.
         speed_steps: steps of the run that measures how fast a model trains, before it is tuned.
         evaluations: on held-out text during a run.
         validation_tokens: of each of them.
@@ -108,8 +108,8 @@ class Scale:
     description: str
     sizes: Mapping[str, Size]
     tokens_per_batch: int
-    budget: float
-    tuning: float
+    budget: float | None
+    tuning: float | None
     speed_steps: int = 8
     evaluations: int = 12
     validation_tokens: int = 32_768

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-
+from lineartime.bench.measure import peak_flops
+from lineartime.choices import Device, Precision
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Entry, Job, Plan, make_plan
@@ -44,7 +45,8 @@ def describe(plan: Plan) -> Iterator[str]:
             spent = sum(seconds(plan, *job) for job in own)
             if own and own[0][1].kind != "latency":
                 options = " ".join([str(entry.options["preset"]), *map(str, entry.options["override"])])
-                yield f"  {entry.arm.name:22} {entry.parameters / 1e6:7.2f} M  {_counted(own)}, about {duration(spent)}  {options}"
+                what = f"{_counted(own)}, about {duration(spent)}"
+                yield f"  {entry.arm.name:22} {entry.parameters / 1e6:7.2f} M  {what}  {options}"
             else:
                 yield f"  {entry.arm.name:22} {entry.parameters / 1e6:7.2f} M"
     left = [(entry, job) for entry, job in jobs if read_run(job).state in ("missing", "interrupted")]
@@ -76,47 +78,40 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Entry, Job]]:
 
 def seconds(plan: Plan, entry: Entry, job: Job) -> float:
     """An estimate of how long a process takes."""
-    device = choose_device(plan.config.device)
-    start = START.get(device.type, 10.0) + (COMPILE if plan.compile == "on" and plan.tunes else 0.0)
+    start = START.get(choose_device(plan.config.device).type, 10.0)
+    start += COMPILE if plan.compile == "on" and plan.tunes else 0.0
     if job.kind == "latency":
-        arms = plan.entries_of(entry.setting)
-        tokens = max(job.options["tokens_per_batch"], entry.setting.context)
-        return start + sum(8 * tokens / _tokens_per_second(plan, arm) for arm in arms)
+        tokens: int = 8 * max(job.options["tokens_per_batch"], entry.setting.context)
+        return start + sum(tokens / _tokens_per_second(plan, arm) for arm in plan.entries_of(entry.setting))
     speed = _tokens_per_second(plan, entry)
+    batch: int = job.options["tokens_per_batch"]
     if not plan.tunes:
-        return start + job.options["steps"] * job.options["tokens_per_batch"] / speed
-    forward = 3 * speed  # an evaluation has no backward pass
-    validation = job.options["eval_windows"] * entry.setting.context / forward
+        steps: int = job.options["steps"]
+        return start + steps * batch / speed
     if job.kind == "speed":
-        return start + (plan.scale.speed_steps * job.options["tokens_per_batch"]) / speed
-    evaluations = plan.scale.evaluations if job.kind == "run" else 1
-    tests = len(job.tests) * plan.scale.test_tokens / forward
-    return start + (job.seconds or 0.0) + (evaluations + 1) * validation + tests
+        return start + plan.scale.speed_steps * batch / speed
+    evaluations = 1 + (plan.scale.evaluations if job.kind == "run" else 1)
+    tokens = evaluations * plan.scale.validation_tokens + len(job.tests) * plan.scale.test_tokens
+    return start + (job.seconds or 0.0) + tokens / (3 * speed)  # an evaluation has no backward pass
 
 
 def _tokens_per_second(plan: Plan, entry: Entry) -> float:
-    return SHARE_OF_PEAK * _peak(plan.config) / (6 * entry.parameters)
+    return SHARE_OF_PEAK * _peak(plan.config.device, plan.config.precision, plan.config.threads) / (6 * entry.parameters)
 
 
 @cache
-def _peak(config: ReproduceConfig) -> float:
-    from lineartime.bench.measure import peak_flops
-
-    device = choose_device(config.device)
-    with using_threads(config.threads):
-        return peak_flops(device, choose_precision(config.precision, device), 0.1)
+def _peak(where: Device, precision: Precision, threads: int | None) -> float:
+    device = choose_device(where)
+    with using_threads(threads):
+        return peak_flops(device, choose_precision(precision, device), 0.1)
 
 
 def _counted(jobs: list[tuple[Entry, Job]]) -> str:
-    kinds = [job.kind for _, job in jobs]
-    names = {"run": "run", "tune": "tuning run", "speed": "measurement of speed", "latency": "measurement of latency"}
-    parts = [f"{count} {name}{'s' if count > 1 else ''}" for kind, name in names.items() if (count := kinds.count(kind))]
-    return ", ".join(
-        part.replace("measurement of speeds", "measurements of speed").replace(
-            "measurement of latencys", "measurements of latency"
-        )
-        for part in parts
-    )
+    kinds: list[str] = [job.kind for _, job in jobs]
+    one = {"run": "run", "tune": "tuning run", "speed": "measurement of speed", "latency": "measurement of latency"}
+    more = {"run": "runs", "tune": "tuning runs", "speed": "measurements of speed", "latency": "measurements of latency"}
+    counts = {kind: kinds.count(kind) for kind in one}
+    return ", ".join(f"{count} {(more if count > 1 else one)[kind]}" for kind, count in counts.items() if count)
 
 
 def duration(seconds: float) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 from lineartime.choices import Task
 from lineartime.experiments.definitions import Arm, Setting
 from lineartime.models.config import ModelConfig
-from lineartime.models.cost import count_parameters
+from lineartime.models.heads import build_model
 from lineartime.models.presets import BYTE_VOCABULARY, model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
 
@@ -27,16 +29,19 @@ def matched(arm: Arm, size: Size, task: Task, context: int, target: int) -> Mode
     if abs(parameters(config) - target) <= TOLERANCE * target:
         return config
     unit = 2 * size.n_heads  # an even number of features for each head
-    widths = range(max(unit, size.d_model // 2 // unit * unit), 2 * size.d_model, unit)
-    models = [config.override(d_model=width) for width in widths]
+    middle = size.d_model * (target / parameters(config)) ** 0.5 / unit
+    models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
     return min(models, key=lambda model: abs(parameters(model) - target))
 
 
 @cache
 def parameters(config: ModelConfig) -> int:
-    """The number of parameters of a model."""
-    one, two = (count_parameters(config.override(n_blocks=blocks)) for blocks in (1, 2))
-    return one + (config.n_blocks - 1) * (two - one)
+    """The number of parameters of a model, whose blocks are all alike."""
+    with torch.device("meta"):
+        model = build_model(config.override(n_blocks=1))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    of_block = sum(size for name, size in sizes.items() if ".blocks.0." in f".{name}")
+    return sum(sizes.values()) + (config.n_blocks - 1) * of_block
 
 
 def paper_preset(arm: Arm, setting: Setting) -> str:

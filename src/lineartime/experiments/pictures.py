@@ -8,6 +8,7 @@ from typing import Any
 from lineartime.errors import missing_extra, reporting
 from lineartime.experiments.collect import Row, test_value, values_of_row
 from lineartime.experiments.plan import Plan
+from lineartime.experiments.report_texts import CURVES
 from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.8, 3.6
@@ -23,7 +24,7 @@ def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
     if plan.experiment.kind == "latency":
         figures = [("latency", _latency(report), "Time of a token by the length of the context, here and in the paper.")]
     else:
-        figures = [("quality", _curves(plan, report), _CURVES.format(base=plan.experiment.baseline))]
+        figures = [("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline))]
         figures.append(
             ("contexts", _contexts(plan, report), "Final quality by the length of the context, here and in the paper.")
         )
@@ -39,12 +40,6 @@ def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
             figure.savefig(file, dpi=130)
         drawn.append((file, caption))
     return drawn
-
-
-_CURVES = (
-    "Loss on held-out text by the time of training, without evaluations and compilation. Dotted: the final quality of {base}, which the "
-    "speed-up refers to. Thin lines are further seeds."
-)
 
 
 def _metric(plan: Plan) -> tuple[str, str]:

@@ -97,13 +97,13 @@ class Plan:
         return (self.config.optimizers or tuple(catalogue.OPTIMIZERS)) if self.tunes else ("adamw",)
 
     @property
-    def budget(self) -> float:
-        """Seconds of training of a run."""
+    def budget(self) -> float | None:
+        """Seconds of training of a run; None if its steps are given."""
         return self.config.budget or self.experiment.budget.get(self.config.scale, self.scale.budget)
 
     @property
-    def tuning(self) -> float:
-        """Seconds of training of a run that tries a rate."""
+    def tuning(self) -> float | None:
+        """Seconds of training of a run that tries a rate; None if none is tried."""
         return self.config.tuning or self.scale.tuning
 
     @property

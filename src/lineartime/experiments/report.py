@@ -7,9 +7,11 @@ from typing import Any
 
 from lineartime.errors import LineartimeError, reporting
 from lineartime.experiments.collect import Row, collect, test_value, values_of_row, within_tolerance
+from lineartime.experiments.folder import PLAN_FILE, begin
+from lineartime.experiments.paper import paper_tables
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.runner import PLAN_FILE, begin
+from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
 from lineartime.files import write_atomically
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
@@ -53,10 +55,7 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
     if plan.experiment.kind == "quality":
         yield from _equal_treatment(plan, report)
     else:
-        yield (
-            "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
-            "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
-        )
+        yield LATENCY
         yield _parameters(report)
     yield f"The paper's numbers are those of {report['paper']}."
 
@@ -110,25 +109,11 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield table(columns)
         if any(row["rate_at_edge"] for row in rows):
             yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
-    yield _legend(plan)
+    yield legend(plan)
     if len(plan.experiment.tests) > 1:
         yield from _tests_table(report, metric)
     if plan.experiment.pairs:
         yield from _pairs_table(plan, report)
-
-
-def _legend(plan: Plan) -> str:
-    base = plan.experiment.baseline
-    per = "masked token" if plan.experiment.task == "mlm" else "byte"
-    return (
-        f"Of several seeds, all values are shown. The losses per {per} are on text that was not trained on: held-out text, on which the "
-        "curves and the tuned rates are measured, and the test split, measured once at the end.\n"
-        f"*Loss against the baseline* is the held-out loss as a share of that of {base}, less one; for the paper, of the logarithms of the "
-        "perplexities. It compares across tokenizers and sizes better than the losses themselves.\n"
-        f"*Speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in which this system "
-        "reaches the same quality; both of training alone. `not reached`: it never does within its budget. As in the paper, a run's learning "
-        "rate is scheduled for its whole length, so that what it could reach in a shorter run is not counted."
-    )
 
 
 def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
@@ -141,15 +126,10 @@ def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
         yield f"## Tested otherwise than trained: {setting['name']} ({unit} of the test split)"
         yield table(columns)
     if any(name.startswith("tested with") for name in report["tests"]):
-        yield (
-            "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
-            "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
-        )
+        yield OTHER_CHUNKS
 
 
 def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
-    from lineartime.experiments.paper import paper_tables
-
     of_paper = paper_tables()["approximation_cost_pplx"]
     found = of_paper.get("mlm_c4" if plan.experiment.task == "mlm" else "lm_wiki40b")
     columns: dict[str, list[str]] = {"context": [], "from -> to": [], "bits/byte": [], "loss": [], "paper: perplexity": []}
@@ -158,18 +138,18 @@ def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         for name, (exact, approximate) in plan.experiment.pairs.items():
             if exact not in rows or approximate not in rows:
                 continue
-            before, after = (_first(values_of_row(rows[arm], test_value("", "bits_per_byte"))) for arm in (exact, approximate))
-            known = before is not None and after is not None
+            both = [values_of_row(rows[arm], test_value("", "bits_per_byte"))[:1] for arm in (exact, approximate)]
             columns["context"].append(setting["name"])
             columns["from -> to"].append(name)
-            columns["bits/byte"].append(f"{after - before:+.4f}" if known else NOT_THERE)
-            columns["loss"].append(_percent(after / before - 1) if known else NOT_THERE)
+            known = all(both)
+            columns["bits/byte"].append(f"{both[1][0] - both[0][0]:+.4f}" if known else NOT_THERE)
+            columns["loss"].append(_percent(both[1][0] / both[0][0] - 1) if known else NOT_THERE)
             contexts = of_paper["context"]
             place = contexts.index(setting["context"]) if setting["context"] in contexts else None
             columns["paper: perplexity"].append(NOT_THERE if place is None else f"{found[name][place]:+.2f}")
     yield "## What the approximation costs"
     yield table(columns, text=2)
-    yield "The difference of the test losses of the first seed, after the same time of training; the paper's after the same steps."
+    yield APPROXIMATION
 
 
 # Equal treatment ------------------------------------------------------------------------------------------------------
@@ -178,27 +158,9 @@ def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
 def _equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
     yield "## Equal treatment"
     if not plan.tunes:
-        yield (
-            "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate, which is not tuned "
-            "here. All runs of a setting read the same text in the same order."
-        )
+        yield PAPER_TREATMENT
         return
-    compiled = "compiled" if plan.compile == "on" else "not compiled"
-    yield "\n".join(
-        [
-            "- **Data.** All runs of a setting and seed read the same windows of the same text in the same order.",
-            f"- **Batches.** {plan.scale.tokens_per_batch:,} tokens in a step (a context that is longer, one sequence).",
-            f"- **Optimisers.** The same for all: {', '.join(plan.optimizers)}, each with the same warm-up (a tenth of the steps), a linear "
-            "fall to zero, weight decay and clipping.",
-            f"- **Learning rates.** Each system's is tuned over the same grid, on {plan.tuning:g} s of training each; the loss on held-out "
-            "text chooses rate and optimiser. The tables below show every trial.",
-            f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule must know its "
-            "length: the runs that tune measure the tokens a second, and the steps are that speed times the budget. *training (s)* is "
-            "what the run really took.",
-            "- **Parameters.** " + _parameters(report),
-            "- **Not equalised**: each has the initialisation, norm and other options of its published form.",
-        ]
-    )
+    yield equal_treatment(plan, _parameters(report))
     for setting in report["settings"]:
         for optimizer in plan.optimizers:
             rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
@@ -208,7 +170,8 @@ def _equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
             columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
             for rate in rows[0]["grid"][optimizer]:
                 columns[rate] = [_tried(row, optimizer, rate) for row in rows]
-            yield f"Rates tried with {optimizer}: {setting['name']}, nats per token on held-out text (bold: the choice of the system)"
+            what = "nats per token on held-out text; bold: the choice"
+            yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
             yield table(columns)
 
 
@@ -226,7 +189,8 @@ def _parameters(report: dict[str, Any]) -> str:
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
         return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
-    return f"**Not within 3 %** of the first system's, as published: {', '.join(far)}."
+    why = "as published" if report["scale"] == "paper" else "for the width must be a multiple of the heads"
+    return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
 
 
 # Tables of latency ----------------------------------------------------------------------------------------------------
@@ -267,10 +231,6 @@ def _values(values: Sequence[float], form: str = ".4f") -> str:
 
 def _each(row: Row, name: str, form: str) -> str:
     return _values([run[name] for run in row["runs"] if run[name] is not None], form)
-
-
-def _first(values: Sequence[float]) -> float | None:
-    return values[0] if values else None
 
 
 def _parameters_of(row: Row) -> str:

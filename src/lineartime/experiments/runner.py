@@ -14,14 +14,13 @@ from typing import Any
 import lineartime
 from lineartime.data import load_corpus
 from lineartime.data.splits import missing_split
-from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError
+from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
-from lineartime.files import write_atomically
 from lineartime.runs.claim import claim
 
-PLAN_FILE = "plan.json"
 LOG_FILE = "log.txt"
 
 Perform = Callable[[Job, dict[str, Any]], int]
@@ -77,48 +76,6 @@ def check_texts(plan: Plan) -> None:
             raise missing_split(corpus, "train")
 
 
-def begin(plan: Plan) -> None:
-    """Write the options on which the runs depend; ArgumentError if the folder holds runs of others."""
-    file = plan.folder / PLAN_FILE
-    wanted = json.loads(json.dumps(identity(plan)))
-    if file.exists():
-        found = _read_plan(file)
-        for name, value in wanted.items():
-            if found.get(name) != value:
-                raise ArgumentError(
-                    name,
-                    f"is {_shown(value)}, but the runs in {plan.folder} were made with {_shown(found.get(name))}: use that, or "
-                    "give another ",
-                    Argument("out"),
-                    ".",
-                )
-        return
-    with reporting("write", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(wanted, indent=1) + "\n")
-
-
-def identity(plan: Plan) -> dict[str, Any]:
-    """What the runs depend on, with the values that defaults stand for."""
-    resolved = {"budget": plan.budget, "tuning": plan.tuning, "optimizers": list(plan.optimizers), "compile": plan.compile}
-    return {**plan.config.identity(), **resolved}
-
-
-def _read_plan(file: Path) -> dict[str, Any]:
-    try:
-        with reporting("read", file):
-            found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise LineartimeError(f"{file} is damaged: delete it if all runs in the folder were made with the options of now.")
-    return found
-
-
-def _shown(value: object) -> str:
-    return "not given" if value in (None, []) else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 class _Runner:
     def __init__(self, plan: Plan, say: Callable[[str], None], perform: Perform) -> None:
         self._plan = plan
@@ -158,8 +115,7 @@ class _Runner:
         if speed is None:
             return
         for rate in plan.rates(optimizer):
-            steps = _steps(speed, plan.tuning, plan.tuning_job(entry, optimizer, rate))
-            self._do(plan.tuning_job(entry, optimizer, rate, steps))
+            self._do(plan.tuning_job(entry, optimizer, rate, _steps(speed, plan.tuning_job(entry, optimizer, rate))))
 
     def _final(self, entry: Entry, seed: int) -> None:
         plan = self._plan
@@ -181,21 +137,23 @@ class _Runner:
         if speed is None or rate is None:
             return
         job = self._plan.final_job(entry, tuning.optimizer, seed, rate)
-        self._do(self._plan.final_job(entry, tuning.optimizer, seed, rate, _steps(speed, self._plan.budget, job)))
+        self._do(self._plan.final_job(entry, tuning.optimizer, seed, rate, _steps(speed, job)))
 
     def _do(self, job: Job) -> Run:
         """Do a job unless it has ended, and read what it left."""
         run = read_run(job)
         name = job.folder.relative_to(self._plan.folder).as_posix()
         if run.state in ("missing", "interrupted"):
-            planned = "" if job.seconds is None else f", {job.seconds:,.0f} s of training"
+            planned = "" if job.seconds is None else f", {job.seconds:g} s of training"
             steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
             self._say(f"{'resuming ' if run.state == 'interrupted' else ''}{name}{steps}{planned}")
             status = self._perform(job, self._message(job))
             run = read_run(job)
             if status == INTERRUPTED:
                 raise KeyboardInterrupt
-            if run.final is not None:
+            if job.kind == "speed" and run.speed is not None:
+                self._say(f"  {run.speed:,.0f} tokens/s")
+            elif run.final is not None:
                 bits = run.final.bits_per_byte
                 quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"
                 self._say(f"  {quality} on held-out text after {run.seconds:,.1f} s of training")
@@ -217,9 +175,10 @@ class _Runner:
         }
 
 
-def _steps(tokens_per_second: float, seconds: float, job: Job) -> int:
-    """The steps that take so many seconds."""
-    return max(2, round(seconds * tokens_per_second / job.options["tokens_per_batch"]))
+def _steps(tokens_per_second: float, job: Job) -> int:
+    """The steps that take the planned seconds of a job."""
+    tokens_per_batch: int = job.options["tokens_per_batch"]
+    return max(2, round((job.seconds or 0.0) * tokens_per_second / tokens_per_batch))
 
 
 def in_own_process(job: Job, message: dict[str, Any]) -> int:

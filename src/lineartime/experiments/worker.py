@@ -53,6 +53,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
         outcome = {"error": kind + first_line}
         print(outcome["error"], file=sys.stderr)
     if outcome is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # training removes the folder of a run that never began
         write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
 
@@ -131,7 +132,9 @@ def _latency(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
     out = folder / "bench"
     shutil.rmtree(out, ignore_errors=True)
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in job["options"].items()}
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in job["options"].items()
+    }
     run_benchmark(BenchConfig(**options, out=out))
     results = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
     names = ("subject", "length", "batch", "tokens", "median_seconds", "spread_seconds", "problem", "dtype", "mode")
