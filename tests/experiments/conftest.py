@@ -32,7 +32,7 @@ TINY = Scale(
 ARMS = (Arm("flash", "flash", seeds=2, paper_row="FLASH"), Arm("transformer++", "transformer++", paper_row="Transformer++"))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def tiny() -> Iterator[None]:
     """Two arms, two rates, and a scale of a second, without the pictures of single runs."""
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def make_options(room: Path, out: Path, name: str, **values: Any) -> ReproduceCo
 
 
 @pytest.fixture
-def options(room: Path, tmp_path: Path) -> Options:
+def options(tiny: None, room: Path, tmp_path: Path) -> Options:
     """`options("lm")`: options of an experiment, which go to a folder of the test."""
 
     def make(name: str = "lm", **values: Any) -> ReproduceConfig:
@@ -91,7 +91,7 @@ def perform(_: Job, message: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def once(room: Path) -> Path:
+def once(tiny: None, room: Path) -> Path:
     """The folder of a finished experiment."""
     progress = run_all(make_plan(make_options(room, room / "finished", "lm", seeds=1)), lambda _: None, perform)
     assert progress.problems == ()

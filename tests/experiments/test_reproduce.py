@@ -169,11 +169,11 @@ def test_a_damaged_run_is_one_sentence(options: Options, here: Do, finished: Non
 
 
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or give another out"):
+    with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
         command.reproduce(options(budget=3, report=True))
     other = tmp_path / "other.txt"
     other.write_text(text.read_text())
-    with pytest.raises(ArgumentError, match="data is .*other.txt, but the runs in .* were made with .*text.txt"):
+    with pytest.raises(ArgumentError, match=r"data is .*other.txt, but the runs in .* were made with .*text.txt"):
         command.reproduce(options(data=(str(other),)))
     # What is not given is that of the runs there.
     ended = command.reproduce(ReproduceConfig("lm", "trial", tmp_path / "out", report=True))
@@ -186,7 +186,10 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "optimiser"}, r"name is 'optimiser', which is no experiment \(did you mean optimizer\?\): use one of latency"),
+        (
+            {"name": "optimiser"},
+            r"name is 'optimiser', which is no experiment \(did you mean optimizer\?\): use one",
+        ),
         ({"name": ""}, "name is missing: give an experiment, latency, lm,"),
         ({"systems": ("flsh",)}, r"systems has 'flsh', which is no model of this experiment here \(did you mean flash\?\)"),
         ({"contexts": (512,)}, "contexts has 512, which is no context of this experiment here: use 64"),

@@ -1,4 +1,4 @@
-"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, where tyro is not installed."""
+"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, with nothing beyond the standard library."""
 
 import argparse
 import sys

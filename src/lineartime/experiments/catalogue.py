@@ -23,8 +23,8 @@ SCALES: dict[ScaleName, Scale] = {
         "3 million parameters, hours on 2 cores",
         {
             "main": SIZES["tiny"],
-            "128": Size(128, gated_blocks=8, attention_blocks=4, n_heads=4, d_qk=64, chunk_size=128),
-            "192": Size(192, gated_blocks=8, attention_blocks=4, n_heads=4, d_qk=64, chunk_size=128),
+            "128": Size(128, gated_blocks=8, attention_blocks=4, n_heads=2, d_qk=64, chunk_size=128),
+            "192": Size(192, gated_blocks=8, attention_blocks=4, n_heads=3, d_qk=64, chunk_size=128),
             "256": SIZES["tiny"],
         },
         tokens_per_batch=4096,
@@ -35,8 +35,8 @@ SCALES: dict[ScaleName, Scale] = {
         "40 million parameters, at most 8 minutes a run on one H200-class GPU",
         {
             "main": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
-            "256": Size(256, gated_blocks=24, attention_blocks=12, n_heads=8),
-            "384": Size(384, gated_blocks=24, attention_blocks=12, n_heads=8),
+            "256": Size(256, gated_blocks=24, attention_blocks=12, n_heads=4),
+            "384": Size(384, gated_blocks=24, attention_blocks=12, n_heads=6),
             "512": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
         },
         tokens_per_batch=65_536,
@@ -69,7 +69,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
 COMING = ("flash-next",)
 """Systems that experiments name and that this version may lack."""
 
-_SHORT: ScaleName = "cpu"
 _NOT_PAPER: tuple[ScaleName, ...] = ("trial", "cpu", "gpu")
 _ONLY_PAPER: tuple[ScaleName, ...] = ("paper",)
 
@@ -114,7 +113,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Time of a training step by the length of the context",
         "Which systems take as long for a token at any length?",
         (
-            *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER, _TRANSFORMER_1, _TRANSFORMER_2),
+            *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_only(_ONLY_PAPER, _TRANSFORMER), _TRANSFORMER_1, _TRANSFORMER_2),
             *(_PERFORMER, _COMBINER, _MC_TFM),
         ),
         _settings(_WIKIPEDIA, (*_WIKIPEDIA, Setting("wikipedia", 16_384), Setting("wikipedia", 65_536)), _WIKIPEDIA),

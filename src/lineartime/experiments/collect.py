@@ -131,10 +131,8 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "rate_at_edge": chosen is not None and rate in (min(chosen.runs), max(chosen.runs)),
         "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
         "runs": [_run(run, seed) for seed, run in enumerate(runs)],
-        "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting.context, plan.experiment.task),
-        "paper_loss": paper_loss(
-            plan.experiment.paper_tables, entry.arm.paper_row, entry.setting.context, plan.experiment.task
-        ),
+        "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
+        "paper_loss": paper_loss(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
     }
 
 
@@ -233,7 +231,7 @@ def _latency(plan: Plan, index: int, state: _State) -> Row:
                 "microseconds_per_token": None if seconds is None else 1e6 * seconds / found["tokens"],
                 "milliseconds": None if seconds is None else 1e3 * seconds,
                 "precision": found.get("dtype"),
-                "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, setting.context),
+                "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, setting),
             }
         )
     base = next((row for row in rows if row["arm"] == plan.experiment.baseline), None)

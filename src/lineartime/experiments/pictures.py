@@ -51,15 +51,22 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: (f"C{number % 10}", _MARKERS[number % len(_MARKERS)]) for number, name in enumerate(dict.fromkeys(names))}
 
 
-def _figure(columns: int, names: int) -> tuple[Any, Any]:
+def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
+    """A figure with panels in rows of three, and room for a legend below them."""
     from matplotlib.figure import Figure
 
-    rows = -(-names // (3 * columns))
-    figure = Figure(figsize=(WIDTH * columns + 0.4, HEIGHT + 0.4 + 0.22 * rows), layout="constrained")
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    columns = min(panels, 3)
+    rows, lines = -(-panels // columns), -(-names // (3 * columns))
+    figure = Figure(figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.05, hspace=0.05)  # type: ignore[call-arg, union-attr]
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in grid[panels:]:
+        unused.remove()
+    return figure, grid[:panels]
 
 
-def _legend(figure: Any, lines: dict[str, Any], columns: int) -> None:
+def _legend(figure: Any, lines: dict[str, Any], panels: int) -> None:
+    columns = min(panels, 3)
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 3 * columns), frameon=False, fontsize=8
     )

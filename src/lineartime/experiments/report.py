@@ -8,7 +8,7 @@ from typing import Any
 from lineartime.errors import LineartimeError, reporting
 from lineartime.experiments.collect import Row, collect, test_value, values_of_row, within_tolerance
 from lineartime.experiments.folder import PLAN_FILE, begin
-from lineartime.experiments.paper import paper_tables
+from lineartime.experiments.paper import DESCRIPTIONS, paper_tables
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
@@ -50,14 +50,15 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
         yield _incomplete(report)
     for picture, caption in pictures:
         yield f"![{caption}]({picture.name})\n\n{caption}"
-    tables = _latency_tables(report) if plan.experiment.kind == "latency" else _quality_tables(plan, report)
-    yield from tables
+    yield from _latency_tables(report) if plan.experiment.kind == "latency" else _quality_tables(plan, report)
     if plan.experiment.kind == "quality":
         yield from _equal_treatment(plan, report)
     else:
         yield LATENCY
         yield _parameters(report)
-    yield f"The paper's numbers are those of {report['paper']}."
+    tables = [f"{DESCRIPTIONS[name]}" for name in plan.experiment.paper_tables]
+    where = f" ({'; '.join(tables)})" if tables else ""
+    yield f"The paper: {report['paper']}{where}."
 
 
 def _facts(plan: Plan, report: dict[str, Any]) -> str:
