@@ -22,6 +22,7 @@ TINY = Scale(
     "for tests",
     {"main": Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)},
     tokens_per_batch=128,
+    tokens_at_once=128,
     budget=0.1,
     tuning=0.02,
     speed_steps=3,

@@ -2,9 +2,10 @@
 
 import pytest
 
+from lineartime.choices import ScaleName
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import ScaleName, Setting
+from lineartime.experiments.definitions import Setting
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import paper_loss, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan

@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _check(arguments)
         options = parse(arguments)
-        if arguments[0] == "train":
-            _command("train").run(options, arguments[1:])
+        if arguments[0] in ("train", "reproduce"):
+            _command(arguments[0]).run(options, arguments[1:])
         else:
             _command(arguments[0]).run(options)
         sys.stdout.flush()  # so that an output nobody reads fails here

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
@@ -18,10 +19,10 @@ class Options(ReproduceConfig):
     report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
 
 
-def run(options: Options) -> None:
-    """Run what is missing and write the report; an interrupt ends it, which can be resumed."""
+def run(options: Options, arguments: Sequence[str]) -> None:
+    """Run what is missing and write the report; after an interrupt, print the command that resumes it."""
     from lineartime.experiments.command import reproduce
 
     if reproduce(ReproduceConfig(**vars(options))).interrupted:
-        print(f"resume by: {shlex.join(['lineartime', *sys.argv[1:]])}", file=sys.stderr)
+        print(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}", file=sys.stderr)
         raise KeyboardInterrupt

@@ -3,8 +3,9 @@
 An optimiser is a line of `OPTIMIZERS`. An arm whose system this version does not have joins as soon as it does.
 """
 
+from lineartime.choices import ScaleName
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.experiments.definitions import Arm, Experiment, Optimizer, Scale, ScaleName, Setting, Test
+from lineartime.experiments.definitions import Arm, Experiment, Optimizer, Scale, Setting, Test
 from lineartime.models.presets import SIZES
 from lineartime.models.systems import Size
 
@@ -13,6 +14,7 @@ SCALES: dict[ScaleName, Scale] = {
         "toy models for seconds, to see that everything works here; its numbers mean nothing",
         {"main": Size(32, gated_blocks=2, attention_blocks=1, n_heads=2, d_qk=16, chunk_size=16)},
         tokens_per_batch=256,
+        tokens_at_once=256,
         budget=2.0,
         tuning=0.5,
         evaluations=5,
@@ -28,6 +30,7 @@ SCALES: dict[ScaleName, Scale] = {
             "256": SIZES["tiny"],
         },
         tokens_per_batch=4096,
+        tokens_at_once=4096,
         budget=600.0,
         tuning=45.0,
     ),
@@ -40,6 +43,7 @@ SCALES: dict[ScaleName, Scale] = {
             "512": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
         },
         tokens_per_batch=65_536,
+        tokens_at_once=32_768,
         budget=300.0,
         tuning=40.0,
         speed_steps=30,
@@ -51,6 +55,7 @@ SCALES: dict[ScaleName, Scale] = {
         "exactly the paper's configuration: its presets, texts, steps and rate",
         {},
         tokens_per_batch=2**18,
+        tokens_at_once=2**13,
         budget=None,
         tuning=None,
     ),

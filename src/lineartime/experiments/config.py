@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.choices import Device, Precision
+from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.experiments.definitions import ScaleName, TextName
 
 IDENTITY = ("data", "code", "books", "wikipedia", "budget", "tuning", "optimizers", "compile", "precision", "threads")
 """Options on which the runs in a folder depend, besides the experiment and the scale, which name the folder."""

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lineartime.choices import Task
+from lineartime.choices import ScaleName, Task, TextName
 from lineartime.models.systems import Size
 
-ScaleName = Literal["trial", "cpu", "gpu", "paper"]
-TextName = Literal["code", "books", "wikipedia"]
 Kind = Literal["quality", "latency"]
 Recipe = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 
@@ -96,6 +94,7 @@ class Scale:
         description: in a line.
         sizes: of the models, by name.
         tokens_per_batch: in an optimiser step.
+        tokens_at_once: computed together; a step of more accumulates gradients.
         budget: of a run; None if the recipe has the steps.
         tuning: of a run that tries a learning rate; None if none is tried.
         speed_steps: steps of the run that measures how fast a model trains, before it is tuned.
@@ -108,6 +107,7 @@ class Scale:
     description: str
     sizes: Mapping[str, Size]
     tokens_per_batch: int
+    tokens_at_once: int
     budget: float | None
     tuning: float | None
     speed_steps: int = 8

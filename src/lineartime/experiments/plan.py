@@ -186,7 +186,7 @@ class Plan:
             **catalogue.OPTIMIZERS[optimizer].options,
             "context_length": context,
             "tokens_per_batch": max(scale.tokens_per_batch, context),
-            "batch_size": max(1, scale.tokens_per_batch // context),
+            "batch_size": max(1, scale.tokens_at_once // context),
             "learning_rate": rate,
             "steps": steps,
             "seed": seed,
