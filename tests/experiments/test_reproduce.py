@@ -131,12 +131,16 @@ def test_a_failed_run_is_told_and_the_others_go_on(options: Options, done: list[
     def do(job: Job, message: dict[str, Any]) -> int:
         done.append(job.kind)
         if job.kind == "tune" and "0.01" in job.folder.name:
-            message["options"] = {**message["options"], "override": ["d_model=0"]}
+            message["options"] = {**message["options"], "learning_rate": 1e30, "steps": 40}
         return 0 if worker.perform(message) is not None else worker.INTERRUPTED
 
     progress = run_all(plan, ignore, do)
     [problem] = progress.problems
-    assert re.search(r"wikipedia-64/flash/adamw-tune-0.01 failed: override .*d_model", problem)
+    assert re.search(
+        r"wikipedia-64/flash/adamw-tune-0.01 failed: .*(the loss|the validation loss|its loss|its gradient)",
+        problem,
+        re.IGNORECASE,
+    )
     file, report, _ = write_report(plan)
     assert report["settings"][0]["rows"][0]["grid"]["adamw"]["0.01"] == "failed"
     assert report["settings"][0]["rows"][0]["rate"] == 0.001
@@ -239,3 +243,19 @@ def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytes
     command.reproduce(options("", list=True))
     shown = capsys.readouterr().out
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
+
+
+def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, here: Do, done: list[str]) -> None:
+    plan = make_plan(options(seeds=1, systems=("flash",)))
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        with pytest.raises(LineartimeError) as caught:
+            worker.perform({**message, "options": {**message["options"], "override": ["d_model=0"]}})
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "log.txt").write_text(f"before\n{caught.value}\n")
+        return 1
+
+    problems = run_all(plan, ignore, do).problems
+    assert problems[0].startswith("wikipedia-64/flash/adamw-speed did not start: override does not fit the model: d_model is 0")
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["speed", "tune", "tune", "run"]

@@ -9,7 +9,7 @@ from lineartime.experiments.folder import identity
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
-from lineartime.experiments.results import Run, Tuning, choose, read_run, read_tuning, seconds_to
+from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_tuning, seconds_to
 from lineartime.runs.curve import default_text
 from lineartime.runs.record import RECORD_FILE, read_record
 
@@ -94,7 +94,7 @@ def _setting(plan: Plan, index: int, state: _State) -> Row:
         shown: list[Tuning | None] = [*tunings] if plan.experiment.each_optimizer else [chosen]
         rows += [_row(plan, entry, tunings, each, state) for each in shown]
         state.texts[setting.label] = _text(entry.options)
-    _relative(plan, setting.context, rows)
+    _relative(plan, rows)
     return {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context, "rows": rows}
 
 
@@ -131,6 +131,7 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "rate_at_edge": chosen is not None and rate in (min(chosen.runs), max(chosen.runs)),
         "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
         "runs": [_run(run, seed) for seed, run in enumerate(runs)],
+        "chunk_size": entry.model.mixer.options.get("chunk_size"),
         "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
         "paper_loss": paper_loss(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
     }
@@ -156,39 +157,32 @@ def _run(run: Run, seed: int) -> Row:
         "bits_per_byte": None if final is None else final.bits_per_byte,
         "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in run.points],
         "tests": list(run.tests),
-        "_points": run.points,
     }
 
 
-def _relative(plan: Plan, context: int, rows: list[Row]) -> None:
-    """Add what is relative to the baseline of the same seed: the loss, and the time to its final quality."""
+def _relative(plan: Plan, rows: list[Row]) -> None:
+    """Add what is relative to the baseline: the loss, and of each seed the time to the baseline's final quality."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
     base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
     for row in rows:
-        row["relative_loss"], row["speedups"] = None, []
-        row["paper_relative_loss"] = None
-        if base is None:
-            continue
-        own, other = _mean(row, "loss"), _mean(base, "loss")
-        if own is not None and other is not None:
-            row["relative_loss"] = own / other - 1
-        if row["paper_loss"] is not None and base["paper_loss"] is not None:
-            row["paper_relative_loss"] = row["paper_loss"] / base["paper_loss"] - 1
-        for number, run in enumerate(row["runs"]):
-            against = base["runs"][min(number, len(base["runs"]) - 1)]
-            if run["loss"] is None or against["loss"] is None:
-                row["speedups"].append(None)
-                continue
-            needed = seconds_to(run["_points"], against["loss"])
-            # The baseline may have been better before its end.
-            first = seconds_to(against["_points"], against["loss"]) or against["seconds"]
-            row["speedups"].append(None if needed is None else first / needed)
-        row["reached"] = [
-            run["loss"] is None or speedup is not None for run, speedup in zip(row["runs"], row["speedups"], strict=True)
-        ]
-    for row in rows:
-        for run in row["runs"]:
-            del run["_points"]
+        row["relative_loss"] = _over(_mean(row, "loss"), base and _mean(base, "loss"))
+        row["paper_relative_loss"] = _over(row["paper_loss"], base and base["paper_loss"])
+        others = base["runs"] if base else []
+        row["speedups"] = [_speedup(run, others[min(seed, len(others) - 1)]) for seed, run in enumerate(row["runs"]) if others]
+
+
+def _over(value: float | None, base: Any) -> float | None:
+    """By which share a value exceeds that of the baseline."""
+    return None if value is None or not base else value / base - 1
+
+
+def _speedup(run: Row, baseline: Row) -> float | None:
+    """The time in which the baseline reaches its final quality over that of a run; None if the run does not reach it."""
+    quality = baseline["loss"]
+    if quality is None:
+        return None
+    needed, of_baseline = (seconds_to([Point(*point) for point in each["curve"]], quality) for each in (run, baseline))
+    return None if needed is None or of_baseline is None else of_baseline / needed
 
 
 def _mean(row: Row, name: str) -> float | None:

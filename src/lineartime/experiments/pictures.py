@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import missing_extra, reporting
-from lineartime.experiments.collect import Row, test_value, values_of_row
+from lineartime.experiments.collect import test_value, values_of_row
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import CURVES
 from lineartime.runs.ticks import label_axes
@@ -155,16 +155,12 @@ def _tests(plan: Plan, report: dict[str, Any]) -> Any:
                 found = values_of_row(row, test_value(test.name, metric))
                 if test.chunk_size is not None and found:
                     points.setdefault(row["name"], []).append((test.chunk_size, statistics.fmean(found)))
-                    if f"chunk_size={test.chunk_size}" in _chunks(row):
+                    if test.chunk_size == row["chunk_size"]:
                         trained.append(points[row["name"]][-1])
         if points:
             panels.append((setting["name"], unit, points))
             circles.append(trained)
     return _by_number(panels, "tokens of a chunk in the test", circles) if panels else None
-
-
-def _chunks(row: Row) -> list[str]:
-    return [f"chunk_size={row['name'].rsplit(' ', 1)[-1]}"]
 
 
 def _by_number(

@@ -19,6 +19,7 @@ from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
+from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.claim import claim
 
 LOG_FILE = "log.txt"
@@ -51,12 +52,20 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
     Raises:
         LineartimeError: for a text that is missing, or a folder with runs of other options.
     """
+    check_machine(plan)
     check_texts(plan)
     with claim(plan.folder):
         begin(plan)
         for name in plan.absent:
             say(f"{name} is left out: this version of lineartime has no such system")
         return _Runner(plan, say, perform or in_own_process).run()
+
+
+def check_machine(plan: Plan) -> None:
+    """Raise ArgumentError for a device that is not there, or one without a compiler where models are compiled."""
+    missing = compiler_missing(choose_device(plan.config.device))
+    if missing and plan.tunes and plan.compile == "on":
+        raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
 
 
 def check_texts(plan: Plan) -> None:
@@ -158,7 +167,7 @@ class _Runner:
                 quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"
                 self._say(f"  {quality} on held-out text after {run.seconds:,.1f} s of training")
             elif run.state in ("missing", "interrupted"):
-                run = Run(job, run.state, f"{name} ended with status {status}: see {job.folder / LOG_FILE}.")
+                run = Run(job, run.state, f"{name} {_why(job, status)}")
         if run.problem:
             problem = f"{name} failed: {run.problem}" if run.state == "failed" else run.problem
             self._say(f"  {problem}")
@@ -179,6 +188,13 @@ def _steps(tokens_per_second: float, job: Job) -> int:
     """The steps that take the planned seconds of a job."""
     tokens_per_batch: int = job.options["tokens_per_batch"]
     return max(2, round((job.seconds or 0.0) * tokens_per_second / tokens_per_batch))
+
+
+def _why(job: Job, status: int) -> str:
+    """Why a process left nothing, in words: by its output if it ended by itself."""
+    log = job.folder / LOG_FILE
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if status == 1 and log.exists() else []
+    return f"did not start: {lines[-1]}" if lines else f"ended with status {status}: see {log}."
 
 
 def in_own_process(job: Job, message: dict[str, Any]) -> int:

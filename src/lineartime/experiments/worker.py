@@ -17,6 +17,7 @@ from typing import Any
 from lineartime.errors import LineartimeError
 from lineartime.experiments.definitions import Test
 from lineartime.files import write_atomically
+from lineartime.runs.metrics import METRICS_FILE, read_metrics
 
 OUTCOME_FILE = "outcome.json"
 """What a run that has ended leaves: its measurements, or the sentence of its error. An interrupted one has none."""
@@ -24,13 +25,16 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Read a job, do it, and return the exit status: 0, also for a run that failed and says so; 130 for an interrupt."""
+    """Read a job, do it, and return the exit status: 0, also for a run that failed; 1 for one that did not start; 130."""
     with suppress(OSError, AttributeError):
         os.setpgrp()  # Ctrl-C reaches the parent alone, which passes it on once
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         return INTERRUPTED if perform(job) is None else 0
+    except LineartimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -42,18 +46,22 @@ def _end_with_parent(parent: int) -> None:
 
 
 def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Do a job and write its outcome, which is returned; None if it was interrupted."""
+    """Do a job and write its outcome, which is returned; None if it was interrupted.
+
+    Raises:
+        LineartimeError: for an error before the first step, which has nothing to do with how the run trains.
+    """
     folder = Path(job["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         outcome = _latency(folder, job) if job["kind"] == "latency" else _trained(folder, job)
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
         first_line = next(iter(str(error).strip().splitlines()), "")
-        kind = "" if isinstance(error, LineartimeError) else f"{type(error).__name__}: "
-        outcome = {"error": kind + first_line}
-        print(outcome["error"], file=sys.stderr)
+        sentence = first_line if isinstance(error, LineartimeError) else f"{type(error).__name__}: {first_line}"
+        if not (folder / METRICS_FILE).exists() or not read_metrics(folder):
+            raise LineartimeError(sentence) from error
+        outcome = {"error": sentence}
+        print(sentence, file=sys.stderr)
     if outcome is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # training removes the folder of a run that never began
         write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
 
