@@ -37,6 +37,7 @@ def collect(plan: Plan) -> dict[str, Any]:
         "paper": SOURCE,
         "baseline": plan.experiment.baseline,
         "machines": state.machines,
+        "started": [min(state.times), max(state.times)] if state.times else [],
         "texts": state.texts,
         "tests": [test.name for test in plan.experiment.tests],
         "settings": settings,
@@ -50,6 +51,7 @@ class _State:
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.machines: list[str] = []
+        self.times: list[str] = []
         self.texts: dict[str, str] = {}
 
     def note(self, plan: Plan, run: Run) -> None:
@@ -63,16 +65,22 @@ class _State:
             self.problems.append(run.problem)
         elif run.state == "failed":
             self.problems.append(f"{name} failed: {run.problem}")
-        machine = run.outcome.get("machine") or _machine(run)
-        if machine and (words := _described(machine)) not in self.machines:
-            self.machines.append(words)
+        for process in _processes(run):
+            words = _described({**process["machine"], **process["versions"]})
+            if words not in self.machines:
+                self.machines.append(words)
+            self.times = [*self.times, process["time"]] if process.get("time") else self.times
 
 
-def _machine(run: Run) -> Row | None:
-    if not (run.job.folder / RECORD_FILE).exists() or run.state == "damaged":
-        return None
-    process = read_record(run.job.folder)["processes"][-1]
-    return {**process["machine"], **process["versions"]}
+def _processes(run: Run) -> list[Row]:
+    """The processes that did a run, with their machine, versions and time."""
+    if run.job.kind == "latency":
+        machine = run.outcome.get("machine")
+        return [{"machine": machine, "versions": {}, "time": run.outcome.get("time")}] if machine else []
+    if run.state == "damaged" or not (run.job.folder / RECORD_FILE).exists():
+        return []
+    processes: list[Row] = read_record(run.job.folder)["processes"]
+    return processes
 
 
 def _described(machine: Row) -> str:

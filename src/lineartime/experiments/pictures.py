@@ -51,11 +51,16 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: (f"C{number % 10}", _MARKERS[number % len(_MARKERS)]) for number, name in enumerate(dict.fromkeys(names))}
 
 
+def _columns(panels: int) -> int:
+    """How many panels stand in a row."""
+    return 2 if panels == 4 else min(panels, 3)
+
+
 def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
-    """A figure with panels in rows of three, and room for a legend below them."""
+    """A figure with panels in rows of two or three, and room for a legend below them."""
     from matplotlib.figure import Figure
 
-    columns = min(panels, 3)
+    columns = _columns(panels)
     rows, lines = -(-panels // columns), -(-names // (3 * columns))
     figure = Figure(figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines), layout="constrained")
     figure.get_layout_engine().set(wspace=0.05, hspace=0.05)  # type: ignore[call-arg, union-attr]
@@ -66,7 +71,7 @@ def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
 
 
 def _legend(figure: Any, lines: dict[str, Any], panels: int) -> None:
-    columns = min(panels, 3)
+    columns = _columns(panels)
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 3 * columns), frameon=False, fontsize=8
     )
@@ -100,7 +105,7 @@ def _curves(plan: Plan, report: dict[str, Any]) -> Any:
                     linewidth=1.4 if first else 0.7,
                 )
                 lines.setdefault(row["name"], line)
-                late += [value for _, value in points[len(points) // 4 :]]
+                late += [value for _, value in points[len(points) // 3 :]]
                 if row["arm"] == plan.experiment.baseline and first:
                     axes.axhline(points[-1][1], color=colour, linestyle=":", linewidth=1)
         low, high = min(late), max(late)  # the first losses would flatten what is compared

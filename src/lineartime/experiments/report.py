@@ -62,7 +62,9 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
 
 
 def _facts(plan: Plan, report: dict[str, Any]) -> str:
-    lines = [f"- scale `{report['scale']}`: {plan.scale.description}"]
+    lines = [f"- experiment `{report['experiment']}`, scale `{report['scale']}`: {plan.scale.description}"]
+    if report["started"]:
+        lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items()]
     lines += [f"- {name} is left out: this version of lineartime has no such system" for name in report["left_out"]]
@@ -198,12 +200,19 @@ def _parameters(report: dict[str, Any]) -> str:
 
 
 def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
+    precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
     for title, name, form in (
-        ("Microseconds for a token, forward and backward", "microseconds_per_token", ",.3g"),
+        (
+            f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}",
+            "microseconds_per_token",
+            ",.3g",
+        ),
         (f"The time of a step over that of {report['baseline']}", "relative", ".2f"),
         ("The paper: the same ratio, on 64 TPU-v4 cores", "paper_relative", ".2f"),
     ):
-        names = [row["name"] for row in report["settings"][0]["rows"]] if report["settings"] else []
+        if all(row[name] is None for setting in report["settings"] for row in setting["rows"]):
+            continue
+        names = [row["name"] for row in report["settings"][0]["rows"]]
         columns: dict[str, list[str]] = {"system": names}
         for setting in report["settings"]:
             columns[f"{setting['context']:,}"] = [

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,12 @@ def _latency(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     run_benchmark(BenchConfig(**options, out=out))
     results = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
     names = ("subject", "length", "batch", "tokens", "median_seconds", "spread_seconds", "problem", "dtype", "mode")
-    return {"machine": results["machine"], "entries": [{name: entry[name] for name in names} for entry in results["entries"]]}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        "time": now,
+        "machine": results["machine"],
+        "entries": [{name: entry[name] for name in names} for entry in results["entries"]],
+    }
 
 
 if __name__ == "__main__":
