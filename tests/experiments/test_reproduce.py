@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import catalogue, command, worker
+from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.definitions import Optimizer
+from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
@@ -259,3 +263,30 @@ def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, her
     assert problems[0].startswith("wikipedia-64/flash/adamw-speed did not start: override does not fit the model: d_model is 0")
     assert run_all(plan, ignore, here).problems == ()
     assert done == ["speed", "tune", "tune", "run"]
+
+
+def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = Optimizer({"trial": (1e-3, 1e-2)}, {"beta2": 0.9})
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "second", second)
+    plan = make_plan(options(seeds=1, systems=("transformer++",)))
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["speed", "tune", "tune", "speed", "tune", "tune", "run"]  # only the better one is trained
+    row = collect(plan)["settings"][0]["rows"][1]
+    losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
+    best = min(losses, key=lambda each: losses[each])
+    assert (row["optimizer"], f"{row['rate']:g}") == best
+    trained = read_run(plan.final_job(plan.entries[1], row["optimizer"], 0)).options
+    assert trained["beta2"] == (0.9 if row["optimizer"] == "second" else 0.99)
+
+    done.clear()
+    every = replace(catalogue.EXPERIMENTS["lm"], each_optimizer=True)
+    monkeypatch.setitem(catalogue.EXPERIMENTS, "lm", every)
+    plan = make_plan(options(seeds=1, systems=("transformer++",)))
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["run", "run"]
+    file, report, _ = write_report(plan)
+    assert [each["name"] for each in report["settings"][0]["rows"][2:]] == ["transformer++, adamw", "transformer++, second"]
+    assert "Rates tried with second" in file.read_text()
+    # Runs of one optimiser are continued as such, whatever joins later.
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
+    assert make_plan(adopted(options(systems=("transformer++",)))).optimizers == ("adamw", "second")
