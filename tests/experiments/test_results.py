@@ -39,16 +39,15 @@ def test_the_time_to_a_quality_is_interpolated() -> None:
 
 
 def test_the_rate_and_the_optimiser_with_the_lowest_loss_are_chosen() -> None:
-    speed = run(3.0)
-    adamw = Tuning("adamw", speed, {1e-3: run(3.0, 10.0), 1e-2: run(2.9, 30.0)})
-    muon = Tuning("muon", speed, {1e-3: run(2.8), 1e-2: run(None)})
+    adamw = Tuning("adamw", {1e-3: run(3.0, 10.0), 1e-2: run(2.9, 30.0)})
+    muon = Tuning("muon", {1e-3: run(2.8), 1e-2: run(None)})
     chosen = choose([adamw, muon])
     assert chosen is muon
     assert (muon.best, adamw.best) == (1e-3, 1e-2)
     assert adamw.tokens_per_second == 20.0
-    waiting = Tuning("muon", speed, {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
+    waiting = Tuning("muon", {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
     assert choose([adamw, waiting]) is None  # not before all have had their turn
-    assert choose([Tuning("adamw", speed, {1e-3: run(None)})]) is None
+    assert choose([Tuning("adamw", {1e-3: run(None)})]) is None
     assert choose([]) is None
 
 

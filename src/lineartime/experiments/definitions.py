@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from lineartime.choices import ScaleName, Task, TextName
 from lineartime.models.systems import Size
+from lineartime.training.config import RecipeName
 
 Kind = Literal["quality", "latency"]
-Recipe = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Experiment:
     settings: Mapping[ScaleName, tuple[Setting, ...]]
     baseline: str
     task: Task = "clm"
-    recipe: Recipe = "lm-wiki40b"
+    recipe: RecipeName = "lm-wiki40b"
     paper_tables: tuple[str, ...] = ()
     tests: tuple[Test, ...] = (Test(),)
     each_optimizer: bool = False

@@ -151,12 +151,10 @@ class Tuning:
 
     Attributes:
         optimizer: its name.
-        speed: the run that measured how fast the model trains.
         runs: by rate.
     """
 
     optimizer: str
-    speed: Run
     runs: dict[float, Run]
 
     @property
@@ -186,7 +184,7 @@ class Tuning:
 def read_tuning(plan: Plan, entry: Entry, optimizer: str) -> Tuning:
     """What was tried for an entry with an optimiser."""
     runs = {rate: read_run(plan.tuning_job(entry, optimizer, rate)) for rate in plan.rates(optimizer)}
-    return Tuning(optimizer, read_run(plan.speed_job(entry, optimizer)), runs)
+    return Tuning(optimizer, runs)
 
 
 def choose(tunings: Sequence[Tuning]) -> Tuning | None:
