@@ -21,7 +21,7 @@ def code_blocks(text: str) -> list[str]:
 
 def commands(text: str) -> list[str]:
     found = re.findall(
-        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|runs|presets|bench|info)\b.*)$", text, re.MULTILINE
+        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|runs|presets|bench|reproduce|info)\b.*)$", text, re.MULTILINE
     )
     return [line.split("  #")[0] for line in found]
 

@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
     {"runs"},
     {"training"},
     {"bench", "info"},
+    {"experiments"},
     {"cli"},
     {"__main__"},
 ]

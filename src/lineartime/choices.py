@@ -9,6 +9,10 @@ Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried"]
 TokenizerKind = Literal["bpe", "unigram"]
+ScaleName = Literal["trial", "cpu", "gpu", "paper"]
+"""How large the runs of an experiment are."""
+TextName = Literal["code", "books", "wikipedia"]
+"""A kind of text that an experiment asks for."""
 
 TEXT_COLUMN = "text"
 """The column of records that holds the text, unless another one is named."""

@@ -15,7 +15,7 @@ from lineartime.cli import main
 from lineartime.errors import Argument, ArgumentError, Call, LineartimeError
 
 Fails = Callable[..., None]
-COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "info")
+COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "reproduce", "info")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

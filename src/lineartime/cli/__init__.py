@@ -21,7 +21,7 @@ from rich.text import Text
 from lineartime.errors import Argument, Call, LineartimeError, ReportedError, cannot, did_you_mean
 from lineartime.host import installed_version
 
-_COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "info")
+_COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "reproduce", "info")
 """The modules of this room. Each is imported only for its command, or for a list of all commands.
 
 They import what computes (PyTorch, matplotlib) in `run`: help has to appear at once.
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _check(arguments)
         options = parse(arguments)
-        if arguments[0] == "train":
-            _command("train").run(options, arguments[1:])
+        if arguments[0] in ("train", "reproduce"):
+            _command(arguments[0]).run(options, arguments[1:])
         else:
             _command(arguments[0]).run(options)
         sys.stdout.flush()  # so that an output nobody reads fails here

@@ -1,0 +1,28 @@
+"""`lineartime reproduce`: the paper's experiments."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from lineartime.experiments.config import ReproduceConfig
+
+
+@dataclass(frozen=True)
+class Options(ReproduceConfig):
+    """Train what an experiment of the paper compares, one process a run, and set the results beside the paper's."""
+
+    name: tyro.conf.Positional[str] = ReproduceConfig.name
+    list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
+    report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
+
+
+def run(options: Options, arguments: Sequence[str]) -> None:
+    """Run what is missing and write the report; after an interrupt, print the command that resumes it."""
+    from lineartime.experiments.command import reproduce
+
+    if reproduce(ReproduceConfig(**vars(options))).interrupted:
+        print(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}", file=sys.stderr)
+        raise KeyboardInterrupt

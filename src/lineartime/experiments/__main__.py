@@ -1,0 +1,58 @@
+"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, with nothing beyond the standard library."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lineartime.errors import LineartimeError
+from lineartime.experiments.config import ReproduceConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the options, which are the fields of `ReproduceConfig`, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m lineartime.experiments", description=ReproduceConfig.__doc__)
+    hints = get_type_hints(ReproduceConfig)
+    for field in fields(ReproduceConfig):
+        assert field.default is not MISSING
+        _add(parser, field.name, hints[field.name], field.default)
+    options = vars(parser.parse_args(arguments))
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    try:
+        from lineartime.experiments.command import reproduce
+
+        ended = reproduce(ReproduceConfig(**options))
+    except LineartimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if ended.interrupted:
+        print("interrupted: run the same command again to resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _add(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any) -> None:
+    """Add a field of the options: its type tells what it takes."""
+    if name == "name":
+        parser.add_argument(name, nargs="?", default=default, help="experiment, as --list shows them")
+        return
+    flag = f"--{name.replace('_', '-')}"
+    if hint is bool:
+        parser.add_argument(flag, action="store_true")
+        return
+    if get_origin(hint) in (Union, UnionType):
+        [hint] = [option for option in get_args(hint) if option is not NoneType]
+    several = get_origin(hint) is tuple
+    kind = get_args(hint)[0] if several else hint
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    make = kind if kind in (int, float, Path) else str
+    parser.add_argument(flag, nargs="+" if several else None, type=make, choices=choices, default=default)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""The experiments, their scales and the optimisers: add an entry to add one.
+
+An optimiser is a line of `OPTIMIZERS`. An arm whose system this version does not have joins as soon as it does.
+"""
+
+from lineartime.choices import ScaleName
+from lineartime.errors import ArgumentError, did_you_mean
+from lineartime.experiments.definitions import Arm, Experiment, Optimizer, Scale, Setting, Test
+from lineartime.models.presets import SIZES
+from lineartime.models.systems import Size
+
+SCALES: dict[ScaleName, Scale] = {
+    "trial": Scale(
+        "toy models for seconds, to see that everything works here; its numbers mean nothing",
+        {"main": Size(32, gated_blocks=2, attention_blocks=1, n_heads=2, d_qk=16, chunk_size=16)},
+        tokens_per_batch=256,
+        tokens_at_once=256,
+        budget=2.0,
+        tuning=0.5,
+        evaluations=5,
+        validation_tokens=1024,
+        test_tokens=2048,
+    ),
+    "cpu": Scale(
+        "3 million parameters, hours on 2 cores",
+        {
+            "main": SIZES["tiny"],
+            "128": Size(128, gated_blocks=8, attention_blocks=4, n_heads=2, d_qk=64, chunk_size=128),
+            "192": Size(192, gated_blocks=8, attention_blocks=4, n_heads=3, d_qk=64, chunk_size=128),
+            "256": SIZES["tiny"],
+        },
+        tokens_per_batch=4096,
+        tokens_at_once=4096,
+        budget=600.0,
+        tuning=45.0,
+    ),
+    "gpu": Scale(
+        "40 million parameters, at most 8 minutes a run on one H200-class GPU",
+        {
+            "main": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
+            "256": Size(256, gated_blocks=24, attention_blocks=12, n_heads=4),
+            "384": Size(384, gated_blocks=24, attention_blocks=12, n_heads=6),
+            "512": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
+        },
+        tokens_per_batch=65_536,
+        tokens_at_once=32_768,
+        budget=300.0,
+        tuning=40.0,
+        speed_steps=30,
+        validation_tokens=262_144,
+        test_tokens=2_097_152,
+        compile="on",
+    ),
+    "paper": Scale(
+        "exactly the paper's configuration: its presets, texts, steps and rate",
+        {},
+        tokens_per_batch=2**18,
+        tokens_at_once=2**13,
+        budget=None,
+        tuning=None,
+    ),
+}
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": Optimizer(
+        {
+            "trial": (3e-3, 3e-2),  # two, to save time
+            "cpu": (7e-4, 1.5e-3, 3e-3, 6e-3),
+            "gpu": (3e-4, 7e-4, 1.5e-3, 3e-3),
+        }
+    ),
+    "muon": Optimizer(
+        {
+            "trial": (3e-3, 3e-2),
+            "cpu": (1.5e-3, 3e-3, 6e-3, 1.2e-2),
+            "gpu": (1e-3, 2e-3, 4e-3, 8e-3),
+        },
+        {"optimizer": "muon", "adamw_ratio": 2.0},
+    ),
+}
+
+COMING = ("flash-next",)
+"""Systems that experiments name and that this version may lack."""
+
+_NOT_PAPER: tuple[ScaleName, ...] = ("trial", "cpu", "gpu")
+_ONLY_PAPER: tuple[ScaleName, ...] = ("paper",)
+
+_FLASH = Arm("flash", "flash", paper_row="FLASH")
+_FLASH_NEXT = Arm("flash-next", "flash-next", scales=_NOT_PAPER)
+_FLASH_QUAD = Arm("flash-quad", "flash-quad", paper_row="FLASH-Quad")
+_TRANSFORMER = Arm("transformer", "transformer", paper_row="Transformer")
+_TRANSFORMER_1 = Arm("transformer+", "transformer+", paper_row="Transformer+")
+_TRANSFORMER_2 = Arm("transformer++", "transformer++", paper_row="Transformer++")
+_PERFORMER = Arm("performer", "performer", paper_row="Performer")
+_COMBINER = Arm("combiner", "combiner", paper_row="Combiner")
+_MC_TFM = Arm("mc-tfm++", "mc-tfm++")
+
+
+def _seeds(count: int, *arms: Arm) -> tuple[Arm, ...]:
+    return tuple(Arm(**{**vars(arm), "seeds": count}) for arm in arms)
+
+
+def _only(scales: tuple[ScaleName, ...], *arms: Arm) -> tuple[Arm, ...]:
+    return tuple(Arm(**{**vars(arm), "scales": scales}) for arm in arms)
+
+
+def _preset(preset: str, *arms: Arm) -> tuple[Arm, ...]:
+    """Arms with another preset at the scale `paper`: `{system}` stands for their system."""
+    return tuple(Arm(**{**vars(arm), "paper_preset": preset.replace("{system}", arm.system)}) for arm in arms)
+
+
+def _settings(
+    cpu: tuple[Setting, ...], gpu: tuple[Setting, ...], paper: tuple[Setting, ...]
+) -> dict[ScaleName, tuple[Setting, ...]]:
+    return {"cpu": cpu, "gpu": gpu, "paper": paper}
+
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192)
+_WIKIPEDIA = tuple(Setting("wikipedia", context) for context in _LENGTHS)
+_ONE = _settings((Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),))
+_FIVE_MINUTES: dict[ScaleName, float] = {"cpu": 300.0, "gpu": 240.0}
+_CHUNKS = (64, 128, 256, 512, 1024)
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "latency": Experiment(
+        "Time of a training step by the length of the context",
+        "Which systems take as long for a token at any length?",
+        (
+            *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_only(_ONLY_PAPER, _TRANSFORMER), _TRANSFORMER_1, _TRANSFORMER_2),
+            *(_PERFORMER, _COMBINER, _MC_TFM),
+        ),
+        _settings(_WIKIPEDIA, (*_WIKIPEDIA, Setting("wikipedia", 16_384), Setting("wikipedia", 65_536)), _WIKIPEDIA),
+        baseline="transformer++",
+        paper_tables=("lm_wiki40b",),
+        kind="latency",
+    ),
+    "lm": Experiment(
+        "Language models",
+        "How well does each system predict the next token after the same time of training?",
+        (
+            *_seeds(2, _FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2),
+            *_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1),
+            *(_PERFORMER, _COMBINER, _MC_TFM),
+        ),
+        _settings(
+            (Setting("wikipedia", 512), Setting("wikipedia", 2048), Setting("books", 4096)),
+            (Setting("books", 8192), Setting("books", 1024), Setting("wikipedia", 8192), Setting("wikipedia", 1024)),
+            _WIKIPEDIA,
+        ),
+        baseline="transformer++",
+        paper_tables=("lm_wiki40b",),
+    ),
+    "mlm": Experiment(
+        "Masked language models",
+        "How well does each system predict masked tokens after the same time of training?",
+        (
+            *_seeds(2, _FLASH, _FLASH_QUAD, _TRANSFORMER_2),
+            *_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1),
+            *(_PERFORMER, _COMBINER, _MC_TFM),
+        ),
+        _settings(
+            (Setting("wikipedia", 512), Setting("wikipedia", 2048)),
+            (Setting("wikipedia", 1024), Setting("wikipedia", 8192)),
+            _WIKIPEDIA,
+        ),
+        baseline="transformer++",
+        task="mlm",
+        recipe="mlm-c4",
+        paper_tables=("mlm_c4",),
+    ),
+    "pg19": Experiment(
+        "Language models of books",
+        "Which system is the best on long books, and how fast does it reach the final quality of Transformer+?",
+        (
+            *_preset("{system}-large", *_seeds(2, _FLASH, _FLASH_QUAD, _TRANSFORMER_2, _TRANSFORMER_1), _COMBINER),
+            _FLASH_NEXT,
+        ),
+        _settings(
+            (Setting("books", 1024), Setting("books", 4096)),
+            (Setting("books", 1024), Setting("books", 8192)),
+            tuple(Setting("books", context) for context in _LENGTHS[1:]),
+        ),
+        baseline="transformer+",
+        recipe="lm-pg19",
+        paper_tables=("lm_pg19",),
+        words=True,
+    ),
+    "gau-vs-mhsa": Experiment(
+        "A gated attention unit against attention with a feed-forward layer, at three sizes",
+        "Is a model of gated attention units better than a Transformer of as many parameters?",
+        (
+            *_preset("gau-{size}", _FLASH_QUAD),
+            *_preset("{system}-{size}", _TRANSFORMER_1, _TRANSFORMER_2),
+        ),
+        _settings(
+            tuple(Setting("wikipedia", 512, size) for size in ("128", "192", "256")),
+            tuple(Setting("wikipedia", 1024, size) for size in ("256", "384", "512")),
+            tuple(Setting("wikipedia", 512, size) for size in ("scaling-512", "scaling-768", "scaling-1024")),
+        ),
+        baseline="transformer++",
+        budget=_FIVE_MINUTES,
+    ),
+    "layer-ablation": Experiment(
+        "The parts of a gated attention unit, and of attention",
+        "What do relu^2, a single head and the gate do in a gated attention unit, and what would they do in a Transformer?",
+        (
+            Arm("gau", "flash-quad", paper_row="original GAU", paper_preset="gau-ablation"),
+            Arm("gau-softmax", "gau-softmax", paper_row="relu2 -> softmax", paper_preset="gau-softmax-ablation"),
+            Arm(
+                "gau-multi-head",
+                "gau-multi-head",
+                paper_row="single-head -> multi-head",
+                paper_preset="gau-multi-head-ablation",
+            ),
+            Arm("gau-ungated", "gau-ungated", paper_row="no gating", paper_preset="gau-ungated-ablation"),
+            Arm("transformer++", "transformer++", paper_row="original MHSA"),
+            Arm("mhsa-relu2", "mhsa-relu2", paper_row="softmax -> relu2"),
+            Arm("mhsa-single-head", "mhsa-single-head", paper_row="multi-head -> single-head"),
+            Arm("mhsa-gated", "mhsa-gated", paper_row="add gating"),
+        ),
+        _settings((Setting("wikipedia", 512),), (Setting("wikipedia", 1024),), (Setting("wikipedia", 512),)),
+        baseline="gau",
+        paper_tables=("ablation_gau", "ablation_mhsa"),
+        budget=_FIVE_MINUTES,
+    ),
+    "chunk-size": Experiment(
+        "The size of chunks",
+        "How large must the chunks of FLASH be, and can another size be used after training?",
+        tuple(Arm(f"chunks of {size}", "flash", {"chunk_size": size}) for size in _CHUNKS),
+        _settings(
+            (Setting("books", 1024), Setting("books", 4096)),
+            (Setting("books", 1024), Setting("books", 8192)),
+            (Setting("wikipedia", 1024), Setting("wikipedia", 8192)),
+        ),
+        baseline="chunks of 256",
+        tests=(Test(), *(Test(f"tested with {size}", chunk_size=size) for size in _CHUNKS)),
+        budget=_FIVE_MINUTES,
+    ),
+    "local-global": Experiment(
+        "The local and the global part of mixed chunk attention",
+        "Does FLASH need both the quadratic part inside chunks and the linear part across them?",
+        (_FLASH, Arm("local alone", "flash-local"), Arm("global alone", "flash-global"), _FLASH_QUAD),
+        _settings(
+            (Setting("books", 2048),), (Setting("books", 8192),), (Setting("wikipedia", 1024), Setting("wikipedia", 8192))
+        ),
+        baseline="flash",
+        budget=_FIVE_MINUTES,
+    ),
+    "approximation-cost": Experiment(
+        "The cost of mixed chunk attention",
+        "How much quality does the approximation cost a model of gated units, and how much a Transformer?",
+        (_FLASH_QUAD, _FLASH, _TRANSFORMER_2, _MC_TFM),
+        _settings((Setting("wikipedia", 2048),), (Setting("wikipedia", 1024), Setting("wikipedia", 8192)), _WIKIPEDIA),
+        baseline="transformer++",
+        paper_tables=("lm_wiki40b",),
+        pairs={"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")},
+        budget=_FIVE_MINUTES,
+    ),
+    "optimizer": Experiment(
+        "The optimiser",
+        "How much does the optimiser matter, for each system, beside the system?",
+        _only(_NOT_PAPER, *_seeds(2, _FLASH, _TRANSFORMER_2), _FLASH_QUAD),
+        _settings((Setting("code", 1024),), (Setting("books", 1024),), ()),
+        baseline="transformer++",
+        each_optimizer=True,
+        budget=_FIVE_MINUTES,
+    ),
+    "positions": Experiment(
+        "Positions",
+        "Are rotary positions enough, or are the relative bias and the sinusoid needed too?",
+        (
+            Arm("all three", "flash"),
+            Arm("RoPE alone", "flash", {"rope": True, "relative_bias": False, "absolute_position": "none"}),
+            Arm("relative bias alone", "flash", {"rope": False, "relative_bias": True, "absolute_position": "none"}),
+            Arm("sinusoid alone", "flash", {"rope": False, "relative_bias": False, "absolute_position": "scaled_sin"}),
+        ),
+        _ONE,
+        baseline="all three",
+        tests=(Test(), Test("at 4 times the context", times_context=4)),
+        budget=_FIVE_MINUTES,
+    ),
+    "normalization": Experiment(
+        "The divisor of relu^2 attention",
+        "How are scores best divided, and does a model still work at four times the length it was trained at?",
+        (
+            Arm("gau count", "flash-quad", {"normalization": "count"}),
+            Arm("gau 1/n^2", "flash-quad", {"normalization": "paper", "max_length": 1024}),
+            Arm("flash count", "flash", {"normalization": "count"}),
+            Arm("flash 1/n^2", "flash", {"normalization": "paper"}),
+            Arm("flash 1/n^2, sums", "flash", {"normalization": "paper_sum"}),
+        ),
+        _ONE,
+        baseline="gau count",
+        tests=(Test(), Test("at 4 times the context", times_context=4)),
+        budget=_FIVE_MINUTES,
+    ),
+}
+
+
+def experiment_of(name: str) -> Experiment:
+    """The experiment of a name; ArgumentError for an unknown one."""
+    if name not in EXPERIMENTS:
+        known = ", ".join(EXPERIMENTS)
+        raise ArgumentError(
+            "name", f"is {name!r}, which is no experiment{did_you_mean(name, EXPERIMENTS)}: use one of {known}."
+        )
+    return EXPERIMENTS[name]

@@ -1,0 +1,253 @@
+"""The results of an experiment as plain data: what report.json holds, and what the tables and pictures show."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lineartime.experiments.folder import identity
+from lineartime.experiments.models import TOLERANCE
+from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
+from lineartime.experiments.plan import Entry, Plan
+from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_tuning, seconds_to
+from lineartime.runs.curve import default_text
+from lineartime.runs.record import RECORD_FILE, read_record
+
+Row = dict[str, Any]
+TEXTS = ("data", "code", "books", "wikipedia")
+
+
+def collect(plan: Plan) -> dict[str, Any]:
+    """Everything that the runs of an experiment left, beside the paper's numbers."""
+    state = _State()
+    settings = [
+        _latency(plan, index, state) if plan.experiment.kind == "latency" else _setting(plan, index, state)
+        for index in range(len(plan.settings))
+    ]
+    return {
+        "experiment": plan.config.name,
+        "title": plan.experiment.title,
+        "question": plan.experiment.question,
+        "scale": plan.config.scale,
+        "options": {**identity(plan), **{name: _names(getattr(plan.config, name)) for name in TEXTS}},
+        "complete": not state.missing and not state.problems,
+        "missing": state.missing,
+        "problems": state.problems,
+        "left_out": list(plan.absent),
+        "paper": SOURCE,
+        "baseline": plan.experiment.baseline,
+        "machines": state.machines,
+        "started": [min(state.times), max(state.times)] if state.times else [],
+        "texts": state.texts,
+        "tests": [test.name for test in plan.experiment.tests],
+        "settings": settings,
+    }
+
+
+class _State:
+    """What is noted on the way through all runs."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+        self.machines: list[str] = []
+        self.times: list[str] = []
+        self.texts: dict[str, str] = {}
+
+    def note(self, plan: Plan, run: Run) -> None:
+        """A run that is not finished, and where a finished one was trained on what."""
+        name = run.job.folder.relative_to(plan.folder).as_posix()
+        if run.state == "missing":
+            self.missing.append(name)
+        elif run.state == "interrupted":
+            self.missing.append(f"{name} (interrupted)")
+        elif run.state == "damaged":
+            self.problems.append(run.problem)
+        elif run.state == "failed":
+            self.problems.append(f"{name} failed: {run.problem}")
+        for process in _processes(run):
+            words = _described({**process["machine"], **process["versions"]})
+            if words not in self.machines:
+                self.machines.append(words)
+            self.times = [*self.times, process["time"]] if process.get("time") else self.times
+
+
+def _processes(run: Run) -> list[Row]:
+    """The processes that did a run, with their machine, versions and time."""
+    if run.job.kind == "latency":
+        machine = run.outcome.get("machine")
+        return [{"machine": machine, "versions": {}, "time": run.outcome.get("time")}] if machine else []
+    if run.state == "damaged" or not (run.job.folder / RECORD_FILE).exists():
+        return []
+    processes: list[Row] = read_record(run.job.folder)["processes"]
+    return processes
+
+
+def _described(machine: Row) -> str:
+    gpus = machine.get("gpus") or ([machine["gpu"]] if machine.get("gpu") else [])
+    where = ", ".join(gpus) or f"{machine.get('processor') or machine.get('cpu')}, {machine.get('threads')} threads"
+    return f"{where}; torch {machine.get('torch')}, Python {machine.get('python')}"
+
+
+def _setting(plan: Plan, index: int, state: _State) -> Row:
+    """One setting: a row for each arm, or for each arm and optimiser."""
+    setting = plan.settings[index]
+    rows: list[Row] = []
+    for entry in plan.entries_of(setting):
+        tunings = [read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers] if plan.tunes else []
+        for tuning in tunings:
+            for run in tuning.runs.values():
+                state.note(plan, run)
+        chosen = choose(tunings)
+        shown: list[Tuning | None] = [*tunings] if plan.experiment.each_optimizer else [chosen]
+        rows += [_row(plan, entry, tunings, each, state) for each in shown]
+        state.texts[setting.label] = _text(entry.options)
+    _relative(plan, rows)
+    return {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context, "rows": rows}
+
+
+def _names(paths: Iterable[str]) -> list[str]:
+    return [Path(path).name for path in paths]
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    """The names of the texts of a run, without their folders, which mean nothing on other machines."""
+    data = options.get("data") or []
+    return ", ".join(_names([data] if isinstance(data, str) else data)) or default_text()
+
+
+def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> Row:
+    """An arm in a setting: its grid, its choice and its runs."""
+    optimizer = "adamw" if chosen is None else chosen.optimizer
+    runs = [read_run(plan.final_job(entry, optimizer, seed)) for seed in range(plan.seeds(entry.arm))]
+    for run in runs:
+        state.note(plan, run)
+    target = plan.entries_of(entry.setting)[0].parameters
+    several = plan.experiment.each_optimizer and len(plan.optimizers) > 1
+    rate = runs[0].options.get("learning_rate") if runs[0].options else None
+    if chosen is not None:
+        rate = chosen.best
+    return {
+        "name": f"{entry.arm.name}, {optimizer}" if several else entry.arm.name,
+        "arm": entry.arm.name,
+        "system": entry.arm.system,
+        "override": list(entry.options["override"]),
+        "parameters": entry.parameters,
+        "parameters_over_first": entry.parameters / target - 1,
+        "optimizer": optimizer if chosen is not None or not plan.tunes else None,
+        "rate": rate,
+        "rate_at_edge": chosen is not None and rate in (min(chosen.runs), max(chosen.runs)),
+        "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
+        "runs": [_run(run, seed) for seed, run in enumerate(runs)],
+        "chunk_size": entry.model.mixer.options.get("chunk_size"),
+        "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
+        "paper_loss": paper_loss(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
+    }
+
+
+def _cell(run: Run) -> Any:
+    """What a tried rate led to: its loss on held-out text in nats per token, or why there is none."""
+    return run.final.loss if run.final is not None else run.state
+
+
+def _run(run: Run, seed: int) -> Row:
+    final = run.final
+    return {
+        "seed": seed,
+        "folder": run.job.folder.name,
+        "state": run.state,
+        "steps": run.options.get("steps"),
+        "tokens": None if final is None else final.step * run.options["tokens_per_batch"],
+        "planned_seconds": run.job.seconds,
+        "seconds": run.seconds if final is not None else None,
+        "tokens_per_second": run.speed,
+        "loss": None if final is None else final.loss,
+        "bits_per_byte": None if final is None else final.bits_per_byte,
+        "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in run.points],
+        "tests": list(run.tests),
+    }
+
+
+def _relative(plan: Plan, rows: list[Row]) -> None:
+    """Add what is relative to the baseline: the loss, and of each seed the time to the baseline's final quality."""
+    bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
+    base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
+    for row in rows:
+        row["relative_loss"] = _over(_mean(row, "loss"), base and _mean(base, "loss"))
+        row["paper_relative_loss"] = _over(row["paper_loss"], base and base["paper_loss"])
+        others = base["runs"] if base else []
+        row["speedups"] = [_speedup(run, others[min(seed, len(others) - 1)]) for seed, run in enumerate(row["runs"]) if others]
+
+
+def _over(value: float | None, base: Any) -> float | None:
+    """By which share a value exceeds that of the baseline."""
+    return None if value is None or not base else value / base - 1
+
+
+def _speedup(run: Row, baseline: Row) -> float | None:
+    """The time in which the baseline reaches its final quality over that of a run; None if the run does not reach it."""
+    quality = baseline["loss"]
+    if quality is None:
+        return None
+    needed, of_baseline = (seconds_to([Point(*point) for point in each["curve"]], quality) for each in (run, baseline))
+    return None if needed is None or of_baseline is None else of_baseline / needed
+
+
+def _mean(row: Row, name: str) -> float | None:
+    values = [run[name] for run in row["runs"] if run[name] is not None]
+    return statistics.fmean(values) if values else None
+
+
+def values_of_row(row: Row, metric: Callable[[Row], float | None]) -> list[float]:
+    """The values of a metric over the seeds of a row that have one."""
+    return [value for run in row["runs"] if (value := metric(run)) is not None]
+
+
+def test_value(name: str, metric: str) -> Callable[[Row], float | None]:
+    """A metric of a run: a number of one of its tests."""
+
+    def value(run: Row) -> float | None:
+        return next((test[metric] for test in run["tests"] if test["name"] == name), None)
+
+    return value
+
+
+def _latency(plan: Plan, index: int, state: _State) -> Row:
+    """The time of a step of all arms at a context."""
+    setting = plan.settings[index]
+    run = read_run(plan.latency_job(setting))
+    state.note(plan, run)
+    measured = {entry["subject"]: entry for entry in run.outcome.get("entries", [])}
+    entries = plan.entries_of(setting)
+    rows: list[Row] = []
+    for entry in entries:
+        found = measured.get(entry.options["preset"], {})
+        seconds = found.get("median_seconds")
+        rows.append(
+            {
+                "name": entry.arm.name,
+                "arm": entry.arm.name,
+                "parameters": entry.parameters,
+                "parameters_over_first": entry.parameters / entries[0].parameters - 1,
+                "problem": found.get("problem"),
+                "microseconds_per_token": None if seconds is None else 1e6 * seconds / found["tokens"],
+                "milliseconds": None if seconds is None else 1e3 * seconds,
+                "precision": found.get("dtype"),
+                "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, setting),
+            }
+        )
+    base = next((row for row in rows if row["arm"] == plan.experiment.baseline), None)
+    for row in rows:
+        row["relative"] = _ratio(row["milliseconds"], base["milliseconds"] if base else None)
+        row["paper_relative"] = _ratio(row["paper"].get("latency_ms"), base["paper"].get("latency_ms") if base else None)
+    return {"label": setting.label, "name": str(setting), "context": setting.context, "rows": rows}
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
+
+
+def within_tolerance(row: Row) -> bool:
+    """Whether the parameters of a row are within 3 % of the first one's."""
+    off: float = abs(row["parameters_over_first"])
+    return off <= TOLERANCE

@@ -1,0 +1,154 @@
+"""What an experiment is made of: plain data, of which `catalogue.py` has the values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lineartime.choices import ScaleName, Task, TextName
+from lineartime.models.systems import Size
+from lineartime.training.config import RecipeName
+
+Kind = Literal["quality", "latency"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the models that an experiment compares.
+
+    Attributes:
+        name: in tables; unique in its experiment.
+        system: the name of its row in the table of systems. An arm whose system this version does not have is left out.
+        override: other values for options of the model.
+        seeds: how many seeds are trained; the `paper` scale has one.
+        scales: where it takes part.
+        paper_row: its name in the paper's tables; empty if it has none.
+        paper_preset: its preset at the scale `paper`, if that is not SYSTEM-base; `{size}` stands for the size of the setting.
+    """
+
+    name: str
+    system: str
+    override: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 1
+    scales: tuple[ScaleName, ...] = ("trial", "cpu", "gpu", "paper")
+    paper_row: str = ""
+    paper_preset: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The text and the context in which all arms are compared, and the size of their models.
+
+    Attributes:
+        text: the kind of text.
+        context: tokens of a training sequence.
+        size: the name of one of the scale's sizes; at the scale `paper`, of the size of a preset.
+    """
+
+    text: TextName
+    context: int
+    size: str = "main"
+
+    @property
+    def label(self) -> str:
+        """Its name, which is that of a folder too."""
+        return f"{self.text}-{self.context}" + ("" if self.size == "main" else f"-{self.size}")
+
+    def __str__(self) -> str:
+        size = "" if self.size == "main" else f", size {self.size}"
+        return f"{self.text}, {self.context:,} tokens{size}"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimiser, tuned over the same rates for every system.
+
+    Attributes:
+        rates: four learning rates for each scale that tunes; two for a trial.
+        options: the options of training that choose it.
+    """
+
+    rates: Mapping[ScaleName, tuple[float, ...]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Test:
+    """A measurement of a trained model on the test split.
+
+    Attributes:
+        name: what differs from training; empty for none of it.
+        times_context: the context, as a multiple of that of training.
+        chunk_size: another chunk size than in training.
+    """
+
+    name: str = ""
+    times_context: int = 1
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the runs are. All durations are seconds of training, without evaluations and compilation.
+
+    Attributes:
+        description: in a line.
+        sizes: of the models, by name.
+        tokens_per_batch: in an optimiser step.
+        tokens_at_once: computed together; a step of more accumulates gradients.
+        budget: of a run; None if the recipe has the steps.
+        tuning: of a run that tries a learning rate; None if none is tried.
+        speed_steps: steps of the run that measures how fast a model trains, before it is tuned.
+        evaluations: on held-out text during a run.
+        validation_tokens: of each of them.
+        test_tokens: at the end, from the beginning of the test split.
+        compile: by torch.compile.
+    """
+
+    description: str
+    sizes: Mapping[str, Size]
+    tokens_per_batch: int
+    tokens_at_once: int
+    budget: float | None
+    tuning: float | None
+    speed_steps: int = 8
+    evaluations: int = 12
+    validation_tokens: int = 32_768
+    test_tokens: int = 262_144
+    compile: Literal["on", "off"] = "off"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One question, the models that answer it, and where they are compared.
+
+    Attributes:
+        title: in a report.
+        question: what it answers, in a sentence.
+        arms: the models. Parameters are matched to the first.
+        settings: where they are compared, by scale; `trial` takes the first one of `cpu`, with a short context.
+        baseline: the arm whose final quality the others have to reach, and that losses and times are relative to.
+        task: what is learnt.
+        recipe: the paper's recipe, for the scale `paper`.
+        paper_tables: the paper's tables that have rows of the arms; empty if the paper has no numbers.
+        tests: what is measured at the end of a run.
+        each_optimizer: whether every optimiser is trained in full; otherwise, the better one after tuning.
+        pairs: arms whose difference the paper reports, (exact, approximate), by the paper's name.
+        words: whether the metric is the perplexity per word.
+        kind: "quality", or "latency", which trains nothing.
+        budget: of a run by scale, if it is not the scale's.
+    """
+
+    title: str
+    question: str
+    arms: tuple[Arm, ...]
+    settings: Mapping[ScaleName, tuple[Setting, ...]]
+    baseline: str
+    task: Task = "clm"
+    recipe: RecipeName = "lm-wiki40b"
+    paper_tables: tuple[str, ...] = ()
+    tests: tuple[Test, ...] = (Test(),)
+    each_optimizer: bool = False
+    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    words: bool = False
+    kind: Kind = "quality"
+    budget: Mapping[ScaleName, float] = field(default_factory=dict)

@@ -1,0 +1,64 @@
+"""The models of an experiment: their sizes, and parameters within 3 % of each other."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from lineartime.choices import Task
+from lineartime.experiments.definitions import Arm, Setting
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import build_model
+from lineartime.models.presets import BYTE_VOCABULARY, model_of, resolve, values_of
+from lineartime.models.systems import SYSTEMS, Size
+
+TOLERANCE = 0.03
+"""How far the parameters of compared models may be apart, as a share of the first one's."""
+
+
+def model_at(arm: Arm, size: Size, task: Task, context: int) -> ModelConfig:
+    """The model of an arm at a size; learned positions reach as far as the context."""
+    config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=BYTE_VOCABULARY, **arm.override)
+    return config if config.max_positions is None else config.override(max_positions=context)
+
+
+def matched(arm: Arm, size: Size, task: Task, context: int, target: int) -> ModelConfig:
+    """The model of an arm with the width that brings its parameters nearest to a target, if they are not within 3 % of it."""
+    config = model_at(arm, size, task, context)
+    if abs(parameters(config) - target) <= TOLERANCE * target:
+        return config
+    unit = 2 * size.n_heads  # an even number of features for each head
+    middle = size.d_model * (target / parameters(config)) ** 0.5 / unit
+    models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
+    return min(models, key=lambda model: abs(parameters(model) - target))
+
+
+@cache
+def parameters(config: ModelConfig) -> int:
+    """The number of parameters of a model, whose blocks are all alike."""
+    with torch.device("meta"):
+        model = build_model(config.override(n_blocks=1))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    of_block = sum(size for name, size in sizes.items() if ".blocks.0." in f".{name}")
+    return sum(sizes.values()) + (config.n_blocks - 1) * of_block
+
+
+def paper_preset(arm: Arm, setting: Setting) -> str:
+    """The preset of an arm at the scale `paper`."""
+    return arm.paper_preset.replace("{size}", setting.size) or f"{arm.system}-base"
+
+
+def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
+    """The preset and the overrides that make a model, as options of training."""
+    preset = f"{arm.system}-tiny"
+    usual = values_of(resolve(preset, config.task))
+    different = {name: value for name, value in values_of(config).items() if usual[name] != value and name != "vocab_size"}
+    return {"preset": preset, "task": config.task, "override": written(different)}
+
+
+def written(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a model as training takes them: NAME=VALUE."""
+    return [
+        f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}" for name, value in values.items()
+    ]

@@ -1,0 +1,62 @@
+"""The paper's numbers, from paper_tables.json: the tables of arXiv 2202.10447, as data."""
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from lineartime.choices import Task
+from lineartime.experiments.definitions import Setting
+
+TEXTS = {"lm_wiki40b": "wikipedia", "lm_pg19": "books"}
+"""The kind of text of a table. Tables of ablations, and of C4, stand beside any text."""
+DESCRIPTIONS = {
+    "lm_wiki40b": "Wiki-40B, models of 110 M parameters, perplexity per token, 125,000 steps of 2^18 tokens",
+    "lm_pg19": "PG-19, models of 490 M parameters, perplexity per word, 125,000 steps of 2^18 tokens",
+    "mlm_c4": "C4, models of 110 M parameters, perplexity per masked token, 125,000 steps of 2^18 tokens",
+    "ablation_gau": "ablations of a gated attention unit, models of 105 M parameters, perplexity",
+    "ablation_mhsa": "ablations of multi-head attention, models of 110 M parameters, perplexity",
+}
+SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
+
+
+@cache
+def paper_tables() -> dict[str, Any]:
+    """All tables by name."""
+    tables: dict[str, Any] = json.loads((files(__package__) / "paper_tables.json").read_text(encoding="utf-8"))
+    return tables
+
+
+def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> dict[str, float]:
+    """What the paper reports of a row in a setting: "pplx", "latency_ms", "speedup", as far as it does.
+
+    Args:
+        tables: where to look, in order; those of another text are passed over.
+        row: the name of the row.
+        setting: the text and the context; tables of ablations have a single context.
+        task: the column of ablations to take.
+    """
+    for name in tables:
+        table = paper_tables()[name]
+        values = table["rows"].get(row)
+        if values is None or TEXTS.get(name, setting.text) != setting.text:
+            continue
+        if "columns" in table:
+            return {"pplx": values[table["columns"].index("pplx_lm" if task == "clm" else "pplx_mlm")]}
+        contexts = values.get("context", table.get("context"))
+        if setting.context not in contexts:
+            return {}
+        place = contexts.index(setting.context)
+        found = {key: values[key][place] for key in ("pplx", "latency_ms", "speedup") if key in values}
+        if (name, row) == ("lm_wiki40b", "FLASH"):
+            found["speedup"] = paper_tables()["speedup_headline"]["flash_over_transformer++"][place]
+        return {key: value for key, value in found.items() if value is not None}
+    return {}
+
+
+def paper_loss(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> float | None:
+    """The paper's loss in nats, from its perplexity; None if it has none."""
+    perplexity = paper_numbers(tables, row, setting, task).get("pplx")
+    return None if perplexity is None else math.log(perplexity)

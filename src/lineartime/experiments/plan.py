@@ -1,0 +1,258 @@
+"""The runs of an experiment: which models in which settings, and the options of training of each run."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from lineartime.errors import LineartimeError
+from lineartime.experiments import catalogue
+from lineartime.experiments.config import ReproduceConfig, check_among
+from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, Test
+from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options, written
+from lineartime.models.config import ModelConfig
+from lineartime.models.presets import resolve
+from lineartime.models.systems import SYSTEMS
+from lineartime.training.config import TrainConfig
+from lineartime.training.recipes import recipe_config
+
+JobKind = Literal["speed", "tune", "run", "latency"]
+TRIAL_CONTEXT = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: a run to train, or a measurement of latency.
+
+    Attributes:
+        folder: where it leaves its files.
+        kind: speed, a few steps to measure how fast a model trains; tune, a short run with one learning rate; run; latency.
+        options: of training, or of the benchmark, as values for JSON.
+        tests: to measure at the end.
+        seconds: of training that are planned; None if the steps are given.
+    """
+
+    folder: Path
+    kind: JobKind
+    options: Mapping[str, Any]
+    tests: tuple[Test, ...] = ()
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm in a setting.
+
+    Attributes:
+        arm: the model's name and system.
+        setting: where it is compared.
+        model: at the vocabulary of its text.
+        options: of training, those of all its runs.
+        folder: of its runs.
+    """
+
+    arm: Arm
+    setting: Setting
+    model: ModelConfig
+    options: Mapping[str, Any] = field(repr=False)
+    folder: Path
+
+    @cached_property
+    def parameters(self) -> int:
+        """Their number."""
+        return parameters(self.model)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment at a scale with all its runs.
+
+    Attributes:
+        config: the options.
+        experiment, scale: what the options name.
+        entries: setting by setting, each with all arms.
+        absent: names of arms whose system this version does not have.
+    """
+
+    config: ReproduceConfig
+    experiment: Experiment
+    scale: Scale
+    entries: tuple[Entry, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where everything goes."""
+        return folder_of(self.config)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether learning rates are tuned."""
+        return self.config.scale != "paper"
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """The names of the optimisers that are tuned."""
+        return (self.config.optimizers or tuple(catalogue.OPTIMIZERS)) if self.tunes else ("adamw",)
+
+    @property
+    def budget(self) -> float | None:
+        """Seconds of training of a run; None if its steps are given."""
+        return self.config.budget or self.experiment.budget.get(self.config.scale, self.scale.budget)
+
+    @property
+    def tuning(self) -> float | None:
+        """Seconds of training of a run that tries a rate; None if none is tried."""
+        return self.config.tuning or self.scale.tuning
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings, in order."""
+        return tuple(dict.fromkeys(entry.setting for entry in self.entries))
+
+    def entries_of(self, setting: Setting) -> list[Entry]:
+        """The arms in a setting."""
+        return [entry for entry in self.entries if entry.setting == setting]
+
+    def seeds(self, arm: Arm) -> int:
+        """How many seeds of an arm belong to the experiment."""
+        return arm.seeds if self.tunes else 1
+
+    def is_selected(self, entry: Entry) -> bool:
+        """Whether the options ask to run an arm in a setting now."""
+        chosen = self.config
+        return (
+            (not chosen.systems or entry.arm.name in chosen.systems)
+            and (not chosen.contexts or entry.setting.context in chosen.contexts)
+            and (not chosen.texts or entry.setting.text in chosen.texts)
+        )
+
+    def rates(self, optimizer: str) -> tuple[float, ...]:
+        """The grid of learning rates of an optimiser."""
+        return catalogue.OPTIMIZERS[optimizer].rates[self.config.scale]
+
+    def speed_job(self, entry: Entry, optimizer: str) -> Job:
+        """The job that measures how fast an entry trains."""
+        steps = self.scale.speed_steps
+        rates = self.rates(optimizer)
+        options = self._training(entry, optimizer, rates[len(rates) // 2], 0, steps) | {"eval_every": steps, "eval_windows": 1}
+        return Job(entry.folder / f"{optimizer}-speed", "speed", options)
+
+    def tuning_job(self, entry: Entry, optimizer: str, rate: float, steps: int = 1) -> Job:
+        """The job that tries a learning rate."""
+        options = self._training(entry, optimizer, rate, 0, steps) | {"eval_every": steps}
+        return Job(entry.folder / f"{optimizer}-tune-{rate:g}", "tune", options, seconds=self.tuning)
+
+    def final_job(self, entry: Entry, optimizer: str, seed: int, rate: float = 1.0, steps: int = 1) -> Job:
+        """The job of a whole run."""
+        name = f"{optimizer}-seed-{seed}" if self.experiment.each_optimizer else f"seed-{seed}"
+        folder = entry.folder / name
+        if not self.tunes:
+            return Job(folder, "run", {**entry.options, "seed": seed}, self.experiment.tests)
+        return Job(folder, "run", self._training(entry, optimizer, rate, seed, steps), self.experiment.tests, self.budget)
+
+    def final_optimizers(self, chosen: str) -> tuple[str, ...]:
+        """The optimisers to train in full: the `chosen` one, or all."""
+        return self.optimizers if self.experiment.each_optimizer else (chosen,)
+
+    def latency_job(self, setting: Setting) -> Job:
+        """The job that measures all arms at a context."""
+        options: dict[str, Any] = {
+            "presets": [str(entry.options["preset"]) for entry in self.entries_of(setting)],
+            "override": [
+                f"{entry.options['preset']}.{item}" for entry in self.entries_of(setting) for item in entry.options["override"]
+            ],
+            "context_lengths": [setting.context],
+            "measure": ["train"],
+            "tokens_per_batch": max(self.scale.tokens_per_batch if self.tunes else 0, 8192),
+            "modes": ["compiled" if self.compile == "on" else "eager"],
+            "dtypes": [self.config.precision],
+            "memory": False,
+            "device": self.config.device,
+            "threads": self.config.threads,
+        }
+        return Job(self.folder / setting.label, "latency", options)
+
+    @property
+    def compile(self) -> Literal["on", "off"]:
+        """Whether models are compiled."""
+        return self.config.compile or self.scale.compile
+
+    def _training(self, entry: Entry, optimizer: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+        context, scale = entry.setting.context, self.scale
+        return {
+            **entry.options,
+            **catalogue.OPTIMIZERS[optimizer].options,
+            "context_length": context,
+            "tokens_per_batch": max(scale.tokens_per_batch, context),
+            "batch_size": max(1, scale.tokens_at_once // context),
+            "learning_rate": rate,
+            "steps": steps,
+            "seed": seed,
+            "eval_every": max(1, -(-steps // scale.evaluations)),
+            "eval_windows": max(1, scale.validation_tokens // context),
+            "compile": self.compile,
+        }
+
+
+def folder_of(config: ReproduceConfig) -> Path:
+    """The folder of an experiment at a scale."""
+    return config.out / f"{config.name}-{config.scale}"
+
+
+def make_plan(config: ReproduceConfig) -> Plan:
+    """The runs that the options ask for; LineartimeError if they ask for something that is not there."""
+    config.check()
+    experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
+    settings = experiment.settings["cpu"][:1] if config.scale == "trial" else experiment.settings[config.scale]
+    if config.scale == "trial":
+        settings = tuple(Setting(setting.text, TRIAL_CONTEXT) for setting in settings)
+    if not settings:
+        raise LineartimeError(f"The experiment {config.name} is not of the paper: use another scale than {config.scale}.")
+    arms = [arm for arm in experiment.arms if config.scale in arm.scales]
+    present = [arm for arm in arms if arm.system in SYSTEMS]
+    absent = tuple(arm.name for arm in arms if arm.system not in SYSTEMS)
+    check_among("systems", config.systems, tuple(arm.name for arm in present), "model of this experiment")
+    check_among(
+        "contexts", config.contexts, tuple(dict.fromkeys(each.context for each in settings)), "context of this experiment"
+    )
+    check_among("texts", config.texts, tuple(dict.fromkeys(each.text for each in settings)), "text of this experiment")
+    entries = tuple(_entries(config, experiment, scale, present, settings))
+    return Plan(config, experiment, scale, entries, absent)
+
+
+def _entries(
+    config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], settings: tuple[Setting, ...]
+) -> Iterator[Entry]:
+    running = {name: getattr(config, name) for name in ("precision", "device", "threads", "compile")}
+    running = {name: value for name, value in running.items() if value is not None}
+    running |= {"cache": None if config.cache is None else str(config.cache), "track": []}
+    for setting in settings:
+        data = {"data": list(getattr(config, setting.text) or config.data)}
+        target: int | None = None
+        for arm in arms:
+            folder = folder_of(config) / setting.label / arm.name.replace(" ", "-").replace("/", "-over-")
+            if config.scale == "paper":
+                options, model = _of_paper(experiment, arm, setting)
+                yield Entry(arm, setting, model, {**options, **running, **(data if data["data"] else {})}, folder)
+                continue
+            size = scale.sizes.get(setting.size, scale.sizes["main"])
+            if target is None:
+                target = parameters(model_at(arm, size, experiment.task, setting.context))
+            model = matched(arm, size, experiment.task, setting.context, target)
+            yield Entry(arm, setting, model, {**training_options(arm, model), **running, **data}, folder)
+
+
+def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:
+    """The recipe of the paper for an arm, and its model with the recipe's vocabulary."""
+    recipe = recipe_config(experiment.recipe, paper_preset(arm, setting))
+    override = dict(item.split("=", 1) for item in recipe.override)
+    usual = resolve(recipe.preset, experiment.task)
+    if usual.max_positions is not None:
+        override["max_positions"] = str(setting.context)
+    override |= dict(item.split("=", 1) for item in written(arm.override))
+    items = [f"{name}={value}" for name, value in override.items()]
+    options = {**recipe.to_dict(), "context_length": setting.context, "override": items}
+    model = TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)
+    return options, model

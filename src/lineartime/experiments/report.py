@@ -1,0 +1,272 @@
+"""The report of an experiment: report.json, report.md and pictures, also of one that is not complete."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import LineartimeError, reporting
+from lineartime.experiments.collect import Row, collect, test_value, values_of_row, within_tolerance
+from lineartime.experiments.folder import PLAN_FILE, begin
+from lineartime.experiments.paper import DESCRIPTIONS, paper_tables
+from lineartime.experiments.pictures import draw_pictures
+from lineartime.experiments.plan import Plan
+from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
+from lineartime.files import write_atomically
+
+JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
+NOT_THERE = "-"
+
+
+def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
+    """Write the report of what is there: its file, its data, and a sentence for each picture that cannot be drawn.
+
+    Raises:
+        LineartimeError: if the folder has no runs, or runs of other options, or cannot be written.
+    """
+    if not (plan.folder / PLAN_FILE).exists():
+        raise LineartimeError(
+            f"{plan.folder} has no runs of {plan.config.name} at the scale {plan.config.scale}: run it first."
+        )
+    begin(plan)
+    report = collect(plan)
+    notes: list[str] = []
+    try:
+        pictures = draw_pictures(plan, report)
+    except LineartimeError as error:
+        pictures, notes = [], [f"no pictures: {error}"]
+    file = plan.folder / MARKDOWN_FILE
+    with reporting("write", file):
+        write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
+        write_atomically(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n")
+    return file, report, notes
+
+
+def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
+    yield f"# {report['title']}"
+    yield report["question"]
+    yield _facts(plan, report)
+    if not report["complete"]:
+        yield _incomplete(report)
+    for picture, caption in pictures:
+        yield f"![{caption}]({picture.name})\n\n{caption}"
+    yield from _latency_tables(report) if plan.experiment.kind == "latency" else _quality_tables(plan, report)
+    if plan.experiment.kind == "quality":
+        yield from _equal_treatment(plan, report)
+    else:
+        yield LATENCY
+        yield _parameters(report)
+    tables = [f"{DESCRIPTIONS[name]}" for name in plan.experiment.paper_tables]
+    where = f" ({'; '.join(tables)})" if tables else ""
+    yield f"The paper: {report['paper']}{where}."
+
+
+def _facts(plan: Plan, report: dict[str, Any]) -> str:
+    lines = [f"- experiment `{report['experiment']}`, scale `{report['scale']}`: {plan.scale.description}"]
+    if report["started"]:
+        lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
+    lines += [f"- machine: {machine}" for machine in report["machines"]]
+    lines += [f"- text of {label}: {text}" for label, text in report["texts"].items()]
+    lines += [f"- {name} is left out: this version of lineartime has no such system" for name in report["left_out"]]
+    if plan.config.scale == "trial":
+        lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
+    return "\n".join(lines)
+
+
+def _incomplete(report: dict[str, Any]) -> str:
+    lines = ["**Not complete.**"]
+    if report["missing"]:
+        shown = ", ".join(f"`{name}`" for name in report["missing"][:8])
+        more = f", and {len(report['missing']) - 8} more (see {JSON_FILE})" if len(report["missing"]) > 8 else ""
+        lines.append(f"Missing runs: {shown}{more}.")
+    lines += [f"{problem.rstrip('.')}." for problem in report["problems"]]
+    return "\n\n".join(lines)
+
+
+# Tables of quality ---------------------------------------------------------------------------------------------------
+
+
+def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
+    masked, words = plan.experiment.task == "mlm", plan.experiment.words
+    metric = "loss" if masked else "bits_per_byte"
+    for setting in report["settings"]:
+        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
+        rows = setting["rows"]
+        columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
+        columns["parameters"] = [_parameters_of(row) for row in rows]
+        columns["optimiser, rate"] = [_rate(row) for row in rows]
+        columns["steps"] = [_each(row, "steps", ",.0f") for row in rows]
+        columns["training (s)"] = [_each(row, "seconds", ",.1f") for row in rows]
+        columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, metric, ".4f") for row in rows]
+        name = "test nats per masked token" if masked else "**test bits/byte**"
+        columns[name] = [_values(values_of_row(row, test_value("", metric))) for row in rows]
+        if words:
+            columns["test perplexity per word"] = [
+                _values(values_of_row(row, test_value("", "word_perplexity")), ",.4g") for row in rows
+            ]
+        columns["paper: perplexity"] = [_paper(row, "pplx", ".4g") for row in rows]
+        columns["loss against the baseline"] = [_percent(row["relative_loss"]) for row in rows]
+        columns["paper: loss against it"] = [_percent(row["paper_relative_loss"]) for row in rows]
+        columns["speed-up"] = [_speedups(row) for row in rows]
+        columns["paper: speed-up"] = [_paper(row, "speedup", ".3g") for row in rows]
+        yield table(columns)
+        if any(row["rate_at_edge"] for row in rows):
+            yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
+    yield legend(plan)
+    if len(plan.experiment.tests) > 1:
+        yield from _tests_table(report, metric)
+    if plan.experiment.pairs:
+        yield from _pairs_table(plan, report)
+
+
+def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
+    """Measurements that differ from training: columns are the tests."""
+    unit = "bits per byte" if metric == "bits_per_byte" else "nats"
+    for setting in report["settings"]:
+        columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
+        for name in report["tests"]:
+            columns[name or "as trained"] = [_values(values_of_row(row, test_value(name, metric))) for row in setting["rows"]]
+        yield f"## Tested otherwise than trained: {setting['name']} ({unit} of the test split)"
+        yield table(columns)
+    if any(name.startswith("tested with") for name in report["tests"]):
+        yield OTHER_CHUNKS
+
+
+def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
+    of_paper = paper_tables()["approximation_cost_pplx"]
+    found = of_paper.get("mlm_c4" if plan.experiment.task == "mlm" else "lm_wiki40b")
+    columns: dict[str, list[str]] = {"context": [], "from -> to": [], "bits/byte": [], "loss": [], "paper: perplexity": []}
+    for setting in report["settings"]:
+        rows = {row["arm"]: row for row in setting["rows"]}
+        for name, (exact, approximate) in plan.experiment.pairs.items():
+            if exact not in rows or approximate not in rows:
+                continue
+            both = [values_of_row(rows[arm], test_value("", "bits_per_byte"))[:1] for arm in (exact, approximate)]
+            columns["context"].append(setting["name"])
+            columns["from -> to"].append(name)
+            known = all(both)
+            columns["bits/byte"].append(f"{both[1][0] - both[0][0]:+.4f}" if known else NOT_THERE)
+            columns["loss"].append(_percent(both[1][0] / both[0][0] - 1) if known else NOT_THERE)
+            contexts = of_paper["context"]
+            place = contexts.index(setting["context"]) if setting["context"] in contexts else None
+            columns["paper: perplexity"].append(NOT_THERE if place is None else f"{found[name][place]:+.2f}")
+    yield "## What the approximation costs"
+    yield table(columns, text=2)
+    yield APPROXIMATION
+
+
+# Equal treatment ------------------------------------------------------------------------------------------------------
+
+
+def _equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
+    yield "## Equal treatment"
+    if not plan.tunes:
+        yield PAPER_TREATMENT
+        return
+    yield equal_treatment(plan, _parameters(report))
+    for setting in report["settings"]:
+        for optimizer in plan.optimizers:
+            rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
+            rows = list({row["arm"]: row for row in rows}.values())
+            if not rows:
+                continue
+            columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
+            for rate in rows[0]["grid"][optimizer]:
+                columns[rate] = [_tried(row, optimizer, rate) for row in rows]
+            what = "nats per token on held-out text; bold: the choice"
+            yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
+            yield table(columns)
+
+
+def _tried(row: Row, optimizer: str, rate: str) -> str:
+    cell = row["grid"][optimizer][rate]
+    if not isinstance(cell, float):
+        return str(cell)
+    chosen = row["optimizer"] == optimizer and row["rate"] is not None and f"{row['rate']:g}" == rate
+    return f"**{cell:.4f}**" if chosen else f"{cell:.4f}"
+
+
+def _parameters(report: dict[str, Any]) -> str:
+    rows = [row for setting in report["settings"] for row in setting["rows"]]
+    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.1%})" for row in rows if not within_tolerance(row)})
+    if not far:
+        largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
+        return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
+    why = "as published" if report["scale"] == "paper" else "for the width must be a multiple of the heads"
+    return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
+
+
+# Tables of latency ----------------------------------------------------------------------------------------------------
+
+
+def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
+    precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
+    for title, name, form in (
+        (
+            f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}",
+            "microseconds_per_token",
+            ",.3g",
+        ),
+        (f"The time of a step over that of {report['baseline']}", "relative", ".2f"),
+        ("The paper: the same ratio, on 64 TPU-v4 cores", "paper_relative", ".2f"),
+    ):
+        if all(row[name] is None for setting in report["settings"] for row in setting["rows"]):
+            continue
+        names = [row["name"] for row in report["settings"][0]["rows"]]
+        columns: dict[str, list[str]] = {"system": names}
+        for setting in report["settings"]:
+            columns[f"{setting['context']:,}"] = [
+                NOT_THERE if row[name] is None else format(row[name], form) if not row["problem"] else row["problem"]
+                for row in setting["rows"]
+            ]
+        yield f"## {title}"
+        yield table(columns)
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def table(columns: dict[str, list[str]], text: int = 1) -> str:
+    """A Markdown table without its empty columns; the first `text` columns are on the left, the others on the right."""
+    kept = {name: cells for name, cells in columns.items() if any(cell != NOT_THERE for cell in cells)}
+    marks = ["---" if number < text else "---:" for number in range(len(kept))]
+    lines = [list(kept), marks, *map(list, zip(*kept.values(), strict=True))]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _values(values: Sequence[float], form: str = ".4f") -> str:
+    """Several values, one of each seed."""
+    return " / ".join(format(value, form) for value in values) or NOT_THERE
+
+
+def _each(row: Row, name: str, form: str) -> str:
+    return _values([run[name] for run in row["runs"] if run[name] is not None], form)
+
+
+def _parameters_of(row: Row) -> str:
+    mark = "" if within_tolerance(row) else " (!)"
+    millions = row["parameters"] / 1e6
+    count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
+    return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
+
+
+def _rate(row: Row) -> str:
+    if row["rate"] is None:
+        return NOT_THERE
+    return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
+
+
+def _paper(row: Row, name: str, form: str) -> str:
+    return NOT_THERE if row["paper"].get(name) is None else format(row["paper"][name], form)
+
+
+def _percent(value: float | None) -> str:
+    return NOT_THERE if value is None else f"{100 * value:+.2f} %"
+
+
+def _speedups(row: Row) -> str:
+    cells = []
+    for run, speedup in zip(row["runs"], row["speedups"], strict=False):
+        if run["loss"] is not None:
+            cells.append("not reached" if speedup is None else f"{speedup:.2f}")
+    return " / ".join(cells) or NOT_THERE

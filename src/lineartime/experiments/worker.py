@@ -1,0 +1,159 @@
+"""One run in a process of its own: `python -m lineartime.experiments.worker`, with a job as a line of JSON on standard input.
+
+It ends as its parent does: when standard input is closed, it stops after the current step, which is saved.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import LineartimeError
+from lineartime.experiments.definitions import Test
+from lineartime.files import write_atomically
+from lineartime.runs.metrics import METRICS_FILE, read_metrics
+
+OUTCOME_FILE = "outcome.json"
+"""What a run that has ended leaves: its measurements, or the sentence of its error. An interrupted one has none."""
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Read a job, do it, and return the exit status: 0, also for a run that failed; 1 for one that did not start; 130."""
+    with suppress(OSError, AttributeError):
+        os.setpgrp()  # Ctrl-C reaches the parent alone, which passes it on once
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    try:
+        return INTERRUPTED if perform(job) is None else 0
+    except LineartimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.read(parent, 1024):  # not by sys.stdin, whose lock this thread would still hold when Python ends
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Do a job and write its outcome, which is returned; None if it was interrupted.
+
+    Raises:
+        LineartimeError: for an error before the first step, which has nothing to do with how the run trains.
+    """
+    folder = Path(job["folder"])
+    try:
+        outcome = _latency(folder, job) if job["kind"] == "latency" else _trained(folder, job)
+    except Exception as error:  # whatever it is, the other runs continue, and the report tells it
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        sentence = first_line if isinstance(error, LineartimeError) else f"{type(error).__name__}: {first_line}"
+        if not (folder / METRICS_FILE).exists() or not read_metrics(folder):
+            raise LineartimeError(sentence) from error
+        outcome = {"error": sentence}
+        print(sentence, file=sys.stderr)
+    if outcome is not None:
+        write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
+    return outcome
+
+
+def _trained(folder: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
+    from lineartime.checkpoint import list_checkpoints
+    from lineartime.training.config import TrainConfig
+    from lineartime.training.loop import train
+
+    if list_checkpoints(folder):
+        result = train(out=folder, resume=True)
+    else:
+        result = train(TrainConfig.from_dict({**job["options"], "out": str(folder)}))
+    if not result.finished:
+        return None
+    tests = [Test(**test) for test in job["tests"]]
+    outcome = {"tests": _measured(folder, tests, job["test_tokens"])} if tests else {}
+    for checkpoint in list_checkpoints(folder)[: -1 if job["kind"] == "run" else None]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    return outcome
+
+
+def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dict[str, Any]]:
+    """The last model of a run on its test split, or its beginning."""
+    from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
+    from lineartime.data import default_cache, load_corpus, token_stream
+    from lineartime.evaluation import windowed
+    from lineartime.experiments.chunks import with_chunk_size
+    from lineartime.machine import choose_device, using_threads
+    from lineartime.training.config import TrainConfig
+
+    checkpoint = last_checkpoint(run)
+    config = TrainConfig.from_dict(read_training_state(checkpoint).config)
+    tokenizer = load_tokenizer(checkpoint)
+    model = load(checkpoint, choose_device(config.device))
+    corpus = load_corpus(config.data, config.text_column)
+    measured = []
+    with using_threads(config.threads):
+        for test in tests:
+            changed = model if test.chunk_size is None else with_chunk_size(model, test.chunk_size)
+            if changed is None:
+                continue
+            length = config.context_length * test.times_context
+            tokens = None if most_tokens is None else max(most_tokens, length)
+            stream = token_stream(corpus, "test", tokenizer, config.cache or default_cache(), tokens)
+            batch = max(1, config.batch_size * config.context_length // length)
+            result = windowed(
+                changed,
+                stream,
+                tokenizer,
+                context_length=length,
+                stride=length,
+                batch_size=batch,
+                bf16=config.precision == "bf16",
+                max_tokens=tokens,
+            )
+            measured.append(
+                {
+                    "name": test.name,
+                    "context_length": length,
+                    "loss": result.loss,
+                    "bits_per_byte": result.bits_per_byte,
+                    "word_perplexity": result.word_perplexity,
+                    "tokens": result.tokens,
+                    "text": result.text,
+                    "by_position": [[each.first, each.last, each.loss] for each in result.by_position],
+                }
+            )
+    return measured
+
+
+def _latency(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure all systems at a context, in turn; an interrupted measurement leaves nothing that counts."""
+    from lineartime.bench.command import run_benchmark
+    from lineartime.bench.config import RESULTS_FILE, BenchConfig
+
+    out = folder / "bench"
+    shutil.rmtree(out, ignore_errors=True)
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in job["options"].items()
+    }
+    run_benchmark(BenchConfig(**options, out=out))
+    results = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
+    names = ("subject", "length", "batch", "tokens", "median_seconds", "spread_seconds", "problem", "dtype", "mode")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        "time": now,
+        "machine": results["machine"],
+        "entries": [{name: entry[name] for name in names} for entry in results["entries"]],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

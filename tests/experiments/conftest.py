@@ -1,0 +1,105 @@
+"""Experiments of a second: models of a few hundred parameters, two systems, two rates."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.experiments import catalogue, estimate, worker
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.definitions import Arm, Optimizer, Scale
+from lineartime.experiments.plan import Job, make_plan
+from lineartime.experiments.runner import run_all
+from lineartime.models.systems import Size
+
+Options = Callable[..., ReproduceConfig]
+Do = Callable[[Job, dict[str, Any]], int]
+
+TINY = Scale(
+    "for tests",
+    {"main": Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)},
+    tokens_per_batch=128,
+    tokens_at_once=128,
+    budget=0.1,
+    tuning=0.02,
+    speed_steps=3,
+    evaluations=4,
+    validation_tokens=256,
+    test_tokens=512,
+)
+ARMS = (Arm("flash", "flash", seeds=2, paper_row="FLASH"), Arm("transformer++", "transformer++", paper_row="Transformer++"))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[None]:
+    """Two arms, two rates, and a scale of a second, without the pictures of single runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(catalogue.SCALES, "trial", TINY)
+        patch.setattr(catalogue, "OPTIMIZERS", {"adamw": Optimizer({"trial": (1e-3, 1e-2)})})
+        for name in ("lm", "mlm", "latency"):
+            patch.setitem(catalogue.EXPERIMENTS, name, replace(catalogue.EXPERIMENTS[name], arms=ARMS))
+        patch.setattr("lineartime.runs.reporter.draw_curve", lambda run: run)
+        patch.setattr("lineartime.bench.command.peak_flops", lambda device, dtype: 1e9)
+        patch.setattr(estimate, "peak_flops", lambda device, dtype, seconds: 1e9)
+        yield
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a cache."""
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "text.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
+    return folder
+
+
+def make_options(room: Path, out: Path, name: str, **values: Any) -> ReproduceConfig:
+    usual = {"data": (str(room / "text.txt"),), "cache": room / "cache", "precision": "fp32", "device": "cpu"}
+    return ReproduceConfig(**{"name": name, "scale": "trial", "out": out, **usual, **values})
+
+
+@pytest.fixture
+def options(tiny: None, room: Path, tmp_path: Path) -> Options:
+    """`options("lm")`: options of an experiment, which go to a folder of the test."""
+
+    def make(name: str = "lm", **values: Any) -> ReproduceConfig:
+        return make_options(room, tmp_path / "out", name, **values)
+
+    return make
+
+
+@pytest.fixture
+def done() -> list[str]:
+    """The kinds of the jobs that `here` has done."""
+    return []
+
+
+@pytest.fixture
+def here(done: list[str]) -> Do:
+    """Do a job in this process, which takes no time to start."""
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        done.append(job.kind)
+        return perform(job, message)
+
+    return do
+
+
+def perform(_: Job, message: dict[str, Any]) -> int:
+    return worker.INTERRUPTED if worker.perform(message) is None else 0
+
+
+@pytest.fixture(scope="module")
+def once(tiny: None, room: Path) -> Path:
+    """The folder of a finished experiment."""
+    progress = run_all(make_plan(make_options(room, room / "finished", "lm", seeds=1)), lambda _: None, perform)
+    assert progress.problems == ()
+    return room / "finished"
+
+
+@pytest.fixture
+def finished(once: Path, tmp_path: Path) -> None:
+    """Put the runs of a finished experiment with one seed of each arm where `options` say."""
+    shutil.copytree(once, tmp_path / "out")

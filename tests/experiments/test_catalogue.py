@@ -1,0 +1,112 @@
+"""What the experiments list can be built, is of equal size, and is in the paper where they say so."""
+
+import pytest
+
+from lineartime.choices import ScaleName
+from lineartime.experiments import catalogue
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.definitions import Setting
+from lineartime.experiments.models import TOLERANCE
+from lineartime.experiments.paper import paper_loss, paper_numbers, paper_tables
+from lineartime.experiments.plan import Plan, make_plan
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS
+from lineartime.models.systems import SYSTEMS
+from lineartime.training.config import TrainConfig
+
+QUALITY = [name for name, experiment in catalogue.EXPERIMENTS.items() if experiment.kind == "quality"]
+
+
+def plan_of(name: str, scale: ScaleName) -> Plan:
+    return make_plan(ReproduceConfig(name, scale))
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_all_models_have_as_many_parameters(scale: ScaleName) -> None:
+    for name in catalogue.EXPERIMENTS:
+        plan = plan_of(name, scale)
+        for setting in plan.settings:
+            first, *others = plan.entries_of(setting)
+            for other in others:
+                off = other.parameters / first.parameters - 1
+                assert abs(off) <= TOLERANCE, f"{name}, {other.arm.name}: {off:+.1%}"
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_every_run_has_options_of_training_that_make_its_model(scale: ScaleName) -> None:
+    for name in QUALITY:
+        plan = plan_of(name, scale)
+        for entry in plan.entries:
+            for job in (
+                plan.speed_job(entry, "adamw"),
+                plan.tuning_job(entry, "adamw", 1e-3, 50),
+                plan.final_job(entry, "adamw", 1, 1e-3, 50),
+            ):
+                config = TrainConfig.from_dict(dict(job.options))
+                config.check()
+                assert config.model_config(258) == entry.model
+                assert config.rows(0, 1).per_step * config.context_length >= plan.scale.tokens_per_batch
+
+
+def test_the_scale_of_the_paper_is_its_configuration() -> None:
+    for name in QUALITY:
+        if not catalogue.EXPERIMENTS[name].settings["paper"]:
+            continue
+        plan = plan_of(name, "paper")
+        for entry in plan.entries:
+            options = plan.final_job(entry, "adamw", 0).options
+            assert (options["steps"], options["tokens_per_batch"], options["learning_rate"]) == (125_000, 2**18, 7e-4)
+            assert options["context_length"] == entry.setting.context
+            assert TrainConfig.from_dict(dict(options)).model_config(32_000) == entry.model
+            stated = PAPER_MILLIONS.get(options["preset"])
+            if stated is not None and options["preset"] != "transformer-base":  # whose learned positions follow the context
+                assert round(entry.parameters / 1e6) == stated, options["preset"]
+    assert {entry.options["preset"] for entry in plan_of("pg19", "paper").entries} >= {"flash-large", "transformer+-large"}
+    assert "chunk_size=512" in plan_of("pg19", "paper").entries[0].options["override"]
+    assert "gau-scaling-1024" in {entry.options["preset"] for entry in plan_of("gau-vs-mhsa", "paper").entries}
+    chunks = [entry.options["override"] for entry in plan_of("chunk-size", "paper").entries[:2]]
+    assert chunks == [["chunk_size=64"], ["chunk_size=128"]]
+
+
+def test_arms_name_systems_presets_and_rows_that_exist() -> None:
+    for name, experiment in catalogue.EXPERIMENTS.items():
+        arms = {arm.name: arm for arm in experiment.arms}
+        assert len(arms) == len(experiment.arms), f"{name}: two arms have the same name"
+        assert experiment.baseline in arms
+        assert {arm for pair in experiment.pairs.values() for arm in pair} <= set(arms)
+        rows = {row for table in experiment.paper_tables for row in paper_tables()[table]["rows"]}
+        for arm in experiment.arms:
+            assert arm.system in (*SYSTEMS, *catalogue.COMING)
+            if experiment.paper_tables and arm.paper_row and "paper" in arm.scales:
+                assert arm.paper_row in rows, f"{name}: {arm.paper_row}"
+            if arm.paper_preset and "{" not in arm.paper_preset and arm.system in SYSTEMS:
+                assert arm.paper_preset in PRESETS
+
+
+def test_a_system_that_is_not_there_yet_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("lm", "cpu")
+    coming = [name for name in catalogue.COMING if name not in SYSTEMS]
+    assert list(plan.absent) == coming
+    monkeypatch.setitem(SYSTEMS, "flash-next", SYSTEMS["flash"])
+    assert make_plan(ReproduceConfig("lm", "paper")).absent == ()
+
+
+def test_every_optimiser_has_four_rates_at_every_scale_that_tunes() -> None:
+    for name, optimizer in catalogue.OPTIMIZERS.items():
+        for scale in ("cpu", "gpu"):
+            assert len(optimizer.rates[scale]) == 4, name
+
+
+def test_the_paper_has_what_its_tables_say() -> None:
+    wikipedia = Setting("wikipedia", 2048)
+    assert paper_numbers(("lm_wiki40b",), "FLASH", wikipedia) == {"pplx": 15.525, "latency_ms": 56.7, "speedup": 1.6}
+    assert paper_numbers(("lm_wiki40b",), "Combiner", wikipedia) == {"pplx": 16.344, "latency_ms": 71.8}
+    assert paper_numbers(("lm_pg19",), "FLASH", Setting("books", 8192))["speedup"] == 12.12
+    assert "speedup" not in paper_numbers(("lm_pg19",), "FLASH", Setting("books", 1024))  # null in the table
+    assert paper_numbers(("ablation_gau", "ablation_mhsa"), "softmax -> relu2", wikipedia) == {"pplx": 17.15}
+    assert paper_numbers(("ablation_gau",), "no gating", wikipedia, "mlm") == {"pplx": 4.58}
+    assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("wikipedia", 64)) == {}
+    assert paper_loss(("lm_wiki40b",), "", wikipedia) is None
+
+
+def test_numbers_of_wikipedia_do_not_stand_beside_books() -> None:
+    assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("books", 2048)) == {}

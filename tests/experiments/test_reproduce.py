@@ -1,0 +1,292 @@
+"""The whole path of an experiment: runs, an interruption, the rest of the runs, a report."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.checkpoint import list_checkpoints
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.experiments import catalogue, command, worker
+from lineartime.experiments.collect import collect
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.definitions import Optimizer
+from lineartime.experiments.folder import adopted
+from lineartime.experiments.plan import Job, make_plan
+from lineartime.experiments.report import write_report
+from lineartime.experiments.results import read_run
+from lineartime.experiments.runner import in_own_process, run_all
+from lineartime.runs.metrics import read_metrics
+from lineartime.training.loop import Trainer
+
+Options = Callable[..., ReproduceConfig]
+Do = Callable[[Job, dict[str, Any]], int]
+
+
+def ignore(_: str) -> None:
+    pass
+
+
+def test_an_interrupted_experiment_resumes_where_it_was_and_reports_everything(
+    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(options())
+    take = Trainer.take_step
+
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.config.run_directory.name == "seed-0" and self.step == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "take_step", take_and_interrupt)
+        progress = run_all(plan, ignore, here)
+    assert progress.interrupted
+    assert done == ["speed", "tune", "tune", "speed", "tune", "tune", "run"]
+
+    file, report, _ = write_report(plan)
+    assert not report["complete"]
+    assert report["missing"] == ["text-64/flash/seed-0 (interrupted)".replace("text", "wikipedia"), *report["missing"][1:]]
+    assert len(report["missing"]) == 3
+    assert "**Not complete.**" in file.read_text()
+
+    done.clear()
+    interrupted = plan.entries[0].folder / "seed-0"
+    before = json.loads((interrupted / "run.json").read_text())["options"]["steps"]
+    said: list[str] = []
+    assert not run_all(plan, said.append, here).interrupted
+    assert done == ["run", "run", "run"]  # nothing that was finished is done again
+    assert said[0].startswith("resuming wikipedia-64/flash/seed-0")
+    record = json.loads((interrupted / "run.json").read_text())
+    assert record["options"]["steps"] == before
+    assert len(record["processes"]) == 2
+    assert run_all(plan, ignore, here).problems == ()
+    assert len(done) == 3
+
+    file, report, notes = write_report(plan)
+    assert (report["complete"], report["missing"], report["problems"], notes) == (True, [], [], [])
+    text = file.read_text()
+    assert "Not complete" not in text
+    [setting] = report["settings"]
+    flash, transformer = setting["rows"]
+    assert [run["state"] for run in flash["runs"]] == ["finished"] * 2
+    # Both seeds are in the table, as they are in the data.
+    both = " / ".join(f"{run['tests'][0]['bits_per_byte']:.4f}" for run in flash["runs"])
+    assert both in text
+    assert flash["rate"] in (0.001, 0.01)
+    assert f"**{flash['grid']['adamw'][format(flash['rate'], 'g')]:.4f}**" in text
+    assert transformer["speedups"] == [1.0]
+    assert transformer["relative_loss"] == 0
+    assert "Equal treatment" in text
+    assert "parameters" in text
+    assert (plan.folder / "quality.png").stat().st_size > 10_000
+    for entry in plan.entries:  # of tuning, only the numbers are kept; of a run, its last checkpoint too
+        assert not list_checkpoints(entry.folder / "adamw-tune-0.001")
+        assert len(list_checkpoints(entry.folder / "seed-0")) == 1
+
+
+def test_every_system_reads_the_same_batches_for_the_time_of_the_budget(options: Options, finished: None) -> None:
+    plan = make_plan(options())
+    runs = [read_run(plan.final_job(entry, "adamw", 0)) for entry in plan.entries]
+    texts = [json.loads((list_checkpoints(run.job.folder)[0] / "training.json").read_text())["text"] for run in runs]
+    assert texts[0] == texts[1]
+    same = ("tokens_per_batch", "context_length", "data", "seed", "beta2", "weight_decay", "schedule", "warmup_steps")
+    assert [runs[0].options[name] for name in same] == [runs[1].options[name] for name in same]
+    for run, entry in zip(runs, plan.entries, strict=True):
+        speeds = [read_run(plan.tuning_job(entry, "adamw", rate)).speed or 0.0 for rate in (1e-3, 1e-2)]
+        assert run.options["steps"] == max(2, round(0.1 * sum(speeds) / 2 / 128))  # the median of two
+
+
+def test_a_run_in_its_own_process_stops_after_its_step_when_it_is_interrupted(options: Options, tmp_path: Path) -> None:
+    plan = make_plan(options())
+    job = plan.final_job(plan.entries[0], "adamw", 0, 1e-3, steps=1_000_000)
+    message = {"folder": str(job.folder), "kind": "run", "options": dict(job.options), "tests": [], "test_tokens": 256}
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if (job.folder / "metrics.jsonl").exists() and len(read_metrics(job.folder)) > 2:
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert in_own_process(job, message) == worker.INTERRUPTED
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run = read_run(job)
+    assert run.state == "interrupted"
+    assert list_checkpoints(job.folder)[-1].name == f"step-{int(read_metrics(job.folder)[-1]['step']):08d}"
+    assert "Stopped after step" in (job.folder / "log.txt").read_text()
+
+
+def test_a_failed_run_is_told_and_the_others_go_on(options: Options, done: list[str]) -> None:
+    plan = make_plan(options(seeds=1, systems=("flash",)))
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        done.append(job.kind)
+        if job.kind == "tune" and "0.01" in job.folder.name:
+            message["options"] = {**message["options"], "learning_rate": 1e30, "steps": 40}
+        return 0 if worker.perform(message) is not None else worker.INTERRUPTED
+
+    progress = run_all(plan, ignore, do)
+    [problem] = progress.problems
+    assert re.search(
+        r"wikipedia-64/flash/adamw-tune-0.01 failed: .*(the loss|the validation loss|its loss|its gradient)",
+        problem,
+        re.IGNORECASE,
+    )
+    file, report, _ = write_report(plan)
+    assert report["settings"][0]["rows"][0]["grid"]["adamw"]["0.01"] == "failed"
+    assert report["settings"][0]["rows"][0]["rate"] == 0.001
+    assert "adamw-tune-0.01 failed" in file.read_text()
+    count = len(done)
+    run_all(plan, ignore, do)
+    assert len(done) == count  # it would fail again
+
+
+def test_a_killed_run_is_told_and_the_report_is_still_made(options: Options) -> None:
+    plan = make_plan(options(seeds=1))
+    progress = run_all(plan, ignore, lambda job, message: -9)
+    assert any("wikipedia-64/flash/adamw-speed ended with status -9: see" in problem for problem in progress.problems)
+    file, report, _ = write_report(plan)
+    assert not report["complete"]
+    assert "flash" in file.read_text()
+
+
+def test_a_damaged_run_is_one_sentence(options: Options, here: Do, finished: None) -> None:
+    plan = make_plan(options(seeds=1))
+    folder = plan.entries[1].folder / "seed-0"
+    (folder / "outcome.json").write_text("{")
+    [problem] = run_all(plan, ignore, here).problems
+    assert problem == f"{folder} holds damaged files: delete it, and run the experiment again."
+    _, report, _ = write_report(plan)
+    assert problem in report["problems"]
+    (folder / "outcome.json").write_text('{"kind": "run", "tests": []}')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert "says that it is finished, but its metrics do not" in run_all(plan, ignore, here).problems[0]
+
+
+def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
+        command.reproduce(options(budget=3, report=True))
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text())
+    with pytest.raises(ArgumentError, match=r"data is .*other.txt, but the runs in .* were made with .*text.txt"):
+        command.reproduce(options(data=(str(other),)))
+    # What is not given is that of the runs there.
+    ended = command.reproduce(ReproduceConfig("lm", "trial", tmp_path / "out", report=True))
+    assert not ended.complete
+    (tmp_path / "out" / "lm-trial" / "plan.json").write_text("[]")
+    with pytest.raises(LineartimeError, match=r"plan.json is damaged: delete it if"):
+        command.reproduce(options(report=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"name": "optimiser"},
+            r"name is 'optimiser', which is no experiment \(did you mean optimizer\?\): use one",
+        ),
+        ({"name": ""}, "name is missing: give an experiment, latency, lm,"),
+        ({"systems": ("flsh",)}, r"systems has 'flsh', which is no model of this experiment here \(did you mean flash\?\)"),
+        ({"contexts": (512,)}, "contexts has 512, which is no context of this experiment here: use 64"),
+        ({"texts": ("books",)}, "texts has 'books', which is no text of this experiment here: use wikipedia"),
+        ({"optimizers": ("adam",)}, r"optimizers has 'adam', which is no optimiser here \(did you mean adamw\?\): use adamw"),
+        ({"budget": 0.0}, "budget is 0.0, but must be a number of seconds above 0"),
+        ({"budget": 5.0, "scale": "paper"}, "budget is 5.0, but the scale paper has the paper's steps and rate: leave it out"),
+        ({"seeds": 0}, "seeds is 0, but must be at least 1"),
+        ({"name": "optimizer", "scale": "paper"}, "optimizer is not of the paper: use another scale than paper"),
+        ({"wikipedia": ("/no/such/text",)}, "wikipedia is /no/such/text, which is neither a file or folder nor the name of"),
+        ({"data": ("/no/such/text",)}, "data is /no/such/text, which is neither a file or folder nor"),
+        ({"report": True}, "lm-trial has no runs of lm at the scale trial: run it first"),
+    ],
+)
+def test_wrong_input_is_answered_with_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(LineartimeError, match=message):
+        command.reproduce(options(**values))
+
+
+def test_masked_models_are_measured_in_nats(options: Options, here: Do) -> None:
+    plan = make_plan(options("mlm", seeds=1, systems=("flash",)))
+    assert run_all(plan, ignore, here).problems == ()
+    file, report, _ = write_report(plan)
+    row = report["settings"][0]["rows"][0]
+    assert row["runs"][0]["bits_per_byte"] is None
+    assert f"{row['runs'][0]['tests'][0]['loss']:.4f}" in file.read_text()
+
+
+def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
+    plan = make_plan(options("latency", threads=1))
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["latency"]
+    file, report, _ = write_report(plan)
+    assert report["complete"]
+    rows = report["settings"][0]["rows"]
+    assert all(row["microseconds_per_token"] > 0 for row in rows)
+    assert rows[1]["relative"] == 1
+    assert f"{rows[0]['relative']:.2f}" in file.read_text()
+    assert (plan.folder / "latency.png").exists()
+
+
+def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+    command.reproduce(options(list=True))
+    shown = capsys.readouterr().out
+    assert "3 runs, 4 tuning runs, 2 measurements of speed, of which 0 have ended" in shown
+    assert "an estimate" in shown
+    command.reproduce(options("", list=True))
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
+
+
+def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, here: Do, done: list[str]) -> None:
+    plan = make_plan(options(seeds=1, systems=("flash",)))
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        with pytest.raises(LineartimeError) as caught:
+            worker.perform({**message, "options": {**message["options"], "override": ["d_model=0"]}})
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "log.txt").write_text(f"before\n{caught.value}\n")
+        return 1
+
+    problems = run_all(plan, ignore, do).problems
+    assert problems[0].startswith("wikipedia-64/flash/adamw-speed did not start: override does not fit the model: d_model is 0")
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["speed", "tune", "tune", "run"]
+
+
+def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = Optimizer({"trial": (1e-3, 1e-2)}, {"beta2": 0.9})
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "second", second)
+    plan = make_plan(options(seeds=1, systems=("transformer++",)))
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["speed", "tune", "tune", "speed", "tune", "tune", "run"]  # only the better one is trained
+    row = collect(plan)["settings"][0]["rows"][1]
+    losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
+    best = min(losses, key=lambda each: losses[each])
+    assert (row["optimizer"], f"{row['rate']:g}") == best
+    trained = read_run(plan.final_job(plan.entries[1], row["optimizer"], 0)).options
+    assert trained["beta2"] == (0.9 if row["optimizer"] == "second" else 0.99)
+
+    done.clear()
+    every = replace(catalogue.EXPERIMENTS["lm"], each_optimizer=True)
+    monkeypatch.setitem(catalogue.EXPERIMENTS, "lm", every)
+    plan = make_plan(options(seeds=1, systems=("transformer++",)))
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["run", "run"]
+    file, report, _ = write_report(plan)
+    assert [each["name"] for each in report["settings"][0]["rows"][2:]] == ["transformer++, adamw", "transformer++, second"]
+    assert "Rates tried with second" in file.read_text()
+    # Runs of one optimiser are continued as such, whatever joins later.
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
+    assert make_plan(adopted(options(systems=("transformer++",)))).optimizers == ("adamw", "second")
