@@ -75,19 +75,11 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
         assert {arm for pair in experiment.pairs.values() for arm in pair} <= set(arms)
         rows = {row for table in experiment.paper_tables for row in paper_tables()[table]["rows"]}
         for arm in experiment.arms:
-            assert arm.system in (*SYSTEMS, *catalogue.COMING)
+            assert arm.system in SYSTEMS
             if experiment.paper_tables and arm.paper_row and "paper" in arm.scales:
                 assert arm.paper_row in rows, f"{name}: {arm.paper_row}"
-            if arm.paper_preset and "{" not in arm.paper_preset and arm.system in SYSTEMS:
+            if arm.paper_preset and "{" not in arm.paper_preset:
                 assert arm.paper_preset in PRESETS
-
-
-def test_a_system_that_is_not_there_yet_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("lm", "cpu")
-    coming = [name for name in catalogue.COMING if name not in SYSTEMS]
-    assert list(plan.absent) == coming
-    monkeypatch.setitem(SYSTEMS, "flash-next", SYSTEMS["flash"])
-    assert make_plan(ReproduceConfig("lm", "paper")).absent == ()
 
 
 def test_every_optimiser_has_four_rates_at_every_scale_that_tunes() -> None:

@@ -102,6 +102,7 @@ def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size
     takes = {name for name, system in SYSTEMS.items() if system.takes_chunk_size}
     assert takes == {
         "flash",
+        "flash-next",
         "flash-local",
         "flash-overlapping",
         "flash-weighted",
@@ -133,7 +134,8 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         lineartime.build("flash-tiny", task="qa")  # type: ignore[call-overload]
 
 
-def test_only_tiny_models_start_with_large_scores() -> None:
+def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
     started = {name: config.mixer.options.get("initial_scores") for name, config in presets().items()}
-    assert started["flash-tiny"] == started["flash-quad-tiny"] == "unit"
-    assert {value for name, value in started.items() if not name.endswith("-tiny")} == {"small", None}
+    assert started["flash-tiny"] == started["flash-quad-tiny"] == started["flash-next-base"] == "unit"
+    others = {value for name, value in started.items() if not name.endswith("-tiny") and name != "flash-next-base"}
+    assert others == {"small", None}

@@ -66,6 +66,7 @@ def test_only_the_vanilla_transformer_is_not_clipped() -> None:
 def test_systems_of_chunks_take_the_recipes_size_unless_their_own_is_fixed(recipe: RecipeName, chunk_size: int) -> None:
     takers = {
         "flash",
+        "flash-next",
         "flash-local",
         "flash-overlapping",
         "flash-weighted",

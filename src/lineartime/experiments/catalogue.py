@@ -1,6 +1,6 @@
 """The experiments, their scales and the optimisers: add an entry to add one.
 
-An optimiser is a line of `OPTIMIZERS`. An arm whose system this version does not have joins as soon as it does.
+An optimiser is a line of `OPTIMIZERS`.
 """
 
 from lineartime.choices import ScaleName
@@ -78,9 +78,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
         {"optimizer": "muon", "adamw_ratio": 2.0},
     ),
 }
-
-COMING = ("flash-next",)
-"""Systems that experiments name and that this version may lack."""
 
 _NOT_PAPER: tuple[ScaleName, ...] = ("trial", "cpu", "gpu")
 _ONLY_PAPER: tuple[ScaleName, ...] = ("paper",)

@@ -33,7 +33,6 @@ def collect(plan: Plan) -> dict[str, Any]:
         "complete": not state.missing and not state.problems,
         "missing": state.missing,
         "problems": state.problems,
-        "left_out": list(plan.absent),
         "paper": SOURCE,
         "baseline": plan.experiment.baseline,
         "machines": state.machines,

@@ -35,8 +35,6 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"{plan.config.name}: {plan.experiment.title}"
     yield plan.experiment.question
     yield f"scale {plan.config.scale}: {plan.scale.description}"
-    for name in plan.absent:
-        yield f"{name} is left out: this version of lineartime has no such system"
     jobs = list(all_jobs(plan))
     for setting in plan.settings:
         yield f"{setting}"

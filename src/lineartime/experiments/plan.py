@@ -13,7 +13,6 @@ from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, 
 from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options, written
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
-from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
 from lineartime.training.recipes import recipe_config
 
@@ -72,14 +71,12 @@ class Plan:
         config: the options.
         experiment, scale: what the options name.
         entries: setting by setting, each with all arms.
-        absent: names of arms whose system this version does not have.
     """
 
     config: ReproduceConfig
     experiment: Experiment
     scale: Scale
     entries: tuple[Entry, ...]
-    absent: tuple[str, ...]
 
     @property
     def folder(self) -> Path:
@@ -211,15 +208,13 @@ def make_plan(config: ReproduceConfig) -> Plan:
     if not settings:
         raise LineartimeError(f"The experiment {config.name} is not of the paper: use another scale than {config.scale}.")
     arms = [arm for arm in experiment.arms if config.scale in arm.scales]
-    present = [arm for arm in arms if arm.system in SYSTEMS]
-    absent = tuple(arm.name for arm in arms if arm.system not in SYSTEMS)
-    check_among("systems", config.systems, tuple(arm.name for arm in present), "model of this experiment")
+    check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
     check_among(
         "contexts", config.contexts, tuple(dict.fromkeys(each.context for each in settings)), "context of this experiment"
     )
     check_among("texts", config.texts, tuple(dict.fromkeys(each.text for each in settings)), "text of this experiment")
-    entries = tuple(_entries(config, experiment, scale, present, settings))
-    return Plan(config, experiment, scale, entries, absent)
+    entries = tuple(_entries(config, experiment, scale, arms, settings))
+    return Plan(config, experiment, scale, entries)
 
 
 def _entries(

@@ -67,7 +67,6 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items()]
-    lines += [f"- {name} is left out: this version of lineartime has no such system" for name in report["left_out"]]
     if plan.config.scale == "trial":
         lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
     return "\n".join(lines)

@@ -56,8 +56,6 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
     check_texts(plan)
     with claim(plan.folder):
         begin(plan)
-        for name in plan.absent:
-            say(f"{name} is left out: this version of lineartime has no such system")
         return _Runner(plan, say, perform or in_own_process).run()
 
 

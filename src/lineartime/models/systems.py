@@ -127,6 +127,11 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
     "flash-quad": System(GAU, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
+    "flash-next": System(
+        FLASH,
+        options={"token_shift": True, "initial_scores": "unit"},
+        description="FLASH with a token shift, and scores that start near one: ours",
+    ),
     "transformer": System(
         Attention,
         MLP,
