@@ -1,4 +1,4 @@
-"""The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 15 minutes on 2 cores).
+"""The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 20 minutes on 2 cores).
 
 Each reads the same batches of the default text for as many steps as `make train`, and is measured on its test split.
 """
@@ -18,7 +18,7 @@ from lineartime.runs.metrics import read_metrics
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
-PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
+PRESETS = ["flash-next-tiny", "flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 
 
 def main() -> None:
