@@ -4,17 +4,14 @@ Each reads the same batches of the default text for as many steps as `make train
 """
 
 import argparse
-import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from measure import markdown, save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
 from lineartime.data import default_cache, load_corpus, token_stream
 from lineartime.evaluation import windowed
-from lineartime.runs.metrics import read_metrics
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -33,7 +30,6 @@ def main() -> None:
         stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
         length = config.context_length
         evaluation = windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
-        speed = statistics.median(line["tokens_per_second"] for line in read_metrics(result.run) if "loss" in line)
         tokens = config.steps * config.batch_size * length
         rows.append(
             {
@@ -41,18 +37,15 @@ def main() -> None:
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "training_tokens": tokens,
                 "test_bits_per_byte": evaluation.bits_per_byte,
-                "tokens_per_second": speed,
-                "threads": torch.get_num_threads(),
             }
         )
         print(rows[-1], flush=True)
-    header = ["preset", "parameters", "training tokens", "tokens/s", "test bits per byte"]
+    header = ["preset", "parameters", "training tokens", "test bits per byte"]
     table = [
         [
             f"`{row['preset']}`",
             f"{row['parameters'] / 1e6:.1f} M",
             f"{row['training_tokens'] / 1e6:.1f} M",
-            f"{row['tokens_per_second']:,.0f}",
             f"{row['test_bits_per_byte']:.3f}",
         ]
         for row in rows

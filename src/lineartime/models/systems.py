@@ -129,8 +129,8 @@ SYSTEMS: dict[str, System] = {
     "flash-quad": System(GAU, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
     "flash-next": System(
         FLASH,
-        options={"token_shift": True, "initial_scores": "unit"},
-        description="FLASH with a token shift, and scores that start near one: ours",
+        options={"token_shift": True, "normalization": "paper", "initial_scores": "unit"},
+        description="FLASH with a token shift, the published divisor and scores that start large: ours",
     ),
     "transformer": System(
         Attention,
