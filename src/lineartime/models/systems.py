@@ -57,7 +57,7 @@ class Size:
         d_qk: query/key width of a gated unit.
         chunk_size: tokens of a chunk.
         vocab_size: number of tokens.
-        initial_scores: how large the scores of gated units start.
+        initial_scores: how large the scores of FLASH-Quad start.
     """
 
     d_model: int
@@ -70,7 +70,7 @@ class Size:
     initial_scores: InitialScores = "small"
 
 
-SIZED = ("d_qk", "n_heads", "chunk_size", "initial_scores")
+SIZED = ("d_qk", "n_heads", "chunk_size")
 """The options of mixers that are the size's, unless a row says otherwise."""
 
 
@@ -92,7 +92,7 @@ class System:
     mixer: type[Mixer[Any]]
     feed_forward: type[ResidualLayer] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    scaled: Mapping[str, Callable[[Size], int]] = field(default_factory=dict)
+    scaled: Mapping[str, Callable[[Size], int | str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     clipped: bool = True
     description: str = ""
@@ -126,7 +126,11 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
 
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
-    "flash-quad": System(GAU, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
+    "flash-quad": System(
+        GAU,
+        scaled={"initial_scores": lambda size: size.initial_scores},
+        description="FLASH-Quad: gated units with quadratic attention (GAU)",
+    ),
     "flash-next": System(
         FLASH,
         options={"token_shift": True, "normalization": "paper", "initial_scores": "unit"},
