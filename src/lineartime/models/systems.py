@@ -134,7 +134,7 @@ SYSTEMS: dict[str, System] = {
     "flash-next": System(
         FLASH,
         options={"token_shift": True, "normalization": "paper", "initial_scores": "unit"},
-        description="FLASH with a token shift, the published divisor and scores that start large: ours",
+        description="FLASH with a token shift and the published divisor: ours",
     ),
     "transformer": System(
         Attention,
