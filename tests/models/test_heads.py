@@ -100,7 +100,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 
 
 def test_weights_start_as_the_paper_says() -> None:
-    model = lineartime.build("flash-tiny", initial_scores="small")
+    model = lineartime.build("flash-tiny")
     block = model.backbone.blocks[0].mixer  # type: ignore[index]
     for weight in (model.backbone.embedding.weight, block.to_output.weight, block.to_gate_value_base.weight):
         assert abs(weight.std().item() - 0.02) < 0.001
