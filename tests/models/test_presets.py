@@ -138,6 +138,9 @@ def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
     started = {name: config.mixer.options.get("initial_scores") for name, config in presets().items()}
     assert {name for name, value in started.items() if value == "unit"} == {
         "flash-quad-tiny",
+        "gau-softmax-tiny",
+        "gau-multi-head-tiny",
+        "gau-ungated-tiny",
         "flash-next-tiny",
         "flash-next-base",
     }

@@ -1,13 +1,17 @@
 """The experiments, their scales and the optimisers: add an entry to add one.
 
-An optimiser is a line of `OPTIMIZERS`.
+An optimiser is an entry of `OPTIMIZERS`.
 """
+
+from dataclasses import replace
 
 from lineartime.choices import ScaleName
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments.definitions import Arm, Experiment, Optimizer, Scale, Setting, Test
 from lineartime.models.presets import SIZES
 from lineartime.models.systems import Size
+
+_GPU = Size(512, gated_blocks=24, attention_blocks=12, n_heads=8)
 
 SCALES: dict[ScaleName, Scale] = {
     "trial": Scale(
@@ -25,8 +29,8 @@ SCALES: dict[ScaleName, Scale] = {
         "3 million parameters, hours on 2 cores",
         {
             "main": SIZES["tiny"],
-            "128": Size(128, gated_blocks=8, attention_blocks=4, n_heads=2, d_qk=64, chunk_size=128),
-            "192": Size(192, gated_blocks=8, attention_blocks=4, n_heads=3, d_qk=64, chunk_size=128),
+            "128": replace(SIZES["tiny"], d_model=128, n_heads=2),
+            "192": replace(SIZES["tiny"], d_model=192, n_heads=3),
             "256": SIZES["tiny"],
         },
         tokens_per_batch=4096,
@@ -37,10 +41,10 @@ SCALES: dict[ScaleName, Scale] = {
     "gpu": Scale(
         "40 million parameters, at most 8 minutes a run on one H200-class GPU",
         {
-            "main": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
-            "256": Size(256, gated_blocks=24, attention_blocks=12, n_heads=4),
-            "384": Size(384, gated_blocks=24, attention_blocks=12, n_heads=6),
-            "512": Size(512, gated_blocks=24, attention_blocks=12, n_heads=8),
+            "main": _GPU,
+            "256": replace(_GPU, d_model=256, n_heads=4),
+            "384": replace(_GPU, d_model=384, n_heads=6),
+            "512": _GPU,
         },
         tokens_per_batch=65_536,
         tokens_at_once=32_768,

@@ -17,7 +17,7 @@ class Arm:
 
     Attributes:
         name: in tables; unique in its experiment.
-        system: the name of its row in the table of systems. An arm whose system this version does not have is left out.
+        system: the name of its row in the table of systems.
         override: other values for options of the model.
         seeds: how many seeds are trained; the `paper` scale has one.
         scales: where it takes part.

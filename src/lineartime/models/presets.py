@@ -14,7 +14,7 @@ from lineartime.ops.activations import check_choice
 BYTE_VOCABULARY = 258
 """256 bytes, end of document and mask: the vocabulary of the tiny presets."""
 
-# Ours, for a laptop: FLASH-Quad starts with large scores, because the published ones take longer to wake than such runs last.
+# Ours, for a laptop: GAU starts with large scores, because the published ones take longer to wake than such runs last.
 TINY = Size(
     d_model=256,
     gated_blocks=8,

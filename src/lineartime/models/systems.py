@@ -57,7 +57,7 @@ class Size:
         d_qk: query/key width of a gated unit.
         chunk_size: tokens of a chunk.
         vocab_size: number of tokens.
-        initial_scores: how large the scores of FLASH-Quad start.
+        initial_scores: how large the scores of a GAU start.
     """
 
     d_model: int
@@ -124,11 +124,14 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
     "chunk_size": lambda size: size.chunk_size // 2,
 }
 
+# GAU and its ablations start alike.
+GAU_START: dict[str, Callable[[Size], str]] = {"initial_scores": lambda size: size.initial_scores}
+
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
     "flash-quad": System(
         GAU,
-        scaled={"initial_scores": lambda size: size.initial_scores},
+        scaled=GAU_START,
         description="FLASH-Quad: gated units with quadratic attention (GAU)",
     ),
     "flash-next": System(
@@ -160,9 +163,11 @@ SYSTEMS: dict[str, System] = {
     "flash-weighted": System(FLASHWeighted),
     "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
     "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
-    "gau-softmax": System(GAU, options={"activation": "softmax"}, description="GAU with softmax instead of relu^2"),
-    "gau-multi-head": System(GAUMultiHead, options={"n_heads": 4}),
-    "gau-ungated": System(GAUUngated),
+    "gau-softmax": System(
+        GAU, options={"activation": "softmax"}, scaled=GAU_START, description="GAU with softmax instead of relu^2"
+    ),
+    "gau-multi-head": System(GAUMultiHead, options={"n_heads": 4}, scaled=GAU_START),
+    "gau-ungated": System(GAUUngated, scaled=GAU_START),
     "mhsa-relu2": System(MHSARelu2, GLU, description="Transformer++ with relu^2 instead of softmax"),
     "mhsa-single-head": System(Attention, GLU, options={"n_heads": 1}, description="Transformer++ with a single head"),
     "mhsa-gated": System(MHSAGated, GLU, description="Transformer++ with a gate on attention"),
