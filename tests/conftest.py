@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,16 @@ from lineartime.training.config import TrainConfig
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
     torch.set_num_threads(1)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell: tests of interrupts need them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("deterministic", derandomize=True)
 settings.load_profile("deterministic")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests first: at the end, one of them would keep one process busy and leave the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
