@@ -16,7 +16,8 @@ Fails = Callable[..., None]
 
 def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for context in ("windowed", "carried"):
-        assert main(["eval", str(folder / "run"), "--context", context, "--cache", str(folder / "cache")]) == 0
+        arguments = ["eval", str(folder / "run"), "--context", context, "--words", "on", "--cache", str(folder / "cache")]
+        assert main(arguments) == 0
         shown = capsys.readouterr().out
         for word in (
             "the test split of",
@@ -157,3 +158,37 @@ def test_a_damaged_checkpoint_is_named(
     said = " ".join(capsys.readouterr().err.split())
     assert "is damaged (model.safetensors is not what was written): resuming from step-00000000." in said
     assert main(["eval", str(run)]) == 0
+
+
+def test_the_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["eval", str(folder / "run"), "--context-length", "24", "--split", "all", "--cache", str(tmp_path / "cache")]
+    texts = {"prose.txt": "a word and another word.\n" * 40, "code.txt": "f(x) = g(x+1) - h[x, 2*x]\n" * 40}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        for asked, shown in (("auto", name == "prose.txt"), ("on", True), ("off", False)):
+            assert main([*arguments, "--data", str(tmp_path / name), "--words", asked]) == 0
+            assert ("per word" in capsys.readouterr().out) == shown
+        assert main([*arguments, "--data", str(tmp_path / name), "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["prose"] == (name == "prose.txt")
+        assert result["word_perplexity"] > 1
+
+
+def test_the_picture_shows_the_curve_beside_the_loss_by_position(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    panels = []
+    monkeypatch.setattr(Axes, "set_xlabel", lambda self, label: panels.append(label))
+    run, cache, picture = str(folder / "run"), str(folder / "cache"), tmp_path / "report.png"
+    assert main(["eval", run, "--plot", str(picture), "--cache", cache]) == 0
+    assert f"picture: {picture}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert panels == ["step", "tokens read before"]
+    assert main(["eval", run, "--plot", str(picture), "--json", "--cache", cache]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 0
+    fails(["eval", run, "--plot", str(tmp_path / "a.xyz"), "--cache", cache], "a.xyz has a suffix that is no picture format")
+    fails(["eval", run, "--plot", str(tmp_path / "no" / "a.png"), "--cache", cache], "a.png")

@@ -33,7 +33,7 @@ def test_a_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch
     from matplotlib.axes import Axes
 
     titles = []
-    monkeypatch.setattr(Axes, "set", lambda self, **values: titles.append(values["title"]))
+    monkeypatch.setattr(Axes, "set_title", lambda self, title: titles.append(title))
     (tmp_path / "metrics.jsonl").touch()
     draw_curve(tmp_path)
     for data in ("somewhere/books.txt", None):

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Context, Device, Precision, Split
+from lineartime.runs.curve import draw_report
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Evaluation
@@ -50,6 +51,10 @@ class Options:
     """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
+    words: Literal["auto", "on", "off"] = "auto"
+    """Show the perplexity of a word; auto shows it if the text is prose, for in source code it says little."""
+    plot: Path | None = None
+    """Picture to write: the losses of the run beside the loss by position."""
     json: bool = False
     """Print the result as one line of JSON."""
 
@@ -84,17 +89,21 @@ def run(options: Options) -> None:
         facts = {"checkpoint": str(checkpoint), "precision": precision, perplexity: evaluation.perplexity}
         print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
     else:
-        _print(evaluation, checkpoint, f"{device.type}, {precision}")
+        words = evaluation.prose if options.words == "auto" else options.words == "on"
+        _print(evaluation, checkpoint, f"{device.type}, {precision}", words)
+    if options.plot is not None:
+        picture = draw_report(checkpoint.parent, evaluation, options.plot)
+        print(f"picture: {picture}", file=sys.stderr if options.json else sys.stdout)
 
 
-def _print(evaluation: "Evaluation", checkpoint: Path, where: str) -> None:
+def _print(evaluation: "Evaluation", checkpoint: Path, where: str, words: bool) -> None:
     console = Console(highlight=False, markup=False)
     what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
-    if evaluation.word_perplexity is not None:
+    if words and evaluation.word_perplexity is not None:
         console.print(f"                {evaluation.word_perplexity:.3f} per word")
     if evaluation.bits_per_byte is not None:
         console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from lineartime.data.batches import causal_batch, measured_batch, read_window
 from lineartime.data.corpora import no_text
+from lineartime.data.prose import is_prose
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import autocast
 from lineartime.models.heads import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
+
+_SAMPLES, _SAMPLE = 16, 2048
+"""How many pieces of a stream tell whether it is prose, and their tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Evaluation:
         bits_per_byte: the total loss in bits over the bytes of the text that was predicted; None for masked tokens.
         word_perplexity: exp of the total loss over the words of the text (as separated by white space), so that it does not
             depend on the tokenizer; None for masked tokens, and for text with too few words.
+        prose: whether the text is prose, as samples of it tell. Otherwise the perplexity of a word says little: in source code,
+            a line without spaces is a word.
         by_position: the loss by the number of tokens before, in powers of two. The first of these tokens is the one before
             the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
     """
@@ -56,6 +62,7 @@ class Evaluation:
     masked: bool
     bits_per_byte: float | None
     word_perplexity: float | None
+    prose: bool
     by_position: list[Position]
 
     @property
@@ -123,7 +130,7 @@ def windowed(
     context = f"windows of {context_length} tokens, {overlap}"
     if task == "prefix-lm":
         context += "; the first half of each is its prefix, read in both directions, and not counted"
-    return positions.evaluation(context, stream, masked=task == "mlm")
+    return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=task == "mlm")
 
 
 @torch.no_grad()
@@ -153,7 +160,8 @@ def carried(
             logits, state = model.extend(batch.inputs.to(device), state)
         losses = token_losses(logits, batch.targets.to(device)).cpu()
         positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
-    return positions.evaluation("carried from the first token of the split to the last", stream, masked=False)
+    context = "carried from the first token of the split to the last"
+    return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=False)
 
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
@@ -167,6 +175,13 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
+
+
+def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
+    """Whether the stream is prose, told by pieces from all over it."""
+    length = min(len(stream), _SAMPLE)
+    starts = range(0, len(stream) - length + 1, max(1, len(stream) // _SAMPLES))
+    return is_prose(" ".join(tokenizer.decode(read_window(stream, start, length).tolist()) for start in starts))
 
 
 def _windows(
@@ -200,7 +215,7 @@ class _Positions:
         self._sums.index_add_(0, bucket, losses.double().sum(0))
         self._counts.index_add_(0, bucket, counted.double().sum(0))
 
-    def evaluation(self, context: str, stream: TokenStream, masked: bool) -> Evaluation:
+    def evaluation(self, context: str, stream: TokenStream, prose: bool, masked: bool) -> Evaluation:
         count = int(self._counts.sum())
         loss = float(self._sums.sum()) / max(1, count)
         by_position = []
@@ -212,4 +227,4 @@ class _Positions:
         n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)
         per_word = None if masked else word_perplexity(loss, count, n_words)
-        return Evaluation(stream.name, context, loss, count, masked, bits, per_word, by_position)
+        return Evaluation(stream.name, context, loss, count, masked, bits, per_word, prose, by_position)

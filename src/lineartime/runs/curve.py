@@ -1,16 +1,19 @@
-"""Plots of losses: one run by step; several runs by step, tokens and time."""
+"""Plots of losses: one run by step, and by position in the context; several runs by step, tokens and time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError, missing_extra, reporting
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
 from lineartime.runs.ticks import label_axes
+
+if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its help
+    from lineartime.evaluation import Evaluation
 
 CURVE_FILE = "loss.png"
 _MOST_POINTS = 2000
@@ -24,11 +27,34 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
     """
     run = Path(run)
     figure = _figure("The loss curve", 7, 4.2)
+    axes = figure.subplots()
+    _draw_losses(axes, run)
+    axes.set_title(_title(run) if title is None else title)
+    return _save(figure, run / CURVE_FILE)
+
+
+def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
+    """Draw the losses of a run beside the loss by position of an evaluation; return the file.
+
+    A model without metrics has the loss by position alone. LineartimeError without matplotlib, or if a file cannot be read or
+    written.
+    """
+    run = Path(run)
+    learned = (run / METRICS_FILE).exists()
+    figure = _figure("A picture of the losses", 12 if learned else 6, 4.2)
+    axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
+    if learned:
+        _draw_losses(axes[0], run)
+        axes[0].set_title(_title(run))
+    _draw_positions(axes[-1], evaluation)
+    return _save(figure, file)
+
+
+def _draw_losses(axes: Any, run: Path) -> None:
+    """Draw the training and validation losses of a run by step."""
     with reporting("read", run / METRICS_FILE):
         lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
-
-    axes = figure.subplots()
     if training:
         steps, values = list(training), list(training.values())
         point = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
@@ -38,12 +64,25 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
     if validation:
         label = f"validation, {list(validation.values())[-1]:.3f} at the end"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
-    axes.set(title=_title(run) if title is None else title, xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     label_axes(axes, whole_x=True)
     if training or validation:
         axes.legend()
-    return _save(figure, run / CURVE_FILE)
+
+
+def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
+    """Draw the loss by the number of tokens read, a step for each power of two, and the mean over all as a line."""
+    positions = evaluation.by_position
+    edges = [*(position.first for position in positions), positions[-1].last + 1]
+    axes.stairs([position.loss for position in positions], edges, baseline=None, color="tab:green", linewidth=2)
+    axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
+    axes.set_xscale("log", base=2)
+    what = "place in the window" if evaluation.masked else "tokens read before"
+    axes.set(title=evaluation.text, xlabel=what, ylabel=f"loss (nats per {'masked token' if evaluation.masked else 'token'})")
+    axes.grid(alpha=0.3)
+    label_axes(axes)
+    axes.legend()
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
