@@ -5,7 +5,7 @@ from lineartime.data.prose import is_prose
 
 BOOK = """"Well," said the Doctor's boy--who never was late--"it's half-past four; I _must_ go (he went)." In 1862, Mr. Müller
 answered: Ja, das weiß ich! """
-TOKENIZED = "The film , which was released on 4 July , was a success ; critics ( most of them ) praised its cast , its pace and music ."
+TOKENIZED = "The film , which was released on 4 July , was a success ; critics ( most of them ) praised its cast and music ."
 DATA = '{"step": 1, "loss": 2.0, "seconds": 12.5}\n' * 20
 
 

@@ -56,6 +56,17 @@ def test_recipes_keep_the_linear_schedule_of_the_paper() -> None:
     assert {recipe_config(recipe).schedule for recipe in get_args(RecipeName)} == {"linear"}
 
 
+def test_the_quick_recipe_chooses_the_model_unless_one_is_given() -> None:
+    config = completed(recipe="quick")
+    assert (config.preset, config.optimizer, config.tokenizer) == ("flash-next-tiny", "muon", "bpe-2048")
+    other = completed(recipe="quick", preset="transformer-tiny", steps=7)
+    assert (other.preset, other.optimizer, other.steps, other.override) == ("transformer-tiny", "muon", 7, ())
+    assert other.clip_norm == TrainConfig.clip_norm  # the paper's exception is of the paper's recipes
+    assert completed(recipe="lm-pg19").preset == TrainConfig.preset
+    for made in (config, other):
+        made.check()
+
+
 def test_only_the_vanilla_transformer_is_not_clipped() -> None:
     free = {name for name in presets("mlm") if recipe_config("lm-wiki40b", name).clip_norm == 0}
     assert free == {"transformer-base", "transformer-tiny"}

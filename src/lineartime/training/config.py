@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
     from lineartime.data import Rows
     from lineartime.models import ModelConfig
 
-RecipeName = Literal["lm-wiki40b", "lm-pg19", "mlm-c4"]
+RecipeName = Literal["quick", "lm-wiki40b", "lm-pg19", "mlm-c4"]
 OptimizerName = Literal["adamw", "muon"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -28,7 +28,8 @@ class TrainConfig:
     preset: str = "flash-tiny"
     """Model to train, by the name of its preset."""
     recipe: RecipeName | None = None
-    """Take the defaults of all options from a recipe of the paper, with its corpus. See docs/training.md."""
+    """Take the defaults of all options from a recipe: quick, for a good small model in minutes on a CPU, or one of the
+    paper's. See docs/training.md."""
     like: Path | None = None
     """Take the defaults of all options from the run in this folder."""
     override: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""The paper's training recipes, as defaults for `TrainConfig`.
+"""Training recipes, as defaults for `TrainConfig`: `quick`, for minutes on a laptop, and those of the paper.
 
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix B.
+Source of the latter: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix B.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from lineartime.models.presets import system_of
 from lineartime.ops.activations import check_choice
 from lineartime.training.config import RecipeName, TrainConfig
 
-_SHARED: dict[str, Any] = {
+_PAPER: dict[str, Any] = {
     "tokenizer": "unigram-32000",
     "tokens_per_batch": 2**18,
     "steps": 125_000,
@@ -26,29 +26,45 @@ _SHARED: dict[str, Any] = {
 }
 
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
-    "lm-wiki40b": {"data": "wiki40b", "task": "clm", "context_length": 1024},
-    "lm-pg19": {"data": "pg19", "task": "clm", "context_length": 1024},
-    "mlm-c4": {"data": "c4", "task": "mlm", "context_length": 512, "streaming": True},
+    "quick": {
+        "preset": "flash-next-tiny",
+        "tokenizer": "bpe-2048",
+        "optimizer": "muon",
+        "learning_rate": 5e-3,
+        "adamw_ratio": 2.0,
+        "steps": 450,
+    },
+    "lm-wiki40b": {**_PAPER, "data": "wiki40b", "task": "clm", "context_length": 1024},
+    "lm-pg19": {**_PAPER, "data": "pg19", "task": "clm", "context_length": 1024},
+    "mlm-c4": {**_PAPER, "data": "c4", "task": "mlm", "context_length": 512, "streaming": True},
 }
 
 _CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c4": 256}
 
 
-def recipe_config(recipe: RecipeName, preset: str = "flash-base") -> TrainConfig:
+def recipe_preset(recipe: RecipeName) -> str:
+    """The model of a recipe if none is asked for."""
+    preset: str = _RECIPES[recipe].get("preset", TrainConfig.preset)
+    return preset
+
+
+def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
     """The recipe's options for a preset; override any of them.
 
     Args:
-        recipe: lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity) or mlm-c4.
-        preset: the model. It gets the recipe's chunk size unless its system fixes one; the vanilla Transformer is not clipped.
+        recipe: quick, lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity) or mlm-c4.
+        preset: the model; the default is the recipe's. In the paper's recipes, it gets the recipe's chunk size unless its
+            system fixes one, and the vanilla Transformer is not clipped.
 
     Raises:
         ArgumentError: for an unknown recipe or preset.
     """
     check_choice("recipe", recipe, tuple(_RECIPES))
-    values = {**_SHARED, **_RECIPES[recipe], "recipe": recipe, "preset": preset}
+    preset = preset or recipe_preset(recipe)
+    values = {**_RECIPES[recipe], "recipe": recipe, "preset": preset}
     system = system_of(preset)
-    if system.takes_chunk_size:
+    if system.takes_chunk_size and recipe in _CHUNK_SIZES:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
-    if not system.clipped:
+    if not system.clipped and recipe in _CHUNK_SIZES:
         values["clip_norm"] = 0.0
     return TrainConfig(**values)

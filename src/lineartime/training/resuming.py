@@ -12,7 +12,7 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import faster_precision
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
-from lineartime.training.recipes import recipe_config
+from lineartime.training.recipes import recipe_config, recipe_preset
 
 _MAY_CHANGE = (
     "data",  # another path to the same text, which is checked
@@ -98,7 +98,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         defaults = dataclasses.replace(saved_config(like), out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
-        defaults = recipe_config(config.recipe, config.preset)
+        preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
+        defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, reparse)
     return config, defaults
 

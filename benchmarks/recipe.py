@@ -1,0 +1,118 @@
+"""What each part of the recipe `quick` adds: `python benchmarks/recipe.py` (several hours on 2 cores; resumes).
+
+Every variant is the recipe with one thing changed, or the paper's model and optimiser with one thing added. All see as many
+tokens as the recipe, but AdamW a quarter more: its steps are cheaper by that. A second table is the rate by width.
+Finished runs are not repeated; `--only NAME ...` runs some of them, and `--report` none.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from measure import markdown, save
+
+from lineartime.checkpoint import list_checkpoints
+from lineartime.evaluation import evaluate
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
+from lineartime.training.recipes import recipe_config
+
+SEEDS = (0, 1)
+QUICK = recipe_config("quick")
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "adamw_ratio": 1.0, "steps": QUICK.steps * 5 // 4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "the recipe": {},
+    "bytes in place of 2,048 pieces": {"tokenizer": "bytes"},
+    "4,096 pieces": {"tokenizer": "bpe-4096"},
+    "AdamW at 1.5e-3": {**ADAMW, "learning_rate": 1.5e-3},
+    "AdamW at 3e-3": {**ADAMW, "learning_rate": 3e-3},
+    "AdamW at 6e-3": {**ADAMW, "learning_rate": 6e-3},
+    "no token shift": {"override": ("token_shift=False",)},
+    "divisor count": {"override": ("normalization=count",)},
+    "small scores at first": {"override": ("initial_scores=small",)},
+    "flash-tiny": {"preset": "flash-tiny"},
+    "flash-tiny, AdamW at 3e-3": {**ADAMW, "preset": "flash-tiny", "learning_rate": 3e-3},
+    "half the rates": {"learning_rate": QUICK.learning_rate / 2},
+    "twice the rates": {"learning_rate": QUICK.learning_rate * 2},
+    "AdamW's part at the same rate": {"adamw_ratio": 1.0},
+    "warm-up of 2%": {"warmup_steps": QUICK.steps // 50},
+    "warm-up of 30%": {"warmup_steps": QUICK.steps * 3 // 10},
+    "twice the batch, half the steps": {"batch_size": 8, "steps": QUICK.steps // 2},
+    "context of 1,024": {"context_length": 1024, "batch_size": 2},
+}
+WIDTHS, RATES, WIDTH_STEPS = (128, 256, 384), (2.5e-3, 5e-3, 1e-2), 200
+
+
+def measure(name: str, config: TrainConfig, out: Path) -> dict[str, Any]:
+    """Train and measure on the test split; a finished run is read."""
+    file = out / "measured.json"
+    if not file.exists():
+        train(replace(config, out=out, resume=bool(list_checkpoints(out)), eval_every=config.steps, compile="off", track=()))
+        evaluation = evaluate(out)
+        losses = {position.first: position.loss for position in evaluation.by_position}
+        found = {
+            "variant": name,
+            "seed": config.seed,
+            "bits_per_byte": evaluation.bits_per_byte,
+            "fall": (losses[8] - losses[256]) / math.log(2),
+            "options": {key: value for key, value in asdict(config).items() if value != getattr(TrainConfig, key, None)},
+        }
+        file.write_text(json.dumps(found, default=str))
+    found = json.loads(file.read_text())
+    print(f"{name}, seed {config.seed}: {found['bits_per_byte']:.3f}", flush=True)
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/recipe"))
+    parser.add_argument("--only", nargs="*", default=[], help="variants to run, of all")
+    parser.add_argument("--report", action="store_true", help="measure nothing: make the tables of what is there")
+    parser.add_argument("--threads", type=int, default=None)
+    options = parser.parse_args()
+    plan = [(name, replace(QUICK, **changes, seed=seed)) for seed in SEEDS for name, changes in VARIANTS.items()]
+    by_width = {
+        f"width {width} at {rate:g}": replace(QUICK, override=(f"d_model={width}",), learning_rate=rate, steps=WIDTH_STEPS)
+        for width in WIDTHS
+        for rate in RATES
+    }
+    plan += by_width.items()
+    rows = []
+    for name, config in plan:
+        out = options.out / re.sub(r"\W+", "-", f"{name} seed {config.seed}")
+        wanted = not options.report and (not options.only or name in options.only)
+        if wanted or (out / "measured.json").exists():
+            rows.append(measure(name, replace(config, threads=options.threads), out))
+    save("recipe", rows, pieces_table(rows) + "\n" + width_table(rows))
+
+
+def pieces_table(rows: list[dict[str, Any]]) -> str:
+    """Each variant with both seeds, and what it differs from the recipe by."""
+    found = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
+    best = statistics.fmean(row["bits_per_byte"] for row in found["the recipe"])
+    lines = []
+    for name, seeds in found.items():
+        if seeds:
+            values = [row["bits_per_byte"] for row in seeds]
+            each = ", ".join(f"{value:.3f}" for value in values)
+            fall = statistics.fmean(row["fall"] for row in seeds)
+            lines.append([name, each, f"{statistics.fmean(values) - best:+.3f}", f"{fall:.2f}"])
+    return markdown(
+        ["recipe `quick` with", "test bits per byte, each seed", "difference", "fall with context, bits a token"], lines
+    )
+
+
+def width_table(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte by width and rate."""
+    found = {row["variant"]: f"{row['bits_per_byte']:.3f}" for row in rows}
+    lines = [[f"{width}", *(found.get(f"width {width} at {rate:g}", "-") for rate in RATES)] for width in WIDTHS]
+    return markdown([f"d_model, {WIDTH_STEPS} steps", *(f"rate {rate:g}" for rate in RATES)], lines)
+
+
+if __name__ == "__main__":
+    main()
