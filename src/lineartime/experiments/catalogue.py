@@ -151,6 +151,18 @@ EXPERIMENTS: dict[str, Experiment] = {
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
     ),
+    "next": Experiment(
+        "FLASH and what was learnt since",
+        "Is flash-next better than FLASH after the same time of training, on code and on books, at any length?",
+        _seeds(2, _only(_NOT_PAPER, _FLASH)[0], _FLASH_NEXT),
+        _settings(
+            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 4096)),
+            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 8192)),
+            (),
+        ),
+        baseline="flash",
+        budget=_FIVE_MINUTES,
+    ),
     "mlm": Experiment(
         "Masked language models",
         "How well does each system predict masked tokens after the same time of training?",
