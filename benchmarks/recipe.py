@@ -27,8 +27,8 @@ QUICK = recipe_config("quick")
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "adamw_ratio": 1.0, "steps": QUICK.steps * 5 // 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "the recipe": {},
-    "bytes in place of 2,048 pieces": {"tokenizer": "bytes"},
-    "4,096 pieces": {"tokenizer": "bpe-4096"},
+    "bytes": {"tokenizer": "bytes"},
+    "2,048 pieces": {"tokenizer": "bpe-2048"},
     "AdamW at 1.5e-3": {**ADAMW, "learning_rate": 1.5e-3},
     "AdamW at 3e-3": {**ADAMW, "learning_rate": 3e-3},
     "AdamW at 6e-3": {**ADAMW, "learning_rate": 6e-3},

@@ -210,6 +210,13 @@ def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
     assert checkpoints.best_checkpoint(tmp_path).name[-1] == "2"
 
 
+def test_every_so_many_checkpoints_stay_if_asked_for(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step, loss=float(step))
+        checkpoints.prune(tmp_path, keep_every=3)
+    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["1", "3", "6", "7"]
+
+
 def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, loss in ((1, 3.0), (2, 2.5), (3, 2.0)):
         save(tmp_path, step, loss)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -61,3 +62,15 @@ def busy_seconds(cores: frozenset[int]) -> float | None:
             user, nice, system, _idle, _waiting, *others = map(int, fields)
             ticks += user + nice + system + sum(others[:3])  # interrupts of both kinds, and stolen time; guests are in user
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held since its start, or since the system's count was restarted."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        if "VmHWM" in lines:
+            return 1024 * int(lines["VmHWM"].split()[0])
+    import resource  # missing on Windows
+
+    return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -21,3 +22,12 @@ def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has
         for number in 2 * (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.requested
+
+
+def test_the_end_of_its_time_asks_a_run_to_stop() -> None:
+    with interrupts(alone=True, seconds=0.05) as stop:
+        assert not stop.requested
+        time.sleep(0.06)
+        assert stop.requested
+    with interrupts(alone=True) as stop:
+        assert not stop.requested

@@ -199,6 +199,21 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         assert torch.equal(weight, lineartime.load(last_checkpoint(run)).state_dict()[name])
 
 
+def test_a_run_whose_time_is_over_is_saved_and_can_be_resumed_with_other_time(config: MakeConfig, tmp_path: Path) -> None:
+    whole = trained(config(steps=3, out=tmp_path / "whole"))
+    run = trained(config(steps=3, max_time=1e-9))
+    assert losses(run) == losses(whole)[:1]  # a step at a time, so that each call makes progress
+    assert last_checkpoint(run).name == "step-00000001"
+    trained(config(steps=3, max_time=5.0, resume=True))
+    assert losses(run) == losses(whole)
+
+
+def test_checkpoints_to_keep_stay_to_the_end(config: MakeConfig) -> None:
+    run = trained(config(steps=7, eval_every=1, keep_every=2))
+    assert {"step-00000002", "step-00000004", "step-00000006"} <= {path.name for path in list_checkpoints(run)}
+    assert len(list_checkpoints(run)) < 7
+
+
 def test_metrics_of_steps_after_the_checkpoint_are_forgotten(config: MakeConfig, interrupt_after: InterruptAfter) -> None:
     with interrupt_after(3):
         trained(config())

@@ -18,8 +18,9 @@ from torch import nn
 
 from lineartime.bench.measure import is_out_of_memory, separate_compilations
 from lineartime.bench.subjects import Case, Ready, Subject, prepare
+from lineartime.host import peak_memory
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 # The allocator returns freed memory to the system at once, so that the process holds only what it uses.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 _COMMAND = ["-m", "lineartime.bench.memory"]
@@ -84,18 +85,6 @@ def _memory(model: nn.Module, peak: int) -> Memory:
     return Memory(peak, *(sum(t.numel() * t.element_size() for t in tensors) for tensors in (weights, gradients)))
 
 
-def _most_held() -> int:
-    """The most bytes that this process has held since its start, or since the count was restarted."""
-    if _STATUS.exists():
-        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
-        if "VmHWM" in lines:
-            return 1024 * int(lines["VmHWM"].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024
-    import resource  # missing on Windows, where this process is never started
-
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _measure(task: dict[str, Any]) -> Memory | None:
     """The memory of the step that a task describes; None if there is too little."""
     torch.set_num_threads(task["threads"])
@@ -112,9 +101,9 @@ def _measure(task: dict[str, Any]) -> Memory | None:
                 ready.model.zero_grad()
             with suppress(OSError):  # restart the count of `_most_held`, if the system can
                 _CLEAR.write_text("5")
-            before = _most_held()
+            before = peak_memory()
             ready.step()
-            return _memory(ready.model, _most_held() - before)
+            return _memory(ready.model, peak_memory() - before)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             return None

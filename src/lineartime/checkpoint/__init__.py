@@ -171,15 +171,16 @@ def set_aside(checkpoint: Path) -> None:
         checkpoint.rename(aside)
 
 
-def prune(run: Path) -> None:
+def prune(run: Path, keep_every: int | None = None) -> None:
     """Delete all checkpoints but the best, the last, and the one before it, in case the last is damaged later.
 
-    Checkpoints that cannot be read or deleted stay.
+    Those whose step is a multiple of `keep_every` stay, and so do checkpoints that cannot be read or deleted.
     """
     try:
         keep = {best_checkpoint(run), *list_checkpoints(run)[-2:]}
         for checkpoint in list_checkpoints(run):
-            if checkpoint not in keep:
+            wanted = keep_every is not None and checkpoint_step(checkpoint) % keep_every == 0
+            if checkpoint not in keep and not wanted:
                 checkpoint.rename(hidden(checkpoint))  # so that a kill during the deletion leaves no incomplete checkpoint
                 shutil.rmtree(hidden(checkpoint), ignore_errors=True)
     except (LineartimeError, OSError):

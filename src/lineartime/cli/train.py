@@ -1,16 +1,22 @@
 """`lineartime train`: train a model, or resume a run."""
 
+import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+from lineartime.cli.config_file import read_options, to_toml
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.training.config import TrainConfig
+
+_ALIASES = {"model": "preset", "context": "context_length"}
 
 
 @dataclass(frozen=True)
@@ -20,24 +26,72 @@ class Options(TrainConfig):
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
+    config: Path | None = None
+    """Take options from this file, TOML, YAML or JSON, by the same names; those given here win."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only print all options as TOML, for --config."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only take three steps, and print sizes, memory and the time that the whole run will take; nothing is saved."""
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Train, then print the best checkpoint; the arguments are read again with a recipe's defaults."""
-    from lineartime.training.distributed import is_main_process
-    from lineartime.training.loop import train_completed
-    from lineartime.training.resuming import complete
+    """Train, then print the best checkpoint; the arguments are read again with the defaults of a file, a recipe or a run."""
+    if options.dry_run and options.resume:
+        raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument("resume", True), ".")
+    in_file = {} if options.config is None else _in_file(options.config)
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
+        defaults = dataclasses.replace(defaults, **in_file)
         usual = Options(**{**vars(defaults), "data": ()})  # texts that are given replace the default ones
-        options = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
-        return TrainConfig(**{**vars(options), "data": options.data or defaults.data})
+        given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
+        values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
+        return TrainConfig(**{**values, "data": given.data or defaults.data})
 
-    result = train_completed(*complete(TrainConfig(**vars(options)), reparse))
+    from lineartime.training.resuming import complete
+
+    config, left_out = complete(reparse(TrainConfig()), reparse)
+    if options.print_config:
+        print(to_toml(config.to_dict()), end="")
+    elif options.dry_run:
+        _try(config)
+    else:
+        _train(config, left_out)
+
+
+def _train(config: TrainConfig, left_out: TrainConfig) -> None:
+    from lineartime.training.distributed import is_main_process
+    from lineartime.training.loop import train_completed
+
+    result = train_completed(config, left_out)
     if is_main_process():
         if not result.finished:
             print(f"resume by: {_resume_command(result.run)}", file=sys.stderr)
         print(f"best checkpoint: {result.checkpoint}")
+
+
+def _try(config: TrainConfig) -> None:
+    from lineartime.bench.rehearsal import STEPS, rehearse
+
+    tried = rehearse(config)
+    print("\n".join(tried.notes))
+    speed = tried.step_tokens / tried.step_seconds
+    print(f"a step        {tried.step_seconds:.3g} s, {speed:,.0f} tokens/s, the median of {STEPS}")
+    print(f"an evaluation {tried.evaluation_seconds:.3g} s")
+    print(f"the run       {timedelta(seconds=round(tried.seconds))}, without checkpoints")
+    sizes = f"{(tried.weights + tried.moments) / 1e6:,.1f} MB, {tried.weights / 1e6:,.1f} MB of it weights"
+    print(f"a checkpoint  {sizes}")
+    print(f"memory        {tried.peak / 1e6:,.1f} MB at most")
+    print("Nothing was saved.")
+
+
+def _in_file(file: Path) -> dict[str, Any]:
+    """The options in a file; LineartimeError, naming the file, if one has no such value."""
+    values = read_options(file, TrainConfig, _ALIASES)
+    try:
+        TrainConfig(**values)
+    except ArgumentError as error:
+        raise LineartimeError(f"{file}: {error}") from None
+    return values
 
 
 def _resume_command(run: Path) -> str:

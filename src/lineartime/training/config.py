@@ -92,6 +92,10 @@ class TrainConfig:
     """Steps between evaluations on held-out text; a checkpoint follows each."""
     eval_windows: int = 64
     """Sequences of held-out text in each evaluation."""
+    keep_every: int | None = None
+    """Keep the checkpoint of every so many steps, a multiple of `eval_every`, besides the best and the last two."""
+    max_time: float | None = None
+    """Minutes after which training stops as by an interrupt: the step is saved, and the run can be resumed."""
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
     precision: Precision = "auto"
@@ -178,6 +182,9 @@ class TrainConfig:
                 if value != usual:
                     use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
                     raise ArgumentError(name, f"is {value}, but is not used with ", Argument("optimizer", "adamw"), *use)
+        if self.keep_every is not None and self.keep_every % self.eval_every:
+            found, why = f"is {self.keep_every}, but must be a multiple of ", ": checkpoints follow evaluations."
+            raise ArgumentError("keep_every", found, Argument("eval_every", self.eval_every), why)
         if self.clips_locally and self.parallel == "fsdp":
             argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
             raise ArgumentError(
@@ -210,6 +217,12 @@ class TrainConfig:
         for name in ("learning_rate", "adamw_ratio", "epsilon", "timeout"):
             yield name, getattr(self, name) > 0, "above 0"
         yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
+        yield (
+            "max_time",
+            self.max_time is None or (math.isfinite(self.max_time) and self.max_time > 0),
+            "a number of minutes above 0",
+        )
+        yield "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1"
         yield "seed", self.seed < 2**63, "below 2^63"
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":

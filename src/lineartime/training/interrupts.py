@@ -1,7 +1,9 @@
-"""Requests to stop: signals set a flag that the training loop checks between steps."""
+"""Requests to stop: signals set a flag that the training loop checks between steps, and so does the end of its time."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,18 +11,25 @@ from dataclasses import dataclass
 
 @dataclass
 class Stop:
-    """Whether a signal has asked the run to stop."""
+    """Whether a signal has asked the run to stop, or its time is over: a moment of `time.monotonic`."""
 
-    requested: bool = False
+    signalled: bool = False
+    deadline: float = math.inf
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run has to stop."""
+        return self.signalled or time.monotonic() >= self.deadline
 
 
 @contextmanager
-def interrupts(alone: bool) -> Iterator[Stop]:
-    """Turn SIGINT (Ctrl-C) and SIGTERM into a flag; if the process is `alone`, a second SIGINT acts as usual.
+def interrupts(alone: bool, seconds: float = math.inf) -> Iterator[Stop]:
+    """Turn SIGINT (Ctrl-C), SIGTERM and the end of so many seconds into a request to stop.
 
-    Otherwise each may arrive many times: sent to a process group, and passed on by torchrun to each of its processes.
+    If the process is `alone`, a second SIGINT acts as usual. Otherwise each signal may arrive many times: sent to a process
+    group, and passed on by torchrun to each of its processes.
     """
-    stop = Stop()
+    stop = Stop(deadline=time.monotonic() + seconds)
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop
         return
@@ -28,7 +37,7 @@ def interrupts(alone: bool) -> Iterator[Stop]:
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def request(number: int, _frame: object) -> None:
-        stop.requested = True
+        stop.signalled = True
         if alone and number == signal.SIGINT:
             signal.signal(number, previous[number])
 

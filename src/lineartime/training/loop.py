@@ -122,7 +122,9 @@ class Trainer:
         self.text = setup.text
         self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
         self.optimizer = build_optimizer(self.model, config)
-        self.writer = CheckpointWriter(config.run_directory, self.model, self.optimizer, setup.tokenizer, world)
+        self.writer = CheckpointWriter(
+            config.run_directory, self.model, self.optimizer, setup.tokenizer, world, config.keep_every
+        )
         self.step = 0
         self.skipped = 0
         self._skipped_in_a_row = 0
@@ -161,7 +163,8 @@ class Trainer:
         try:
             with self.world.failing_together():
                 reporter = self._reporter()
-            with reporter as report, interrupts(alone=self.world.size == 1) as stop:
+            minutes = math.inf if self.config.max_time is None else self.config.max_time
+            with reporter as report, interrupts(alone=self.world.size == 1, seconds=60 * minutes) as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:

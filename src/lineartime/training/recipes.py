@@ -28,11 +28,11 @@ _PAPER: dict[str, Any] = {
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     "quick": {
         "preset": "flash-next-tiny",
-        "tokenizer": "bpe-2048",
+        "tokenizer": "bpe-4096",
         "optimizer": "muon",
         "learning_rate": 5e-3,
         "adamw_ratio": 2.0,
-        "steps": 450,
+        "steps": 420,
     },
     "lm-wiki40b": {**_PAPER, "data": "wiki40b", "task": "clm", "context_length": 1024},
     "lm-pg19": {**_PAPER, "data": "pg19", "task": "clm", "context_length": 1024},

@@ -29,6 +29,8 @@ _MAY_CHANGE = (
     "track",
     "cache",
     "max_skipped",
+    "keep_every",
+    "max_time",
 )
 """Options that may differ when a run is resumed: it may have moved to other or more machines."""
 

@@ -34,8 +34,17 @@ class CheckpointWriter:
     Every process of the run has a writer; all call `begin` and `finish` together.
     """
 
-    def __init__(self, run: Path, model: LanguageModel, optimizer: ModelOptimizer, tokenizer: Tokenizer, world: World) -> None:
+    def __init__(
+        self,
+        run: Path,
+        model: LanguageModel,
+        optimizer: ModelOptimizer,
+        tokenizer: Tokenizer,
+        world: World,
+        keep_every: int | None = None,
+    ) -> None:
         self._run = run
+        self._keep_every = keep_every
         self._model = model
         self._optimizer = optimizer
         self._tokenizer = tokenizer
@@ -115,7 +124,7 @@ class CheckpointWriter:
         except BaseException as error:  # `finish` raises it in the main thread
             self._error = _cause(error)
         else:
-            prune(self._run)
+            prune(self._run, self._keep_every)
 
 
 def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, world: World) -> None:

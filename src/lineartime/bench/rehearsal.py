@@ -1,0 +1,92 @@
+"""A run tried before it is started: what it is made of, how long it will take, and how much memory."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lineartime.errors import ArgumentError
+from lineartime.host import peak_memory
+from lineartime.machine import using_threads
+from lineartime.runs.reporter import NullReporter
+from lineartime.training.config import TrainConfig
+from lineartime.training.interrupts import Stop
+from lineartime.training.loop import Trainer, prepare
+
+STEPS = 3
+"""The steps that are timed, after a first one, which compiles and makes room."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run is made of and takes.
+
+    Attributes:
+        notes: what the run would say at its start.
+        step_seconds: of one step, the median of a few.
+        step_tokens: in one step.
+        evaluation_seconds: of one evaluation.
+        seconds: of all steps and evaluations.
+        weights: bytes of the weights in a checkpoint.
+        moments: bytes of what the optimiser keeps.
+        peak: the most bytes held, on a GPU by tensors, otherwise by the whole process.
+    """
+
+    notes: list[str]
+    step_seconds: float
+    step_tokens: int
+    evaluation_seconds: float
+    seconds: float
+    weights: int
+    moments: int
+    peak: int
+
+
+def rehearse(config: TrainConfig) -> Rehearsal:
+    """Take a few steps of a new run, in one process.
+
+    Nothing is written to the folder of the run; the text is encoded into the cache, as for the run.
+
+    Raises:
+        LineartimeError: as `train`, and for a run to resume.
+    """
+    if config.resume:
+        raise ArgumentError("resume", "is True, but only a new run can be tried: leave it out.")
+    with using_threads(config.threads):
+        trainer = prepare(config)
+        try:
+            return _measured(trainer)
+        finally:
+            trainer.text.loader.close()
+
+
+def _measured(trainer: Trainer) -> Rehearsal:
+    config, setup = trainer.config, trainer.setup
+
+    def step() -> None:
+        trainer.take_step(NullReporter(), Stop())
+
+    step()
+    step_seconds = statistics.median(_seconds(step) for _ in range(STEPS))
+    evaluation_seconds = _seconds(trainer.validation.loss)
+    evaluations = 1 + -(-config.steps // config.eval_every)  # one before the first step
+    cuda = setup.device.type == "cuda"
+    return Rehearsal(
+        trainer.notes,
+        step_seconds,
+        setup.tokens_per_step,
+        evaluation_seconds,
+        config.steps * step_seconds + evaluations * evaluation_seconds,
+        weights=sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters()),
+        moments=sum(moment.numel() * moment.element_size() for moment in trainer.optimizer.moments().values()),
+        peak=torch.cuda.max_memory_allocated(setup.device) if cuda else peak_memory(),
+    )
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

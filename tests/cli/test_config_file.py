@@ -1,0 +1,114 @@
+"""Options of `lineartime train` in a file."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.bench.rehearsal import rehearse
+from lineartime.cli import main
+from lineartime.cli.config_file import read_options, to_toml
+from lineartime.errors import LineartimeError
+from lineartime.training.config import TrainConfig
+
+Fails = Callable[..., None]
+OPTIONS = {"preset": "flash-tiny", "context_length": 24, "learning_rate": 0.002, "override": ("d_model=16", "n_blocks=1")}
+TEXTS = {
+    "run.toml": 'model = "flash-tiny"\ncontext-length = 24\nlearning_rate = 2e-3\noverride = ["d_model=16", "n_blocks=1"]\n',
+    "run.yaml": "model: flash-tiny\ncontext: 24\nlearning-rate: 2e-3\noverride:\n  - d_model=16\n  - n_blocks=1\n",
+    "run.json": '{"preset": "flash-tiny", "context": 24, "learning_rate": 2e-3, "override": ["d_model=16", "n_blocks=1"]}',
+}
+ALIASES = {"model": "preset", "context": "context_length"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(TEXTS[name])
+    assert read_options(tmp_path / name, TrainConfig, ALIASES) == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", "steps: [", "a.yaml is no YAML: while parsing"),
+        ("a.yaml", "- steps", "a.yaml holds a list, but must hold options by name"),
+        ("a.yaml", "", "a.yaml holds a NoneType"),
+        ("a.yaml", "!!python/object/apply:os.system [true]", "a.yaml is no YAML: could not determine a constructor"),
+        ("a.json", "{", "a.json is no JSON: Expecting property name"),
+        ("a.json", "[" * 100_000, "a.json is no JSON: maximum recursion depth"),
+        ("a.json", b"\xff\xfe", "a.json is no JSON: 'utf-8' codec can't decode"),
+        ("a.json", " " * 2**21, "a.json is larger than a file of options can be"),
+        ("a.json", '{"stepps": 3}', r"a.json has 'stepps', which is no option \(did you mean steps\?\)"),
+        ("a.json", '{"model": "flash-tiny", "preset": "flash-tiny"}', "a.json has preset twice, under two names"),
+        ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
+        ("none/a.json", None, "Cannot read .*a.json: No such file"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content: str | bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(LineartimeError, match=message):
+        read_options(tmp_path / name, TrainConfig, ALIASES)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The options that a command would train with."""
+    assert main(["train", *arguments, "--print-config"]) == 0
+    lines = [line.split(" = ", 1) for line in capsys.readouterr().out.splitlines()]
+    return {name: json.loads(value) for name, value in lines}
+
+
+def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"recipe": "quick", "steps": 7, "learning_rate": 0.1, "data": ["README.md"]}')
+    found = printed(capsys, "--config", str(file), "--learning-rate", "0.2")
+    assert (found["preset"], found["optimizer"]) == ("flash-next-tiny", "muon")  # from the recipe
+    assert (found["steps"], found["learning_rate"]) == (7, 0.2)
+    assert found["data"].endswith("README.md")
+    assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}
+    (tmp_path / "run.toml").write_text(to_toml(options))
+    found = read_options(tmp_path / "run.toml", TrainConfig, {})
+    assert TrainConfig(**found).to_dict() == options
+
+
+def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> None:
+    file = tmp_path / "run.json"
+    for content, message in (
+        ('{"steps": "many"}', "run.json: steps is 'many', but must be a whole number"),
+        ('{"override": [1]}', "run.json: override is"),
+        ('{"recipe": "fast"}', "run.json: recipe is 'fast', but must be"),
+    ):
+        file.write_text(content)
+        fails(["train", "--config", str(file)], message)
+
+
+def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Callable[..., TrainConfig], fails: Fails
+) -> None:
+    small = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "--context", "24", "--batch-size", "2", "--steps", "50"]
+    where = ["--data", str(text), "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]
+    assert main(["train", *small, *where, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "parameters, vocabulary of 258",
+        "a step ",
+        "tokens/s",
+        "an evaluation ",
+        "the run ",
+        "a checkpoint ",
+        "memory ",
+    ):
+        assert part in shown
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(LineartimeError, match="resume is True, but only a new run can be tried"):
+        rehearse(config(resume=True))
+    fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")
