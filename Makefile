@@ -2,15 +2,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-RUN ?= runs/flash-tiny
+RUN ?= runs/quick
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: train test tables lint types clean
 
 train: $(VENV)/installed
-	$(BIN)/lineartime train --preset flash-tiny --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume)
-	$(BIN)/lineartime eval $(RUN)
+	$(BIN)/lineartime train --recipe quick --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume)
+	$(BIN)/lineartime eval $(RUN) --plot $(RUN)/report.png
 	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\ndef ')" --temperature 0.7 --max-tokens 300 --seed 3
 
 test: $(VENV)/installed
