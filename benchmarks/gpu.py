@@ -28,7 +28,7 @@ from lineartime.bench.measure import median_seconds, peak_flops, release, synchr
 from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
-from lineartime.generation import recorded_step
+from lineartime.generation.streams import recorded_step
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import mixed_chunk_attention, quadratic_attention

@@ -7,7 +7,8 @@ import torch
 import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError
-from lineartime.generation import Sampling, draw, generate, generate_batch
+from lineartime.generation import Sampling, generate, generate_batch, streams
+from lineartime.generation.sampling import draw
 from lineartime.models import CausalLM
 
 GREEDY = Sampling(temperature=0.0)
@@ -28,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
     "model", ["flash-tiny", "flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny shifted"], indirect=True
 )
 def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "PREFILL", 4)  # a prompt in several pieces
+    monkeypatch.setattr(streams, "PREFILL", 4)  # a prompt in several pieces
     prompt = torch.randint(0, 40, (11,)).tolist()
     ids = list(prompt)
     for _ in range(20):
@@ -38,13 +39,12 @@ def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: p
 
 def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    extend = model.backbone.extend
 
-    def counting(ids: torch.Tensor, state: Any) -> Any:
-        read.append(ids.shape[1])
-        return extend(ids, state)
+    def counting(read_by: Any) -> Any:
+        return lambda ids, *state, **streams: read.append(ids.shape[1]) or read_by(ids, *state, **streams)
 
-    monkeypatch.setattr(model.backbone, "extend", counting)
+    for name in ("extend", "step"):
+        monkeypatch.setattr(model.backbone, name, counting(getattr(model.backbone, name)))
     monkeypatch.setattr(model, "forward", None)
     list(generate(model, [1, 2, 3], 5, GREEDY))
     assert read == [3, 1, 1, 1, 1]
@@ -55,11 +55,11 @@ def test_tokens_come_one_by_one(model: CausalLM) -> None:
     assert isinstance(next(stream), int)
 
 
-@pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted"], indirect=True)
+@pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny"], indirect=True)
 def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
     model.double()
-    chunk = model.config.mixer.options["chunk_size"]
-    lengths = [1, chunk - 2, chunk, 2 * chunk + 5]  # some fill their chunk on the way
+    chunk = model.config.mixer.options.get("chunk_size", 16)
+    lengths = [1, chunk - 2, chunk, 2 * chunk + 5, chunk]  # some fill their chunk on the way, and some are equally long
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
     together = generate_batch(model, prompts, 12, GREEDY)
     assert together == [list(generate(model, prompt, 12, GREEDY)) for prompt in prompts]
@@ -77,12 +77,6 @@ def test_a_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
     assert len({len(text) for text in cut}) > 1
 
 
-@pytest.mark.parametrize("model", ["flash-quad-tiny", "transformer++-tiny"], indirect=True)
-def test_a_model_that_cannot_step_says_so(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="continues streams at one position only: generate from one prompt at a time"):
-        generate_batch(model, [[1], [2, 3]], 5, GREEDY)
-
-
 def test_a_seed_repeats_a_text(model: CausalLM) -> None:
     texts = [tuple(generate(model, [1], 30, Sampling(temperature=1.0, top_p=1.0, seed=seed))) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -96,7 +90,7 @@ def test_the_stop_token_ends_the_text_and_is_left_out(model: CausalLM) -> None:
 def frequencies(sampling: Sampling, n: int = 4000) -> list[float]:
     logits = torch.tensor([0.1, 0.6, 0.3]).log()
     generator = torch.Generator().manual_seed(0)
-    counts = torch.bincount(torch.tensor([draw(logits, sampling, generator) for _ in range(n)]), minlength=3)
+    counts = torch.bincount(torch.cat([draw(logits[None], sampling, generator) for _ in range(n)]), minlength=3)
     return (counts / n).tolist()
 
 
@@ -241,8 +235,14 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(preset: str) -> None
         for _ in range(8):
             ids.append(int(model(torch.tensor([ids]), prefix_lengths=torch.tensor([len(prompt)]))[0, -1].argmax()))
         assert text == ids[len(prompt) :]
-    if model.can_step:
-        assert generate_batch(model, prompts, 8, GREEDY) == written
+    assert generate_batch(model, prompts, 8, GREEDY) == written
     logits, state = model.read_prefix(torch.tensor([prompts[1]]))
     torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
     assert state[0].position == 11
+
+
+def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:
+    logits = torch.full((3, 5), -1e9)
+    logits[[0, 1, 2], [4, 0, 2]] = 1.0
+    for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, 3), Sampling(1.0, 99, 1.0)):
+        assert draw(logits, sampling, torch.Generator()).tolist() == [4, 0, 2]

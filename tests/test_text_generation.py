@@ -58,7 +58,12 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
         def drawn(model: object, prompt: object, max_tokens: int, *_: object) -> Iterator[int]:
             return iter(list(ids)[:max_tokens])
 
+        def drawn_together(model: object, prompts: Sequence[object], max_tokens: int, *rest: Any) -> None:
+            for text in range(len(prompts)):
+                all(not rest[-1](text, token) for token in drawn(model, None, max_tokens))
+
         monkeypatch.setattr(text_generation, "generate", drawn)
+        monkeypatch.setattr(text_generation, "generate_batch", drawn_together)
 
     return set_up
 

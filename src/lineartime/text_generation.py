@@ -1,13 +1,12 @@
 """Text in, text out: a model continues a text until a stop text appears, its document ends, or enough tokens are drawn."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.generation import Sampling, chosen, generate, generate_batch
+from lineartime.generation import Sampling, generate, generate_batch
 from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
 
@@ -64,8 +63,8 @@ def generate_samples(
     max_tokens: int,
     sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
-) -> Iterator[Continuation]:
-    """Continue a text several times: all together if the model can step, as FLASH can, and else one after another.
+) -> list[Continuation]:
+    """Continue a text several times, all together.
 
     Args:
         model, tokenizer, prompt, max_tokens, stop: as for `generate_text`.
@@ -77,14 +76,10 @@ def generate_samples(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop)
     check_positive(samples=samples, max_tokens=max_tokens)
-    sampling, end = chosen(sampling), tokenizer.end_of_document
     writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
-    if samples > 1 and model.can_step:
-        generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))
-        return (writing.finished(max_tokens) for writing in writings)
-    # Checked at once, although each sample is drawn when it is asked for.
-    drawn = [generate(model, ids, max_tokens, _of_sample(sampling, number), end) for number in range(samples)]
-    return (_written(writing, tokens, max_tokens) for writing, tokens in zip(writings, drawn, strict=True))
+    end = tokenizer.end_of_document
+    generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))
+    return [writing.finished(max_tokens) for writing in writings]
 
 
 class _StopSearch:
@@ -169,19 +164,6 @@ def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
     writing.flush()
     if piece := writing.take():
         yield piece
-
-
-def _written(writing: _Writing, tokens: Iterator[int], max_tokens: int) -> Continuation:
-    """The continuation that tokens make, drawn up to a stop text."""
-    for token in tokens:
-        if writing.push(token):
-            break
-    return writing.finished(max_tokens)
-
-
-def _of_sample(sampling: Sampling, number: int) -> Sampling:
-    """The sampling of one of several texts that are drawn one after another: each has a seed of its own."""
-    return sampling if sampling.seed is None else dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**63)
 
 
 def _checked(

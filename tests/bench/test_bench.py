@@ -25,7 +25,7 @@ from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import read
+from lineartime.generation.streams import read
 from lineartime.models.cost import cost
 from lineartime.models.presets import presets, resolve
 from lineartime.runs.metrics import METRICS_FILE

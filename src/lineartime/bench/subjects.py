@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.peers import build_peer
-from lineartime.generation import read
+from lineartime.generation.streams import read
 from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes

@@ -91,8 +91,8 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             sys.stdout.write("\n")
             sys.stdout.flush()
         return
-    samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
     print(note, file=sys.stderr, flush=True)
+    samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
     for number, sample in enumerate(samples, 1):
         if options.json:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)

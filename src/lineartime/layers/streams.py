@@ -3,7 +3,7 @@
 Shapes: B streams, N new tokens, d model width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
@@ -102,7 +102,12 @@ def extend_ragged(
 def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], Any]:
     """Groups of streams at one position as one group."""
     rows = tuple(row for rows, _ in parts for row in rows)
-    return rows, _map_tensors(lambda *tensors: torch.cat(tensors), *(state for _, state in parts))
+    return rows, join_groups([state for _, state in parts])
+
+
+def join_groups(states: Sequence[Any]) -> Any:
+    """One state of all streams of several states at one position."""
+    return _map_tensors(lambda *tensors: torch.cat(tensors), *states)
 
 
 def take_streams(state: Any, rows: Tensor) -> Any:

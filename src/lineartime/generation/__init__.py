@@ -1,0 +1,159 @@
+"""Generation: read the prompt once, then extend the text token by token from the state; no token is read twice.
+
+Shapes: N tokens of the prompt, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+from lineartime.generation.sampling import Sampling, chosen, draw
+from lineartime.generation.streams import continuing, prefill
+from lineartime.layers.checks import check_positive
+from lineartime.models.heads import CausalLM, check_model
+
+__all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
+
+Ids = Iterable[int] | Tensor
+"""Token ids: any sequence of whole numbers, a numpy array [N], or a tensor [N]."""
+
+
+def generate(
+    model: CausalLM, prompt: Ids, max_tokens: int, sampling: Sampling | None = None, stop_token: int | None = None
+) -> Iterator[int]:
+    """Continue a prompt, and yield each token as soon as it is drawn.
+
+    Args:
+        model: a causal language model, in evaluation mode; one of task "prefix-lm" reads the prompt as its prefix.
+        prompt: token ids, at least one: a sequence, a numpy array [N] or a tensor [N].
+        max_tokens: the largest number of tokens to draw.
+        sampling: how to draw them; the default is `Sampling()`.
+        stop_token: a token that ends the text; it is not yielded.
+
+    Raises:
+        ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, or an argument
+            of the wrong type.
+    """
+    (ids,), sampling = _checked(model, [prompt], max_tokens, sampling, stop_token)
+    drawn = (token for (token,) in _drawn(model, [ids], max_tokens, sampling))
+    return takewhile(lambda token: token != stop_token, drawn)
+
+
+def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
+    """The next token of every text, `max_tokens` times; a text that has ended goes on until all have."""
+    generator = sampling.generator()
+    with torch.no_grad():
+        once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
+        logits = torch.stack([once[ids][0] for ids in prompts])
+        read_next = continuing(model, [once[ids][1] for ids in prompts])
+    del once  # the state of a long prompt may be large
+    for count in range(1, max_tokens + 1):
+        tokens = draw(logits, sampling, generator)
+        yield tokens.tolist()
+        if count < max_tokens:
+            with torch.no_grad():
+                logits = read_next(tokens)
+
+
+def generate_batch(
+    model: CausalLM,
+    prompts: Sequence[Ids],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+    ended: Callable[[int, int], bool] | None = None,
+) -> list[list[int]]:
+    """Continue several prompts of any lengths together; no text depends on the other prompts.
+
+    The model reads each prompt by itself, and equal prompts once; then every step adds a token to each text. A model that can
+    step (`model.can_step`), as FLASH can, computes all texts at once, in the same time and memory however long they are, on a
+    GPU as a CUDA graph. Others compute the texts of equally long prompts at once, one group after another.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        prompts: token ids, at least one in each.
+        max_tokens, sampling, stop_token: as for `generate`; one generator draws for all texts.
+        ended: called with the number of a text and its new token; the text ends with this token if it returns True.
+
+    Returns:
+        The tokens drawn for each prompt, without the stop token.
+
+    Raises:
+        ArgumentError: as for `generate`.
+    """
+    if not prompts:
+        return []
+    read_by, sampling = _checked(model, prompts, max_tokens, sampling, stop_token)
+    texts: list[list[int]] = [[] for _ in prompts]
+    growing = set(range(len(prompts)))
+    for tokens in _drawn(model, read_by, max_tokens, sampling):
+        growing -= {text for text in growing if tokens[text] == stop_token}
+        for text in sorted(growing):
+            texts[text].append(tokens[text])
+            if ended is not None and ended(text, tokens[text]):
+                growing.remove(text)
+        if not growing:
+            break
+    return texts
+
+
+def _checked(
+    model: object, prompts: Sequence[Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
+) -> tuple[list[tuple[int, ...]], Sampling]:
+    """The ids of each prompt, and how to draw; ArgumentError for what `generate` cannot work with."""
+    known = check_model(model, CausalLM, "generate").config
+    check_positive(max_tokens=max_tokens)
+    sampling = chosen(sampling)
+    if stop_token is not None:
+        token_ids("stop_token", [stop_token], known.vocab_size)
+    found = [token_ids("prompt", prompt, known.vocab_size) for prompt in prompts]
+    longest = known.longest_sequence
+    for ids in found:
+        if not ids:
+            raise ArgumentError("prompt", "is empty, but must hold at least one token, for instance the end of a document.")
+        tokens = len(ids) + max_tokens - 1  # the model never reads the last one
+        if longest is not None and tokens > longest:
+            raise ArgumentError(
+                "max_tokens",
+                f"is {max_tokens} after a prompt of {len(ids)} tokens, which makes {tokens} tokens to read, but this model "
+                f"reads at most {longest}: ask for fewer, or shorten the prompt.",
+            )
+    return found, sampling
+
+
+def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as whole numbers; ArgumentError, naming the argument and the id, for anything else.
+
+    Args:
+        argument: the name of the argument.
+        given: a sequence of whole numbers, a numpy array [N] or a tensor [N].
+        vocab_size: ids are below this.
+    """
+    if isinstance(given, str):
+        raise ArgumentError(argument, "is a text, but must be token ids: encode it with the model's tokenizer.")
+    if getattr(given, "ndim", 1) != 1:
+        raise ArgumentError(argument, f"has shape {list(given.shape)}, but must be the token ids of one text, [N].")
+    try:
+        values = given.tolist() if hasattr(given, "tolist") else list(given)
+    except TypeError:
+        raise ArgumentError(argument, f"is {given!r}, but must be a sequence of token ids.") from None
+    ids = []
+    for value in values:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            ids.append(index(value))
+        except TypeError:
+            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are whole numbers.") from None
+        if not 0 <= ids[-1] < vocab_size:
+            raise ArgumentError(
+                argument,
+                f"holds the id {value}, but this model's vocabulary has {vocab_size:,} tokens: ids are from 0 to "
+                f"{vocab_size - 1}.",
+            )
+    return tuple(ids)

@@ -1,0 +1,73 @@
+"""How the next token of a text is drawn.
+
+Shapes: B texts, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+from lineartime.fields import check_fields
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: draw only from this many of the likeliest tokens; 0 for all.
+        top_p: draw only from the likeliest tokens that together reach this probability; 1 for all.
+        seed: of the random draws; None for a different one each time.
+
+    Raises:
+        ArgumentError: for a value of the wrong type or outside what its argument allows.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.temperature >= 0:
+            raise ArgumentError("temperature", f"is {self.temperature}, but must not be negative.")
+        if self.top_k < 0:
+            raise ArgumentError("top_k", f"is {self.top_k}, but must not be negative; 0 allows all tokens.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ArgumentError("seed", f"is {self.seed}, but must be from 0 to 2^63 - 1.")
+        if not 0 < self.top_p <= 1:
+            raise ArgumentError("top_p", f"is {self.top_p}, but must be above 0 and at most 1.")
+
+    def generator(self) -> torch.Generator:
+        """A random number generator with this seed."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+
+def chosen(sampling: Sampling | None) -> Sampling:
+    """The sampling that was given, or the usual one; ArgumentError for anything else."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ArgumentError("sampling", f"is {sampling!r}, but must be a Sampling, for instance Sampling(temperature=0.8).")
+    return Sampling() if sampling is None else sampling
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU."""
+    logits = logits.float().cpu()
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    # Relative to the largest logit and in float64, so that no temperature overflows.
+    scores = (logits - logits.amax(-1, keepdim=True)).double() / sampling.temperature
+    ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1])) if sampling.top_k else scores.sort(-1, descending=True)
+    probabilities = ranked.softmax(-1)
+    # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
+    probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
+    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]

@@ -1,0 +1,100 @@
+"""Reading prompts, and continuing what was read token by token.
+
+Shapes: B texts, N tokens of a prompt, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lineartime.layers.streams import join_groups, tensors_of
+from lineartime.models.backbone import BackboneState
+from lineartime.models.heads import CausalLM
+
+PREFILL = 1024
+"""Tokens of a prompt that a causal model reads at a time."""
+
+Next = Callable[[Tensor], Tensor]
+"""Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
+
+
+def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
+    """Read the beginning of streams, ids [B, N]: the last logits [B, V], and the state.
+
+    A model of task "prefix-lm" reads them as a prefix, all at once, and others `PREFILL` tokens at a time.
+    """
+    if model.config.task == "prefix-lm":
+        hidden, state = model.backbone.read_prefix(ids)
+        return model.logits(hidden[:, -1]), state
+    state = model.init_state(ids.shape[0])
+    for piece in ids.split(PREFILL, dim=1):
+        hidden, state = model.backbone.extend(piece, state)
+    return model.logits(hidden[:, -1]), state
+
+
+def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:
+    """Read a prompt: the logits [V] after its last token, and the state."""
+    logits, state = read(model, torch.tensor([prompt], device=next(model.parameters()).device))
+    return logits[0], state
+
+
+def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
+    """Continue texts token by token: in place if the model can step, which CUDA records as one graph.
+
+    Args:
+        model: the model.
+        states: of one text each, as `prefill` returns them; they stay as they are.
+    """
+    if not model.can_step:
+        return _by_position(model, states)
+    streams = model.join_streams(states)
+    device = streams[0].position.device
+    step = recorded_step(model, streams, len(states)) if device.type == "cuda" else partial(model.step, streams=streams)
+    return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
+
+
+def _by_position(model: CausalLM, states: Sequence[BackboneState]) -> Next:
+    """Continue the texts at each position together: texts of equally long prompts stay together to their ends."""
+    device = next(model.parameters()).device
+    positions = [state[0].position for state in states]
+    groups = []
+    for position in sorted(set(positions)):
+        rows = [row for row, found in enumerate(positions) if found == position]
+        joined = tuple(join_groups(parts) for parts in zip(*(states[row] for row in rows), strict=True))
+        groups.append((torch.tensor(rows), joined))
+
+    def read_next(tokens: Tensor) -> Tensor:
+        logits = torch.empty(len(states), model.config.vocab_size, device=device)
+        for place, (rows, state) in enumerate(groups):
+            new, state = model.extend(tokens[rows, None].to(device), state)
+            logits[rows.to(device)] = new[:, 0].float()
+            groups[place] = rows, state
+        return logits
+
+    return read_next
+
+
+def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
+    """`model.step` as a CUDA graph, which launches the hundreds of kernels of a token at once."""
+    ids = torch.zeros(batch, 1, dtype=torch.long, device=streams[0].position.device)
+    before = [tensor.clone() for tensor in tensors_of(streams)]
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
+        for _ in range(3):
+            model.step(ids, streams)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model.step(ids, streams)
+    for tensor, value in zip(tensors_of(streams), before, strict=True):
+        tensor.copy_(value)  # undo the trial steps
+
+    def step(tokens: Tensor) -> Tensor:
+        ids.copy_(tokens)
+        graph.replay()
+        return logits
+
+    return step
