@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import mixed_chunk_streams, step
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
@@ -81,7 +81,9 @@ def test_joined_streams_continue_as_each_would_alone(activation: Any, normalizat
         ]
         bias = options["bias"]
         row = None if bias is None else bias[streams.position % CHUNK]
-        out = step(Heads(*tokens), row, MixedChunkOptions(CHUNK, True, activation, normalization), streams)
+        out = step(
+            torch.stack(tokens[:4], 1), tokens[4], row, MixedChunkOptions(CHUNK, True, activation, normalization), streams
+        )
         expected = torch.cat([whole[:, read + new, None] for whole, read in zip(alone, READ, strict=True)])
         torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
     assert streams.position.tolist() == [read + 10 for read in READ]
@@ -98,7 +100,7 @@ def test_a_step_can_be_recorded() -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2 * CHUNK + 1):
-            tokens = (torch.randn(2, 1, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE))
-            compiled(Heads(*tokens), None, MixedChunkOptions(CHUNK, causal=True), streams)
+            maps, v = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((4, 1, D_QK), (1, D_VALUE)))
+            compiled(maps, v, None, MixedChunkOptions(CHUNK, causal=True), streams)
     assert [tensor.data_ptr() for tensor in streams] == places
     assert streams.position.tolist() == [2 * CHUNK + 1] * 2

@@ -78,6 +78,6 @@ class FLASH(
         if self.bias is not None:
             slots = torch.arange(self.chunk_size, device=normed.device)
             row = self.bias(streams.position % self.chunk_size, slots, layout.place_rotations)
-        attended = stream.step(Heads(*(*maps.unbind(1), v)), row, self.options, streams)
+        attended = stream.step(maps, v, row, self.options, streams)
         out: Tensor = self.to_output(self.gate(gate, attended))
         return out

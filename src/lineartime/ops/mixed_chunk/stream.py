@@ -155,35 +155,36 @@ def _fold(state: MixedChunkState) -> MixedChunkState:
 
 
 class MixedChunkStreams(NamedTuple):
-    """What a batch of streams remembers.
+    """What a batch of streams remembers, in float32 or better.
 
     Attributes:
-        summary: [B, s, e], the sum of k_lin v^T over all complete chunks, in float32 or better.
-        pending: [B, s, e], the same sum over the open chunk.
-        k, v: [B, C, s] and [B, C, e] of the open chunk; rows behind its last token are out of date.
+        sums: [B, s, e], the sum of k_lin v^T over all tokens, those of the open chunk included: so every step does the same.
+        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk.
+        values: [B, C, e] of the open chunk; here and in the keys, rows behind its last token are out of date.
         position: int [B], the number of tokens that each stream has read.
     """
 
-    summary: Tensor
-    pending: Tensor
-    k: Tensor
-    v: Tensor
+    sums: Tensor
+    keys: Tensor
+    values: Tensor
     position: Tensor
 
 
 def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
     """Join streams; each state is that of one or more streams at one position and stays as it is."""
-    summary, k, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
+    summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
     with without_autocast(v):
-        return MixedChunkStreams(summary, k_lin.mT @ v, k, v, torch.tensor(positions, device=v.device))
+        sums = torch.baddbmm(summary, k_lin.mT, v)
+    return MixedChunkStreams(sums, torch.stack([k_quad, k_lin], 1), v, torch.tensor(positions, device=v.device))
 
 
-def step(heads: Heads, bias: Tensor | None, options: MixedChunkOptions, streams: MixedChunkStreams) -> Tensor:
+def step(maps: Tensor, v: Tensor, bias: Tensor | None, options: MixedChunkOptions, streams: MixedChunkStreams) -> Tensor:
     """Continue every stream by one token; the outputs equal those of `extend` for each stream alone.
 
     Args:
-        heads: [B, 1, s] and [B, 1, e] of the new tokens.
+        maps: [B, 4, 1, s], the new tokens' q_quad, k_quad, q_lin and k_lin.
+        v: [B, 1, e], their values.
         bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
         options: as for the other forms.
         streams: what came before; updated in place.
@@ -191,29 +192,27 @@ def step(heads: Heads, bias: Tensor | None, options: MixedChunkOptions, streams:
     Returns:
         [B, 1, e].
     """
-    summary, pending, keys, values, position = streams
-    chunk_size, compute = options.chunk_size, matmul_dtype(*heads)
-    result_dtype = output_dtype(heads.v, compute)
-    with without_autocast(heads.v):
-        q_quad, k_quad, q_lin, k_lin, v = (x.to(compute) for x in heads)
-        slot = position % chunk_size
-        rows = torch.arange(len(v), device=v.device)
-        keys[rows, slot] = k_quad[:, 0].to(keys.dtype)
-        values[rows, slot] = v[:, 0].to(values.dtype)
+    sums, keys, values, position = streams
+    dtype, result_dtype = sums.dtype, output_dtype(v, matmul_dtype(maps, v))
+    with without_autocast(v):
+        queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(dtype), v.to(dtype)
+        row, slot = torch.arange(len(v), device=v.device), position % options.chunk_size
+        keys[row, :, slot] = new[:, :, 0]
+        values[row, slot] = v[:, 0]
+        sums.baddbmm_(new[:, 1].mT, v)
+        visible = (torch.arange(options.chunk_size, device=v.device) <= slot[:, None])[:, None]
+        quadratic, linear = (queries @ keys.mT).unbind(1)
         weights = attention_weights(
-            q_quad @ keys.to(compute).mT,
-            d_qk=q_quad.shape[-1],
-            visible=(torch.arange(chunk_size, device=v.device) <= slot[:, None])[:, None],
+            quadratic,
+            d_qk=maps.shape[-1],
+            visible=visible,
             bias=None if bias is None else bias[:, None],
             activation=options.activation,
             published_length=options.published_length,
         )
-        # Rows that an earlier chunk left behind are finite, and their weight is zero.
-        out = weights.to(compute) @ values.to(compute)
-        read = q_lin.to(summary.dtype) @ summary / options.linear_divisor(position - slot)[:, None, None]
-        pending += (k_lin.mT @ v).to(pending.dtype)
-        full = (slot == chunk_size - 1)[:, None, None]
-        summary += pending * full
-        pending *= ~full
+        # The linear part reads complete chunks: take the open one out of the sums, by way of the weights.
+        read = position - slot
+        share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
+        out = torch.baddbmm((queries[:, 1] * share) @ sums, weights - linear * (visible * share), values)
         position += 1
-        return (out + read.to(compute)).to(result_dtype)
+        return out.to(result_dtype)
