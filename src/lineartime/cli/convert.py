@@ -1,0 +1,31 @@
+"""`lineartime convert`: a model for transformers, and back."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from lineartime.checkpoint import Which
+
+
+@dataclass(frozen=True)
+class Options:
+    """Convert a trained model into a folder for the transformers library, or such a folder back into one of lineartime."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a run, of a checkpoint, or of a model that transformers saved."""
+    destination: tyro.conf.Positional[Path]
+    """Folder to write."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+
+
+def run(options: Options) -> None:
+    """Convert the model, and say how to load it."""
+    from lineartime.hf.convert import CONFIG, convert
+
+    folder = convert(options.source, options.destination, checkpoint=options.checkpoint)
+    if (folder / CONFIG).exists():
+        print(f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`")
+    else:
+        print(f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read")
