@@ -22,7 +22,8 @@ class Options:
 
 def run(options: Options) -> None:
     """Convert the model, and say how to load it."""
-    from lineartime.hf.convert import CONFIG, convert
+    from lineartime.hf.convert import convert
+    from lineartime.hf.folder import CONFIG
 
     folder = convert(options.source, options.destination, checkpoint=options.checkpoint)
     if (folder / CONFIG).exists():

@@ -1,14 +1,12 @@
 """Conversion between the folders of lineartime and those of transformers."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging
 
@@ -17,12 +15,13 @@ from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE, new_folder
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS, LineartimeConfig
+from lineartime.hf.folder import CONFIG, read_json, read_shapes, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
 
-CONFIG, WEIGHTS, INDEX, CARD = "config.json", "model.safetensors", "model.safetensors.index.json", "README.md"
+CARD = "README.md"
 LOGITS = "lm_head.weight"
 """The embedding of tokens under its second name."""
 
@@ -124,7 +123,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 
 def _read_config(source: Path) -> ModelConfig:
     """The model that config.json describes."""
-    data = _read_json(source / CONFIG)
+    data = read_json(source / CONFIG)
     if data.get("model_type") != LineartimeConfig.model_type:
         raise LineartimeError(
             f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
@@ -138,30 +137,15 @@ def _read_config(source: Path) -> ModelConfig:
         raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with reporting("read", file):
-            data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise LineartimeError(f"{file} is not JSON: restore it from a copy.") from None
-    if not isinstance(data, dict):
-        raise LineartimeError(f"{file} is not a JSON object: restore it from a copy.")
-    return data
-
-
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
     """For each file of weights, the name in the model of each name in the file; LineartimeError unless all fit the model."""
     names: dict[Path, dict[str, str]] = {}
     shapes: dict[str, list[int]] = {}
-    for file in _weight_files(source):
-        try:
-            with safe_open(file, "pt") as opened:
-                stored = {name: name.removeprefix("model.") for name in set(opened.keys()) - {LOGITS}}
-                shapes |= {name: opened.get_slice(place).get_shape() for place, name in stored.items()}
-        except (SafetensorError, OSError) as error:
-            raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
-        names[file] = stored
-    blocks = {int(found[1]) for name in shapes if (found := re.match(r"backbone\.blocks\.(\d{1,9})\.", name))}
+    for file in weight_files(source):
+        found = read_shapes(file)
+        names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS}
+        shapes |= {name: found[stored] for stored, name in names[file].items()}
+    blocks = {place[1] for name in shapes if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     if config.n_blocks != len(blocks):  # before so many blocks are built, even without memory for their parameters
         raise LineartimeError(
             f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} tells of {config.n_blocks}."
@@ -183,16 +167,3 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
     if problems:
         raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
     return names
-
-
-def _weight_files(source: Path) -> list[Path]:
-    if not (source / INDEX).exists():
-        if not (source / WEIGHTS).exists():
-            raise LineartimeError(f"{source} holds no {WEIGHTS}: save the model with safetensors.")
-        return [source / WEIGHTS]
-    listed = _read_json(source / INDEX).get("weight_map")
-    found = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
-    for name in found:
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise LineartimeError(f"{source / INDEX} names the file {name!r}, which is no file of weights in its folder.")
-    return [source / name for name in found]

@@ -93,8 +93,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 "cache_implementation",
                 f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
             )
-        prefix_lm = self.config.task == "prefix-lm"
-        if prefix_lm and (not generation_config.use_cache or str(generation_mode.value).startswith("assisted")):
+        assisted = str(generation_mode.value).startswith("assisted")
+        if self.config.task == "prefix-lm" and (assisted or not generation_config.use_cache):
             raise ArgumentError(
                 "use_cache" if not generation_config.use_cache else "assistant_model",
                 "does not suit a model of task 'prefix-lm', which reads its prompt at once, in both directions, and then "
@@ -105,7 +105,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             cache._is_user_defined = True
         elif generation_config.use_cache:
             model_kwargs["past_key_values"] = cache = LineartimeCache()
-        if cache is not None and generation_config.is_assistant:
+        if isinstance(cache, LineartimeCache) and (assisted or generation_config.is_assistant):
             cache.activate_past_recording()
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, d model width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
 from lineartime.hf.inputs import checked_mask, document_boundaries, new_tokens_mask
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
@@ -27,8 +29,24 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     config_class = LineartimeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["Backbone"]  # streams go through its blocks without the hooks of accelerate
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path | None, *arguments: Any, **options: Any) -> Any:
+        """As in transformers; ArgumentError for a device_map that divides the model, LineartimeError for a damaged folder."""
+        given = options.get("device_map")
+        if isinstance(given, dict):
+            _check_places(given)
+        folder = Path(name or "", options.get("subfolder") or "")
+        if name is not None and (folder / CONFIG).exists() and any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+            config = options.get("config")
+            known = config if isinstance(config, LineartimeConfig) else LineartimeConfig.from_pretrained(config or folder)
+            check_blocks(folder, known.n_blocks)
+        loaded = super().from_pretrained(name, *arguments, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_places(getattr(model, "hf_device_map", {}))
+        return loaded
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""
@@ -62,6 +80,14 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         if enable and every_n_layers != 1:
             raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
         self.base_model.gradient_checkpointing = enable
+
+
+def _check_places(device_map: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for a map of modules to devices that divides the model, or leaves it on the disk."""
+    places = sorted({str(place) for place in device_map.values()})
+    if len(places) > 1 or "disk" in places:
+        where = " and ".join(places)
+        raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
 
 
 class LineartimeModel(LineartimePreTrainedModel):
