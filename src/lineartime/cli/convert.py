@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -12,9 +13,9 @@ from lineartime.checkpoint import Which
 class Options:
     """Convert a trained model into a folder for the transformers library, or such a folder back into one of lineartime."""
 
-    source: tyro.conf.Positional[Path]
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
     """Folder of a run, of a checkpoint, or of a model that transformers saved."""
-    destination: tyro.conf.Positional[Path]
+    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """Folder to write."""
     checkpoint: Which | None = None
     """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
