@@ -217,6 +217,12 @@ def test_other_caches_are_refused(causal: LineartimeForCausalLM, options: dict[s
         causal.generate(ids_of(1, 4), max_new_tokens=2, do_sample=False, **options)
 
 
+def test_a_prompt_padded_where_it_is_continued_is_refused(causal: LineartimeForCausalLM) -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match=r"attention_mask has padding at the end of a prompt.*pad on the left"):
+        causal.generate(ids_of(2, 3), attention_mask=mask, max_new_tokens=2, do_sample=False)
+
+
 def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:
     cache = causal(ids_of(2, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values is the cache of 2 streams, but the batch has 3"):

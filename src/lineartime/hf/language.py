@@ -100,6 +100,9 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 "does not suit a model of task 'prefix-lm', which reads its prompt at once, in both directions, and then "
                 "continues from a cache: generate in another mode.",
             )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+            raise ArgumentError("attention_mask", "has padding at the end of a prompt, where it is continued: pad on the left.")
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             cache._is_user_defined = True
@@ -108,10 +111,14 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         if isinstance(cache, LineartimeCache) and (assisted or generation_config.is_assistant):
             cache.activate_past_recording()
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(  # transformers reads what it may pass from the names of these arguments
+        self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """The arguments of the next call; the model counts positions by itself."""
         kwargs.pop("position_ids", None)
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, *arguments, inputs_embeds=inputs_embeds, **kwargs
+        )
         cache: LineartimeCache | None = inputs.get("past_key_values")
         if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
             tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
