@@ -157,6 +157,25 @@ def test_a_cache_takes_back_what_it_read_since_the_last_crop(causal: LineartimeF
         cache.crop(-10)
 
 
+def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: LineartimeForCausalLM) -> None:
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    first = causal.generate(ids_of(1, 9), max_new_tokens=9, prompt_lookup_num_tokens=3, **options)
+    rest = causal.generate(first.sequences, max_new_tokens=20, past_key_values=first.past_key_values, **options)
+    assert rest.sequences.tolist() == causal.generate(ids_of(1, 9), max_new_tokens=29, do_sample=False).tolist()
+    with pytest.raises(lineartime.LineartimeError, match="cannot forget 1 tokens"):
+        rest.past_key_values.crop(-1)
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny("transformer", max_positions=12)))
+    ids = ids_of(2, 12)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="max_positions is 12"):
+        model(ids[:, :5], past_key_values=cache)
+    assert cache.get_seq_length() == 8
+    torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, model(ids).logits[:, 8:], atol=1e-5, rtol=0)
+
+
 def test_a_cache_is_copied_repeated_selected_and_reset(causal: LineartimeForCausalLM) -> None:
     ids, mask = left_padded()
     cache = LineartimeCache()

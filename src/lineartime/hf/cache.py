@@ -106,17 +106,16 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         """
         self._check_batch(len(embedded))
         new = embedded.shape[1]
-        self._length += new
         if self._pending is not None:  # tokens that were read before a call was undone, and have to be read again
-            real = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device) if mask is None else mask
             embedded = torch.cat([self._pending.embedded, embedded], 1)
-            mask = torch.cat([self._pending.mask, real], 1)
-            self._pending = None
+            mask = torch.cat([self._pending.mask, _as_mask(mask, len(embedded), new, embedded.device)], 1)
         if mask is not None and bool(mask.all()):
             mask = None
-        if self._recording:
-            self._record(embedded, mask)
+        call = self._call(embedded, mask) if self._recording else None
         hidden = self._read(backbone, embedded, mask, prefix, inputs is not None)[:, embedded.shape[1] - new :]
+        self._length += new
+        self._pending = None
+        self._calls += [] if call is None else [call]
         *before, last = hidden.split(embedded.shape[-1], dim=-1)
         if inputs is not None:
             inputs.extend(before)
@@ -160,15 +159,19 @@ class LineartimeCache(Cache):  # type: ignore[misc]
     # What can be undone ------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` needs, from now on until the next `crop`."""
+        """Keep what `crop` needs: what is read from now on, until the next `crop`, and so on."""
         self._recording = True
 
-    def _record(self, embedded: Tensor, mask: Tensor | None) -> None:
+    def stop_past_recording(self) -> None:
+        """Keep it no longer, so that the memory of the cache does not grow with what it reads."""
+        self._recording, self._calls = False, []
+
+    def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
         before = self.state
         if isinstance(before, JoinedStreams):  # which the call changes
             before = take_streams(before, torch.arange(len(embedded), device=embedded.device))
-        real = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device) if mask is None else mask
-        self._calls.append(Call(before, embedded.detach(), real))
+        batch, length = embedded.shape[:2]
+        return Call(before, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, given as a negative number, of those read since the last crop.
@@ -260,6 +263,10 @@ class LineartimeCache(Cache):  # type: ignore[misc]
     def is_croppable(self) -> bool:
         """True: see `crop`."""
         return True
+
+
+def _as_mask(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
 
 
 Read = Callable[[Tensor, Any], tuple[Tensor, Any]]

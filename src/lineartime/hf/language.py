@@ -108,8 +108,9 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             cache._is_user_defined = True
         elif generation_config.use_cache:
             model_kwargs["past_key_values"] = cache = LineartimeCache()
-        if isinstance(cache, LineartimeCache) and (assisted or generation_config.is_assistant):
-            cache.activate_past_recording()
+        if isinstance(cache, LineartimeCache):
+            undone = assisted or generation_config.is_assistant
+            (cache.activate_past_recording if undone else cache.stop_past_recording)()
 
     def prepare_inputs_for_generation(  # transformers reads what it may pass from the names of these arguments
         self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
