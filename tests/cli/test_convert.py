@@ -25,6 +25,13 @@ def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: 
     capfd.readouterr()
 
 
+def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, tmp_path: Path, fails: Fails) -> None:
+    there = str(tmp_path / "there")
+    assert main(["convert", str(folder / "run"), there]) == 0
+    for command in (["generate", there], ["eval", there]):
+        fails(command, "there holds a model of transformers: make one of lineartime of it with `lineartime convert`.")
+
+
 def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
     taken = str(folder)
     fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
