@@ -205,7 +205,12 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: A
     for row, real, text in zip(ids, mask, together, strict=True):
         expected = list(lineartime.generate(own, row[real == 1], 8, lineartime.Sampling(temperature=0)))
         assert text[-8:].tolist() == expected
-    for options, name in (({"use_cache": False}, "use_cache"), ({"prompt_lookup_num_tokens": 2}, "assistant_model")):
+    unfit: list[tuple[str, dict[str, Any]]] = [
+        ("use_cache", {"use_cache": False}),
+        ("assistant_model", {"prompt_lookup_num_tokens": 2}),
+        ("prefill_chunk_size", {"prefill_chunk_size": 4}),
+    ]
+    for name, options in unfit:
         with pytest.raises(ValueError, match=f"{name} does not suit a model of task 'prefix-lm'"):
             model.generate(ids[:1], max_new_tokens=3, do_sample=False, **options)
 

@@ -94,9 +94,14 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
             )
         assisted = str(generation_mode.value).startswith("assisted")
-        if self.config.task == "prefix-lm" and (assisted or not generation_config.use_cache):
+        unfit = {
+            "use_cache": not generation_config.use_cache,
+            "assistant_model": assisted,
+            "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
+        }
+        for name in (name for name, given in unfit.items() if given and self.config.task == "prefix-lm"):
             raise ArgumentError(
-                "use_cache" if not generation_config.use_cache else "assistant_model",
+                name,
                 "does not suit a model of task 'prefix-lm', which reads its prompt at once, in both directions, and then "
                 "continues from a cache: generate in another mode.",
             )
