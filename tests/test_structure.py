@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
     {"training"},
     {"bench", "info"},
     {"experiments"},
+    {"hf"},
     {"cli"},
     {"__main__"},
 ]

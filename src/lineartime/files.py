@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lineartime.errors import ArgumentError, reporting
+
 TOKENIZER_FILE = "tokenizer.json"
 """The tokenizer in a folder, as the tokenizers library calls it."""
 
@@ -35,6 +37,29 @@ def synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def new_folder(argument: str, folder: Path) -> Iterator[Path]:
+    """Write a folder under another name, which the `with` block gets, and rename it when all of it is on the disk.
+
+    Raises:
+        ArgumentError: naming the argument, for a folder that holds something.
+        LineartimeError: if the folder cannot be written.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    with reporting("write", folder):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                synchronise(path)
+            partial.rename(folder)
+            synchronise(folder.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ EXTRAS = {
     "datasets": "data",
     "zstandard": "data",
     "triton": "triton",
+    "transformers": "hf",
     "flash_pytorch": "peers",
     "wandb": "wandb",
     "trackio": "trackio",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lineartime.errors import ArgumentError
-from lineartime.layers import FLASH
-from lineartime.layers.streams import tensors_of
+from lineartime.layers import FLASH, GAU
+from lineartime.layers.streams import RaggedState, take_streams, tensors_of
 
 D_MODEL, CHUNK = 16, 4
 
@@ -49,3 +49,18 @@ def test_a_state_of_another_layer_is_named_when_streams_are_joined(token_shift: 
     layer, other = build(token_shift), build(not token_shift)
     with pytest.raises(ArgumentError, match=r"^states is a \w+, but FLASH needs a \w+: give it the state that"):
         layer.join_streams([layer.init_state(1), other.init_state(1)])
+
+
+def test_streams_at_positions_of_their_own_are_taken_in_any_order() -> None:
+    torch.manual_seed(0)
+    layer = GAU(8, d_qk=4, causal=True)
+    x, new = torch.randn(3, 6, 8), torch.randn(3, 2, 8)
+    mask = torch.arange(6) < torch.tensor([6, 2, 4])[:, None]
+    _, state = layer.extend(x, None, mask)
+    assert isinstance(state, RaggedState)
+    expected, _ = layer.extend(new, state)
+    rows = torch.tensor([2, 0, 0, 2])
+    taken = take_streams(state, rows)
+    assert taken.position == [4, 6, 6, 4]
+    found, _ = layer.extend(new[rows], taken)
+    torch.testing.assert_close(found, expected[rows])

@@ -31,7 +31,7 @@ from lineartime.checkpoint.format import (
     verify,
 )
 from lineartime.checkpoint.saving import save
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE
 
 if TYPE_CHECKING:  # what a run holds is listed without PyTorch
@@ -127,6 +127,8 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
         ArgumentError: naming `checkpoint`, if `which` is wrong, or is given though the path is a checkpoint.
     """
     path = Path(path)
+    if (path / "config.json").exists() and not (path / "model.json").exists() and not list_checkpoints(path):
+        raise LineartimeError(f"{path} holds a model of transformers: make one of lineartime of it with ", Call("convert"), ".")
     if is_checkpoint(path):
         if which is not None:
             raise ArgumentError(

@@ -1,14 +1,12 @@
 """Saving a model that no training run saves: one that was changed, or trained by a loop of your own."""
 
 import re
-import shutil
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.checkpoint.format import write_files
-from lineartime.errors import ArgumentError, LineartimeError, reporting
-from lineartime.files import synchronise
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.files import new_folder
 
 if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from lineartime.data import Tokenizer
@@ -42,18 +40,10 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     folder = Path(folder)
     if re.fullmatch(r"step-\d{8,}", folder.name):
         raise ArgumentError("folder", f"is {folder}, the name of a checkpoint in a run: choose another name.")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ArgumentError("folder", f"is {folder}, which exists already: delete it, or choose another folder.")
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    with reporting("write", folder):
+    with new_folder("folder", folder) as partial:
         try:
-            partial.mkdir(parents=True)
             weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
             write_files(partial, weights, model.config, tokenizer)
-            partial.rename(folder)
-            synchronise(folder.parent)
         except SafetensorError as error:
             raise LineartimeError(f"Cannot write {folder}: {error}.") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return folder

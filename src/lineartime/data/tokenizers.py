@@ -30,7 +30,8 @@ def _byte_level() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTE_LEVEL = _byte_level()
+BYTE_LEVEL = _byte_level()
+"""The byte that each character of a byte-level piece stands for."""
 
 
 class StreamDecoder(Protocol):
@@ -179,7 +180,7 @@ class JsonTokenizer:
         byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
         if byte:
             return f"\\x{byte[1].lower()}"
-        written = [_BYTE_LEVEL.get(character) for character in piece]
+        written = [BYTE_LEVEL.get(character) for character in piece]
         whole = [byte for byte in written if byte is not None]
         return bytes(whole).decode(errors="backslashreplace") if len(whole) == len(written) else piece
 

@@ -112,7 +112,20 @@ def join_groups(states: Sequence[Any]) -> Any:
 
 def take_streams(state: Any, rows: Tensor) -> Any:
     """The state of some of the streams, in the order of `rows`, int64."""
+    if isinstance(state, RaggedState):
+        return _take_ragged(state, rows)
     return _map_tensors(lambda tensor: tensor[rows], state)
+
+
+def _take_ragged(state: RaggedState, rows: Tensor) -> RaggedState:
+    wanted = rows.tolist()
+    taken = []
+    for group, part in zip(*state, strict=True):
+        places = [place for place, row in enumerate(wanted) if row in group]
+        if places:
+            own = torch.tensor([group.index(wanted[place]) for place in places], device=rows.device)
+            taken.append((tuple(places), take_streams(part, own)))
+    return RaggedState(tuple(places for places, _ in taken), tuple(part for _, part in taken))
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:
@@ -130,7 +143,8 @@ def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
     if isinstance(first, Tensor):
         return function(*states)
     if isinstance(first, tuple):
-        return type(first)(*(_map_tensors(function, *parts) for parts in zip(*states, strict=True)))
+        mapped = [_map_tensors(function, *parts) for parts in zip(*states, strict=True)]
+        return type(first)(*mapped) if hasattr(first, "_fields") else tuple(mapped)
     return first
 
 

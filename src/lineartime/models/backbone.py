@@ -99,14 +99,31 @@ class Backbone(nn.Module):
         context: ContextGroup | None = None,
     ) -> Tensor:
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
-        self._check_ids(ids)
+        self.check_ids(ids)
+        return self.read(self.embedding(ids), mask, cu_seqlens, prefix_lengths, context=context)
+
+    def read(
+        self,
+        embedded: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        *,
+        context: ContextGroup | None = None,
+        inputs: list[Tensor] | None = None,
+    ) -> Tensor:
+        """`forward` for tokens that are embedded already, [B, T, d] -> [B, T, d]; `inputs` gets what each block reads."""
         layouts = self._layouts(
-            lambda mixer: mixer.layout(ids.shape, mask, cu_seqlens, prefix_lengths, device=ids.device, context=context)
+            lambda mixer: mixer.layout(
+                embedded.shape, mask, cu_seqlens, prefix_lengths, device=embedded.device, context=context
+            )
         )
         if context is not None:
-            check_equal_slices(ids.shape, context, ids.device)
-        x = self._embed(ids, layouts[0].positions)
+            check_equal_slices(embedded.shape[:2], context, embedded.device)
+        x = self._add_positions(embedded, layouts[0].positions)
         for block, layout in zip(self.blocks, layouts, strict=True):
+            if inputs is not None:
+                inputs.append(x)
             x = block(x, layout, self.recompute)
         out: Tensor = self.norm(x)
         return out
@@ -128,23 +145,40 @@ class Backbone(nn.Module):
 
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
-        self._check_ids(ids)
+        self.check_ids(ids)
+        return self.read_next(self.embedding(ids), state)
+
+    def read_next(
+        self, embedded: Tensor, state: BackboneState, *, inputs: list[Tensor] | None = None
+    ) -> tuple[Tensor, BackboneState]:
+        """`extend` for tokens that are embedded already; `inputs` gets what each block reads."""
         self._check_states("state", state)
-        return self._continue(ids, state, lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
+        position, count = state[0].position, embedded.shape[1]
+        return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)
 
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
         """Begin streams with a prefix, read in both directions: ids [B, N] -> [B, N, d], and the state after them."""
-        self._check_ids(ids)
-        state = self.init_state(ids.shape[0])
-        return self._continue(ids, state, lambda mixer: mixer.prefix_layout(ids.shape, ids.device))
+        self.check_ids(ids)
+        return self.read_first(self.embedding(ids))
+
+    def read_first(self, embedded: Tensor, *, inputs: list[Tensor] | None = None) -> tuple[Tensor, BackboneState]:
+        """`read_prefix` for tokens that are embedded already; `inputs` gets what each block reads."""
+        state = self.init_state(embedded.shape[0])
+        return self._continue(embedded, state, lambda mixer: mixer.prefix_layout(embedded.shape[:2], embedded.device), inputs)
 
     def _continue(
-        self, ids: Tensor, state: BackboneState, make: Callable[[Mixer[Any]], Layout]
+        self,
+        embedded: Tensor,
+        state: BackboneState,
+        make: Callable[[Mixer[Any]], Layout],
+        inputs: list[Tensor] | None,
     ) -> tuple[Tensor, BackboneState]:
         layouts = self._layouts(make)
-        x = self._embed(ids, layouts[0].positions)
+        x = self._add_positions(embedded, layouts[0].positions)
         states = []
         for block, block_state, layout in zip(self.blocks, state, layouts, strict=True):
+            if inputs is not None:
+                inputs.append(x)
             x, block_state = block.extend(x, block_state, layout)
             states.append(block_state)
         return self.norm(x), tuple(states)
@@ -162,18 +196,23 @@ class Backbone(nn.Module):
 
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
-        self._check_ids(ids)
+        self.check_ids(ids)
+        return self.read_step(self.embedding(ids), streams)
+
+    def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
+        """`step` for tokens that are embedded already; `inputs` gets what each block reads."""
         self._check_states("streams", streams)
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
-        x = self._embed(ids, layouts[0].positions)
+        x = self._add_positions(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
+            if inputs is not None:
+                inputs.append(x)
             x = block.step(x, block_streams, layout)
         out: Tensor = self.norm(x)
         return out
 
-    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x: Tensor = self.embedding(ids)
-        return x if self.position is None else x + self.position(positions)
+    def _add_positions(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        return embedded if self.position is None else embedded + self.position(positions)
 
     def _check_states(self, argument: str, given: object) -> None:
         """Raise ArgumentError unless this holds a state for each block."""
@@ -185,7 +224,8 @@ class Backbone(nn.Module):
         if len(given) != blocks:
             raise ArgumentError(argument, f"is of a model with {len(given)} blocks, but this model has {blocks}.")
 
-    def _check_ids(self, ids: Tensor) -> None:
+    def check_ids(self, ids: object) -> None:
+        """Raise ValueError unless these are token ids of the vocabulary, [B, T]."""
         if not isinstance(ids, Tensor):
             raise ArgumentError("ids", f"is of type {type(ids).__name__}, but must be a tensor [B, T] of whole numbers.")
         if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():

@@ -89,8 +89,8 @@ class Encoder(Backbone):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The embedding that the decoder shares: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
-        self._check_ids(ids)
-        return self._embed(ids, positions)
+        self.check_ids(ids)
+        return self._add_positions(self.embedding(ids), positions)
 
 
 class DecoderBlock(nn.Module):

@@ -1,0 +1,332 @@
+"""What a causal model remembers of a batch of streams, in the place of transformers' keys and values.
+
+For FLASH and the linear attentions, it has the same size however long the streams are.
+
+Shapes: B streams, N new tokens, d model width, L what each block reads as well, if all hidden vectors are asked for.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation.streams import PREFILL
+from lineartime.layers.stepping import SteppingMixer
+from lineartime.layers.streams import RaggedState, extend_ragged, take_streams, tensors_of
+from lineartime.models.backbone import Backbone, BackboneState
+
+
+class Streams(NamedTuple):
+    """Streams at one position.
+
+    Attributes:
+        blocks: the state of each block.
+    """
+
+    blocks: BackboneState
+
+    @property
+    def position(self) -> int:
+        """The number of tokens read so far."""
+        position: int = self.blocks[0].position
+        return position
+
+
+class JoinedStreams(NamedTuple):
+    """Streams at positions of their own that are continued together, token by token, and updated in place.
+
+    Attributes:
+        blocks: the streams of each block.
+    """
+
+    blocks: BackboneState
+
+
+class Call(NamedTuple):
+    """A call that can be undone.
+
+    Attributes:
+        before: the state before it; None where there was none.
+        embedded: [B, N, d], what was read.
+        mask: bool [B, N], True for real tokens.
+    """
+
+    before: "Streams | RaggedState | JoinedStreams | None"
+    embedded: Tensor
+    mask: Tensor
+
+    def without_last(self, tokens: int) -> "Call":
+        """The same call with so many fewer tokens at its end."""
+        kept = self.embedded.shape[1] - tokens
+        return Call(self.before, self.embedded[:, :kept], self.mask[:, :kept])
+
+    def of_streams(self, rows: Tensor) -> "Call":
+        """The same call for some of the streams."""
+        return Call(None if self.before is None else take_streams(self.before, rows), self.embedded[rows], self.mask[rows])
+
+
+class LineartimeCache(Cache):  # type: ignore[misc]
+    """The state of a batch of streams: `model(ids, past_key_values=cache)` continues them and updates the cache.
+
+    `generate` makes one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.
+    Streams may stand at positions of their own, as they do after a batch that is padded on the left.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state: Streams | RaggedState | JoinedStreams | None = None
+        self._length = 0
+        self._recording = False
+        self._calls: list[Call] = []
+        self._pending: Call | None = None
+
+    def read(
+        self,
+        backbone: Backbone,
+        embedded: Tensor,
+        mask: Tensor | None,
+        *,
+        prefix: bool = False,
+        inputs: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Continue the streams.
+
+        Args:
+            backbone: the model; always the same.
+            embedded: [B, N, d], embedded tokens.
+            mask: bool [B, N], True for real tokens; None where all are.
+            prefix: whether the first tokens of the streams are a prefix, read in both directions.
+            inputs: gets what each block reads, [B, N, d] each.
+
+        Returns:
+            [B, N, d], with zeros at padding.
+        """
+        self._check_batch(len(embedded))
+        new = embedded.shape[1]
+        if self._pending is not None:  # tokens that were read before a call was undone, and have to be read again
+            embedded = torch.cat([self._pending.embedded, embedded], 1)
+            mask = torch.cat([self._pending.mask, _as_mask(mask, len(embedded), new, embedded.device)], 1)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        call = self._call(embedded, mask) if self._recording else None
+        hidden = self._read(backbone, embedded, mask, prefix, inputs is not None)[:, embedded.shape[1] - new :]
+        self._length += new
+        self._pending = None
+        self._calls += [] if call is None else [call]
+        *before, last = hidden.split(embedded.shape[-1], dim=-1)
+        if inputs is not None:
+            inputs.extend(before)
+        out: Tensor = last
+        return out
+
+    def copy(self) -> "LineartimeCache":
+        """A cache that begins with the same state; continuing one of the two leaves the other as it is."""
+        copy = LineartimeCache()
+        copy.state, copy._length, copy._pending = self.state, self._length, self._pending
+        if isinstance(self.state, JoinedStreams):  # the others are never changed in place
+            copy.batch_select_indices(torch.arange(self.batch_size, device=next(tensors_of(self.state)).device))
+        return copy
+
+    def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, prefix: bool, every: bool) -> Tensor:
+        """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with what each block reads in front."""
+        state, first = self.state, self.state is None
+        if state is None:
+            state = Streams(backbone.init_state(len(embedded)))
+        if isinstance(state, RaggedState) and not self._recording and not torch.is_grad_enabled() and _steps(backbone):
+            state = _joined(backbone, state)
+        if isinstance(state, JoinedStreams):
+            self.state = state
+            return _step_tokens(backbone, embedded, mask, state, every)
+        read = _prefix_reader(backbone, every) if first and prefix else _reader(backbone, every)
+        if isinstance(state, Streams) and mask is None:
+            hidden, self.state = read(embedded, state)
+            return hidden
+        widened = embedded.repeat(1, 1, _width(backbone, every))  # as wide as what comes out
+        hidden, self.state = extend_ragged(read, widened, state, mask)
+        return hidden
+
+    def _check_batch(self, batch: int) -> None:
+        known = self.batch_size
+        if known not in (-1, batch):
+            raise ArgumentError(
+                "past_key_values",
+                f"is the cache of {known} streams, but the batch has {batch}: continue the same streams, or begin without one.",
+            )
+
+    # What can be undone ------------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` needs: what is read from now on, until the next `crop`, and so on."""
+        self._recording = True
+
+    def stop_past_recording(self) -> None:
+        """Keep it no longer, so that the memory of the cache does not grow with what it reads."""
+        self._recording, self._calls = False, []
+
+    def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
+        before = self.state
+        if isinstance(before, JoinedStreams):  # which the call changes
+            before = take_streams(before, torch.arange(len(embedded), device=embedded.device))
+        batch, length = embedded.shape[:2]
+        return Call(before, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, given as a negative number, of those read since the last crop.
+
+        Nothing is computed: the state before the calls that read them is taken back, and the tokens of these calls that stay
+        are read again with the next ones.
+        """
+        remove = -tokens_to_remove
+        if not 0 <= remove <= sum(call.embedded.shape[1] for call in self._calls):
+            raise LineartimeError(
+                f"The cache cannot forget {remove} tokens: it can only take back what was read since the last crop, and only "
+                "after activate_past_recording()."
+            )
+        self._length -= remove
+        while remove:
+            call = self._calls.pop()
+            tokens = call.embedded.shape[1]
+            self.state = call.before
+            self._pending = call.without_last(remove) if remove < tokens else None
+            remove -= min(remove, tokens)
+        self._calls = []
+
+    # What transformers asks of a cache ---------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens read so far, padding included."""
+        return self._length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put other streams in the places of these, as beam search does."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the streams, in this order; one may be kept several times."""
+        if self.state is not None:
+            self.state = take_streams(self.state, indices)
+        self._calls = [call.of_streams(indices) for call in self._calls]
+        if self._pending is not None:
+            self._pending = self._pending.of_streams(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put so many copies of each stream side by side."""
+        if self.batch_size > 0:
+            device = next(tensors_of(self.state)).device
+            self.batch_select_indices(torch.arange(self.batch_size, device=device).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self._length, self._calls, self._pending = None, 0, [], None
+
+    def __len__(self) -> int:
+        """The number of blocks, 0 before the first token."""
+        one = self.state.states[0] if isinstance(self.state, RaggedState) else self.state
+        return 0 if one is None else len(one.blocks)
+
+    def __repr__(self) -> str:
+        return f"LineartimeCache(streams={max(self.batch_size, 0)}, tokens={self._length}, bytes={self.memory_bytes})"
+
+    @property
+    def batch_size(self) -> int:
+        """The number of streams, -1 before the first token."""
+        if isinstance(self.state, RaggedState):
+            return sum(map(len, self.state.rows))
+        if self.state is None:
+            return -1 if self._pending is None else len(self._pending.embedded)
+        return len(next(tensors_of(self.state)))
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the state takes."""
+        states = self.state.states if isinstance(self.state, RaggedState) else self.state
+        return 0 if states is None else sum(tensor.nbytes for tensor in tensors_of(states))
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the state is made of new tensors each time."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was read."""
+        return self.state is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: see `crop`."""
+        return True
+
+
+def _as_mask(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
+
+
+Read = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+def _width(backbone: Backbone, every: bool) -> int:
+    return len(list(backbone.blocks)) + 1 if every else 1
+
+
+def _reader(backbone: Backbone, every: bool) -> Read:
+    """Continues streams at one position, a piece at a time, by the first d features of what it is given."""
+    d_model = backbone.embedding.embedding_dim
+
+    def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
+        pieces = []
+        for piece in x[..., :d_model].split(PREFILL, dim=1):
+            inputs: list[Tensor] | None = [] if every else None
+            hidden, blocks = backbone.read_next(piece, state.blocks, inputs=inputs)
+            pieces.append(torch.cat([*(inputs or ()), hidden], -1))
+            state = Streams(blocks)
+        return torch.cat(pieces, 1), state
+
+    return read
+
+
+def _prefix_reader(backbone: Backbone, every: bool) -> Read:
+    """The same for the prefix with which streams begin."""
+    d_model = backbone.embedding.embedding_dim
+
+    def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
+        inputs: list[Tensor] | None = [] if every else None
+        hidden, blocks = backbone.read_first(x[..., :d_model], inputs=inputs)
+        return torch.cat([*(inputs or ()), hidden], -1), Streams(blocks)
+
+    return read
+
+
+def _steps(backbone: Backbone) -> bool:
+    return all(isinstance(block.mixer, SteppingMixer) for block in backbone.blocks)
+
+
+def _joined(backbone: Backbone, state: RaggedState) -> JoinedStreams:
+    """Streams at positions of their own, in the order of the batch, to be continued together."""
+    joined = backbone.join_streams([group.blocks for group in state.states])
+    order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
+    return JoinedStreams(take_streams(joined, order))
+
+
+def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: JoinedStreams, every: bool) -> Tensor:
+    """Continue joined streams by each stream's own real tokens, token by token; updates `streams` in place."""
+    out = embedded.new_zeros(*embedded.shape[:2], _width(backbone, every) * embedded.shape[-1])
+    for place in range(embedded.shape[1]):
+        real = None if mask is None or bool(mask[:, place].all()) else mask[:, place].nonzero()[:, 0]
+        rows = slice(None) if real is None else real
+        part = streams if real is None else take_streams(streams, real)
+        inputs: list[Tensor] | None = [] if every else None
+        hidden = backbone.read_step(embedded[rows, place, None], part.blocks, inputs=inputs)
+        if real is not None:
+            for whole, changed in zip(tensors_of(streams), tensors_of(part), strict=True):
+                whole[real] = changed
+        out = out.to(hidden.dtype)
+        out[rows, place] = torch.cat([*(inputs or ()), hidden], -1)[:, 0]
+    return out

@@ -1,0 +1,67 @@
+"""The model card: README.md of a folder that others load with transformers."""
+
+from lineartime.errors import ArgumentError
+from lineartime.host import installed_version
+from lineartime.models.config import ModelConfig
+from lineartime.models.presets import nearest_preset, system_of
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: {pipeline}
+tags:
+- lineartime
+- {kind}
+---
+
+# {title}
+
+{kind_of_model} of {parameters:,} parameters, trained with lineartime {version}:
+{system}.
+
+| | |
+| --- | --- |
+| blocks | {blocks} |
+| width | {width} |
+| vocabulary | {vocabulary:,} tokens |
+| longest text | {longest} |
+
+Transformers loads it where lineartime is installed (`pip install 'lineartime[hf]'`); no remote code is run:
+
+```python
+import lineartime.hf  # registers the model with transformers
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+`lineartime convert {name} DESTINATION` turns this folder back into one that the commands of lineartime read.
+"""
+
+
+def model_card(config: ModelConfig, name: str, parameters: int) -> str:
+    """The card of a language model that is saved in a folder of this name."""
+    masked = config.task == "mlm"
+    longest = config.longest_sequence
+    return _CARD.format(
+        pipeline="fill-mask" if masked else "text-generation",
+        kind=config.mixer.kind,
+        title=name,
+        kind_of_model="A masked language model" if masked else "A causal language model",
+        parameters=parameters,
+        version=installed_version("lineartime") or "",
+        system=_system(config),
+        blocks=config.n_blocks,
+        width=config.d_model,
+        vocabulary=config.vocab_size,
+        longest="no limit" if longest is None else f"{longest:,} tokens",
+        auto="AutoModelForMaskedLM" if masked else "AutoModelForCausalLM",
+        name=name,
+    )
+
+
+def _system(config: ModelConfig) -> str:
+    try:
+        return system_of(nearest_preset(config)).describe()
+    except ArgumentError:  # layers that no preset has together
+        return f"blocks of {config.mixer.kind}"

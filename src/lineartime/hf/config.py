@@ -1,0 +1,70 @@
+"""The description of a model as a configuration of transformers."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from lineartime.choices import Task
+from lineartime.errors import ArgumentError
+from lineartime.models.config import ModelConfig
+from lineartime.models.presets import resolve
+
+FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+"""The fields of a `ModelConfig`, which this configuration has under the same names, layers being plain dictionaries."""
+
+
+class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers makes it a dataclass
+    """The model that a `ModelConfig` describes: every system of lineartime, at any size.
+
+    Without arguments, that is FLASH with 12 blocks of width 768. `from_preset` and `from_model_config` make others.
+
+    Raises:
+        ArgumentError: for fields that describe no model.
+    """
+
+    model_type: ClassVar[str] = "lineartime"
+    attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_blocks"}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    task: str = "clm"
+    vocab_size: int = 32_000
+    d_model: int = 768
+    n_blocks: int = 12
+    mixer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"kind": "flash"})
+    feed_forward: dict[str, Any] | None = None
+    norm: str = "layernorm"
+    absolute_position: str = "scaled_sin"
+    max_positions: int | None = None
+    dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **others: Any) -> None:
+        super().__post_init__(**others)
+        # With all options of the layers, so that a later version with other defaults builds the same model.
+        for name, value in self.to_model_config().to_dict().items():
+            setattr(self, name, value)
+
+    def to_model_config(self) -> ModelConfig:
+        """The configuration that `lineartime.build` takes."""
+        return ModelConfig.from_dict({name: getattr(self, name) for name in FIELDS})
+
+    @classmethod
+    def from_model_config(cls, config: ModelConfig, **others: Any) -> "LineartimeConfig":
+        """The same model as a configuration of transformers; `others` are fields of that library, such as eos_token_id."""
+        return cls(**config.to_dict(), **others)
+
+    @classmethod
+    def from_preset(cls, preset: str, task: Task = "clm", **overrides: Any) -> "LineartimeConfig":
+        """The model of a preset, with the arguments of `lineartime.build`."""
+        return cls.from_model_config(resolve(preset, task, **overrides))
+
+
+def check_task(config: LineartimeConfig, model: str, masked: bool) -> None:
+    """Raise ArgumentError unless a configuration is of a masked model, or of a causal one."""
+    if (config.task == "mlm") != masked:
+        allowed = "'mlm'" if masked else "'clm' or 'prefix-lm'"
+        raise ArgumentError("task", f"is {config.task!r}, but must be {allowed} for {model}.")

@@ -1,0 +1,169 @@
+"""Conversion between the folders of lineartime and those of transformers."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import logging
+
+from lineartime.checkpoint import Which, find_checkpoint, is_checkpoint, list_checkpoints, load, load_tokenizer, save
+from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.files import TOKENIZER_FILE, new_folder
+from lineartime.hf.card import model_card
+from lineartime.hf.config import FIELDS, LineartimeConfig
+from lineartime.hf.folder import CONFIG, read_json, read_shapes, weight_files
+from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
+from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import build_model
+
+CARD = "README.md"
+LOGITS = "lm_head.weight"
+"""The embedding of tokens under its second name."""
+
+
+def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
+    """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
+
+    Raises:
+        ArgumentError: for a source that is neither, or a destination that holds something.
+        LineartimeError: as for the two.
+    """
+    source = Path(source)
+    if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
+        return to_transformers(source, destination, checkpoint=checkpoint)
+    if not (source / CONFIG).exists():
+        problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
+        raise ArgumentError("source", f"is {source}, which {problem}: give the folder of a model.")
+    if checkpoint is not None:
+        raise ArgumentError("checkpoint", f"is {checkpoint}, but {source} is no run: leave it out.")
+    return from_transformers(source, destination)
+
+
+def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
+    """Save a model for transformers: weights, configuration, tokenizer, and a model card.
+
+    Args:
+        source: the folder of a run or of one checkpoint.
+        destination: a new folder.
+        checkpoint: of a run: "best" (the default), "last", or the step of one.
+
+    Returns:
+        The destination.
+
+    Raises:
+        ArgumentError: for a destination that holds something.
+        LineartimeError: if the model cannot be read, or the folder cannot be written.
+    """
+    found, destination = find_checkpoint(source, checkpoint), Path(destination)
+    with new_folder("destination", destination) as folder:
+        model, tokenizer = load(found), load_tokenizer(found)
+        end = tokenizer.end_of_document
+        config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
+        with torch.device("meta"):
+            made = (LineartimeForMaskedLM if model.config.task == "mlm" else LineartimeForCausalLM)(config)
+        made.model.backbone = model.backbone
+        made.tie_weights()
+        with _without_progress_bars():
+            made.save_pretrained(folder)
+        fast_tokenizer(tokenizer).save_pretrained(folder)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        (folder / CARD).write_text(model_card(model.config, destination.name, parameters), encoding="utf-8")
+    return destination
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def from_transformers(source: str | Path, destination: str | Path) -> Path:
+    """Save a language model of transformers as lineartime does: a folder that `lineartime.load` and all commands read.
+
+    Names and shapes in the headers of the files are compared with the configuration before anything is allocated.
+
+    Args:
+        source: a folder that `to_transformers`, or `save_pretrained` of a language model of lineartime, wrote.
+        destination: a new folder.
+
+    Returns:
+        The destination.
+
+    Raises:
+        ArgumentError: for a destination that holds something.
+        LineartimeError: if the source is damaged, or holds something else.
+    """
+    source = Path(source)
+    config = _read_config(source)
+    files = _read_headers(source, config)
+    with reporting("read", source / TOKENIZER_FILE):
+        definition = (source / TOKENIZER_FILE).read_text(encoding="utf-8", errors="replace")
+    model = build_model(config)
+    state: dict[str, Tensor] = {}
+    for file, names in files.items():
+        with safe_open(file, "pt") as opened:
+            state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
+    model.load_state_dict(state)
+    tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
+    try:
+        return save(model, tokenizer, destination)
+    except ArgumentError as error:  # which calls the destination a folder
+        raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
+
+
+def _read_config(source: Path) -> ModelConfig:
+    """The model that config.json describes."""
+    data = read_json(source / CONFIG)
+    if data.get("model_type") != LineartimeConfig.model_type:
+        raise LineartimeError(
+            f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
+            "lineartime.hf saves, can be converted."
+        )
+    if data.get("tie_word_embeddings") is False:
+        raise LineartimeError(f"{source} has embeddings and logits with weights of their own, which lineartime does not have.")
+    try:
+        return ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
+    except ValueError as error:
+        raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
+
+
+def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
+    """For each file of weights, the name in the model of each name in the file; LineartimeError unless all fit the model."""
+    names: dict[Path, dict[str, str]] = {}
+    shapes: dict[str, list[int]] = {}
+    for file in weight_files(source):
+        found = read_shapes(file)
+        names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS}
+        shapes |= {name: found[stored] for stored, name in names[file].items()}
+    blocks = {place[1] for name in shapes if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
+    if config.n_blocks != len(blocks):  # before so many blocks are built, even without memory for their parameters
+        raise LineartimeError(
+            f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} tells of {config.n_blocks}."
+        )
+    try:
+        with torch.device("meta"):
+            wanted = {name: list(tensor.shape) for name, tensor in build_model(config).state_dict().items()}
+    except (RuntimeError, OverflowError) as error:
+        raise LineartimeError(
+            f"{source / CONFIG} describes no model that can be built: {str(error).splitlines()[0]}."
+        ) from None
+    problems = [f"lacks {name}" for name in wanted if name not in shapes]
+    problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
+    problems += [
+        f"holds {name} of shape {shapes[name]}, but its {CONFIG} tells of {shape}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if problems:
+        raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
+    return names

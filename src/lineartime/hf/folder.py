@@ -1,0 +1,57 @@
+"""What a folder of transformers holds, read without running or allocating anything."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from lineartime.errors import LineartimeError, reporting
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; LineartimeError if it holds none."""
+    try:
+        with reporting("read", file):
+            data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise LineartimeError(f"{file} is not JSON: restore it from a copy.") from None
+    if not isinstance(data, dict):
+        raise LineartimeError(f"{file} is not a JSON object: restore it from a copy.")
+    return data
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder; LineartimeError if there are none, or the index names others."""
+    if not (folder / INDEX).exists():
+        if not (folder / WEIGHTS).exists():
+            raise LineartimeError(f"{folder} holds no {WEIGHTS}: save the model with safetensors.")
+        return [folder / WEIGHTS]
+    listed = read_json(folder / INDEX).get("weight_map")
+    names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
+    if not names:
+        raise LineartimeError(f"{folder / INDEX} names no files of weights: restore it from a copy.")
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise LineartimeError(f"{folder / INDEX} names {name!r}, which is no file of weights in its folder.")
+    return [folder / name for name in names]
+
+
+def read_shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in a file by its name, from the header alone; LineartimeError if it is damaged."""
+    try:
+        with safe_open(file, "pt") as opened:
+            names = list(opened.keys())
+            return {name: opened.get_slice(name).get_shape() for name in names}
+    except (SafetensorError, OSError) as error:
+        raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
+
+
+def check_blocks(folder: Path, blocks: int) -> None:
+    """Raise LineartimeError for a configuration with more blocks than its weights have tensors, before they are built."""
+    tensors = sum(len(read_shapes(file)) for file in weight_files(folder))
+    if blocks > tensors:
+        raise LineartimeError(f"{folder} holds {tensors} tensors, but its {CONFIG} tells of {blocks} blocks: it is damaged.")

@@ -1,0 +1,63 @@
+"""What transformers tells of a batch, as lineartime reads it.
+
+Shapes: B batch, T tokens, P tokens read before, D documents.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+from lineartime.ops.layout import as_mask
+
+
+def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+    """An attention mask as bool [B, T], None where all tokens of `embedded` [B, T, d] are real."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # as some collators make it
+        attention_mask = attention_mask.long()
+    mask = as_mask("attention_mask", attention_mask, *embedded.shape[:2])
+    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None  # rows without padding are read faster
+    return mask
+
+
+def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) -> Tensor | None:
+    """The mask of the new tokens alone, bool [B, T], from one that may begin with the `past` tokens, [B, P + T]."""
+    if attention_mask is None:
+        return None
+    length = embedded.shape[1]
+    if attention_mask.dim() == 2 and attention_mask.shape[1] not in (length, past + length):
+        raise ArgumentError(
+            "attention_mask",
+            f"has shape {list(attention_mask.shape)}, but must be [B, T] = {list(embedded.shape[:2])}, or [B, past + T] with "
+            f"the {past} tokens of the cache.",
+        )
+    return checked_mask(attention_mask[:, -length:] if attention_mask.dim() == 2 and length else attention_mask, embedded)
+
+
+def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+    """The boundaries, int64 [D + 1], of documents packed into a row, at whose beginnings positions are 0; None for one a row.
+
+    Raises:
+        ArgumentError: for positions other than those that the model counts by itself.
+    """
+    batch, length = embedded.shape[:2]
+    if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
+        raise ArgumentError("position_ids", f"has shape {list(position_ids.shape)}, but must be [B, T] = [{batch}, {length}].")
+    counted = torch.arange(length, device=position_ids.device)
+    given = position_ids
+    if mask is not None:
+        counted, given = (mask.cumsum(1) - 1) * mask, given * mask
+    if bool((given == counted).all()):
+        return None
+    place = torch.arange(length, device=position_ids.device)
+    start = torch.where(position_ids[0] == 0, place, -1).cummax(0).values  # of each token's document
+    if batch > 1 or mask is not None or not bool((position_ids[0] == place - start).all()):
+        raise ArgumentError(
+            "position_ids",
+            "holds other positions than the model counts by itself, which are those of the real tokens of a row from 0 on, or, "
+            "in a batch of one row without padding, of each document packed into it: leave it out.",
+        )
+    return F.pad((position_ids[0] == 0).nonzero()[:, 0], (0, 1), value=length)

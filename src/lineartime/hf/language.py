@@ -1,0 +1,167 @@
+"""The causal and the masked language model.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
+from transformers.utils import can_return_tuple
+
+from lineartime.errors import ArgumentError
+from lineartime.hf.cache import LineartimeCache
+from lineartime.hf.config import LineartimeConfig, check_task
+from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+
+
+class LanguageHead(LineartimePreTrainedModel):
+    """A base model and logits, by the embedding of tokens unless the configuration unties them."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.backbone.embedding.weight"}
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config)
+        self.model = LineartimeModel(config)
+        self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The map from hidden vectors to logits."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the map from hidden vectors to logits."""
+        self.lm_head = new_embeddings
+
+
+class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]
+    """A causal language model: the logits at a token predict the next one."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        check_task(config, "a causal language model", masked=False)
+        super().__init__(config)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LineartimeCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss where labels are given.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs: as for the base model.
+            labels: [B, T], the tokens themselves, each of which is predicted by the one before it; -100 for none.
+            logits_to_keep: of how many of the last tokens, or of which places; 0 for all.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        places = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        hidden = outputs.last_hidden_state
+        logits = self.lm_head(hidden if isinstance(places, int) else hidden[:, places])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        """Begin a cache, unless one was given or none is wanted."""
+        if generation_config.cache_implementation is not None:
+            raise ArgumentError(
+                "cache_implementation",
+                f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
+            )
+        assisted = str(generation_mode.value).startswith("assisted")
+        unfit = {
+            "use_cache": not generation_config.use_cache,
+            "assistant_model": assisted,
+            "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
+        }
+        for name in (name for name, given in unfit.items() if given and self.config.task == "prefix-lm"):
+            raise ArgumentError(
+                name,
+                "does not suit a model of task 'prefix-lm', which reads its prompt at once, in both directions, and then "
+                "continues from a cache: generate in another mode.",
+            )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+            raise ArgumentError("attention_mask", "has padding at the end of a prompt, where it is continued: pad on the left.")
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            cache._is_user_defined = True
+        elif generation_config.use_cache:
+            model_kwargs["past_key_values"] = cache = LineartimeCache()
+        if isinstance(cache, LineartimeCache):
+            undone = assisted or generation_config.is_assistant
+            (cache.activate_past_recording if undone else cache.stop_past_recording)()
+
+    def prepare_inputs_for_generation(  # transformers reads what it may pass from the names of these arguments
+        self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The arguments of the next call; the model counts positions by itself."""
+        kwargs.pop("position_ids", None)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, *arguments, inputs_embeds=inputs_embeds, **kwargs
+        )
+        cache: LineartimeCache | None = inputs.get("past_key_values")
+        if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
+            tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            mask = inputs.get("attention_mask")
+            whole = torch.full(tokens.shape[:1], tokens.shape[1], device=tokens.device)
+            inputs["prefix_lengths"] = whole if mask is None else mask.sum(1)
+        return inputs
+
+
+class LineartimeForMaskedLM(LanguageHead):
+    """A masked language model: the logits at a masked token predict the token that was masked."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        check_task(config, "a masked language model", masked=True)
+        super().__init__(config)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Logits [B, T, V], and the loss where labels [B, T] are given, -100 for none; others as for the base model."""
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

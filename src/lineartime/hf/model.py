@@ -1,0 +1,204 @@
+"""The base model: embedding, blocks and norm of lineartime, with the arguments of transformers.
+
+Shapes: B batch, T tokens, d model width.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import can_return_tuple
+
+from lineartime.errors import ArgumentError
+from lineartime.hf.cache import LineartimeCache
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
+from lineartime.hf.inputs import checked_mask, document_boundaries, new_tokens_mask
+from lineartime.layers.residual import ResidualLayer
+from lineartime.models.backbone import Backbone
+
+
+class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What all models of lineartime have in common in transformers."""
+
+    config: LineartimeConfig
+    config_class = LineartimeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Backbone"]  # streams go through its blocks without the hooks of accelerate
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path | None, *arguments: Any, **options: Any) -> Any:
+        """As in transformers; ArgumentError for a device_map that divides the model, LineartimeError for a damaged folder."""
+        given = options.get("device_map")
+        if isinstance(given, dict):
+            _check_places(given)
+        folder = Path(name or "", options.get("subfolder") or "")
+        if name is not None and (folder / CONFIG).exists() and any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+            config = options.get("config")
+            known = config if isinstance(config, LineartimeConfig) else LineartimeConfig.from_pretrained(config or folder)
+            check_blocks(folder, known.n_blocks)
+        loaded = super().from_pretrained(name, *arguments, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_places(getattr(model, "hf_device_map", {}))
+        return loaded
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
+        embedding: nn.Module = self.base_model.backbone.embedding
+        return embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        self.base_model.backbone.embedding = value
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a module's own parameters as lineartime draws them, but none that were loaded."""
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        loaded = [(tensor, tensor.clone()) for tensor in own if getattr(tensor, "_is_hf_initialized", False)]
+        if isinstance(module, ResidualLayer):
+            module.init_own()  # its parts are visited by themselves
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif type(module) is nn.Linear:  # of a head
+            super()._init_weights(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        for tensor, value in loaded:
+            tensor.copy_(value)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None, every_n_layers: int = 1
+    ) -> None:
+        """Let the backward pass compute each block again, as `LanguageModel.recompute_blocks` does."""
+        if enable and every_n_layers != 1:
+            raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
+        self.base_model.gradient_checkpointing = enable
+
+
+def _check_places(device_map: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for a map of modules to devices that divides the model, or leaves it on the disk."""
+    places = sorted({str(place) for place in device_map.values()})
+    if len(places) > 1 or "disk" in places:
+        where = " and ".join(places)
+        raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
+
+
+class LineartimeModel(LineartimePreTrainedModel):
+    """Hidden vectors of tokens, of any task and system; see `forward`."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config)
+        self.backbone = Backbone(config.to_model_config())
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LineartimeCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read whole sequences, or continue those of a cache.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], 1 for real tokens; padding may stand anywhere. With a cache, the tokens read before may
+                stand in front, [B, past + T].
+            position_ids: [1, T], for documents packed into a single row: the positions start at 0 with each. Otherwise they
+                are not needed, and must be those that the model counts by itself: real tokens from 0 on.
+            past_key_values: continue its streams; it is brought up to date, unless use_cache is False.
+            inputs_embeds: [B, T, d], instead of the ids.
+            use_cache: whether to begin a cache where none is given; not so by default.
+            output_hidden_states: whether to return what each block reads, and last_hidden_state.
+            cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, as the collators of
+                transformers call them; preferred to position_ids in compiled code.
+            prefix_lengths: int [B], for a model of task "prefix-lm": so many first tokens are read in both directions.
+            **kwargs: ignored, but for output_attentions.
+
+        Raises:
+            ArgumentError: for arguments that do not fit each other or the model.
+        """
+        if kwargs.get("output_attentions"):
+            raise ArgumentError("output_attentions", "is True, but these models form no matrix of attention to return.")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ArgumentError("input_ids", "and inputs_embeds are both given or both missing, but one of them is needed.")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        every: list[Tensor] | None = [] if output_hidden_states else None
+        self.backbone.recompute = self.gradient_checkpointing and self.training
+        if past_key_values is None and not use_cache:
+            mask = checked_mask(attention_mask, embedded)
+            if cu_seq_lens_q is None and position_ids is not None:
+                cu_seq_lens_q = document_boundaries(position_ids, mask, embedded)
+            hidden = self.backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every)
+        else:
+            past_key_values = self._cache(past_key_values, use_cache is not False)
+            mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
+            self._check_streams(cu_seq_lens_q, position_ids, attention_mask, embedded, past_key_values)
+            prefix = self._all_prefix(prefix_lengths, mask, embedded)
+            hidden = past_key_values.read(self.backbone, embedded, mask, prefix=prefix, inputs=every)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache is not False else None,
+            hidden_states=None if every is None else (*every, hidden),
+        )
+
+    def _embed(self, ids: Tensor | None) -> Tensor:
+        self.backbone.check_ids(ids)
+        embedded: Tensor = self.backbone.embedding(ids)
+        return embedded
+
+    def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
+        if self.config.task == "mlm":
+            name = "use_cache" if given is None else "past_key_values"
+            raise ArgumentError(name, "is given, but a masked language model reads both ways and cannot continue a text.")
+        if given is None:
+            return LineartimeCache()
+        if not isinstance(given, LineartimeCache):
+            raise ArgumentError(
+                "past_key_values", f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it."
+            )
+        return given if update else given.copy()
+
+    def _check_streams(
+        self,
+        cu_seq_lens: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        embedded: Tensor,
+        cache: LineartimeCache,
+    ) -> None:
+        """Raise ArgumentError for documents packed into one row, which a cache cannot continue."""
+        if cu_seq_lens is None and position_ids is not None and cache.get_seq_length() == 0:
+            cu_seq_lens = document_boundaries(position_ids, new_tokens_mask(attention_mask, embedded, 0), embedded)
+        if cu_seq_lens is not None and len(cu_seq_lens) > 2:
+            raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
+
+    def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor) -> bool:
+        """Whether all of the first tokens are prefix; ArgumentError where only some are."""
+        if prefix_lengths is None:
+            return False
+        real = torch.full_like(prefix_lengths, embedded.shape[1]) if mask is None else mask.sum(1)
+        if bool((prefix_lengths != real).any()):
+            raise ArgumentError(
+                "prefix_lengths",
+                f"is {prefix_lengths.tolist()} with a cache, but must be the number of tokens of each row, "
+                f"{real.tolist()}: read the prefixes first, then the rest.",
+            )
+        return True

@@ -1,0 +1,40 @@
+"""The entries of lineartime in transformers' tables of models."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
+from lineartime.hf.model import LineartimeModel
+from lineartime.hf.tasks import (
+    LineartimeForMultipleChoice,
+    LineartimeForQuestionAnswering,
+    LineartimeForSequenceClassification,
+    LineartimeForTokenClassification,
+)
+
+MODELS = {
+    AutoModel: LineartimeModel,
+    AutoModelForCausalLM: LineartimeForCausalLM,
+    AutoModelForMaskedLM: LineartimeForMaskedLM,
+    AutoModelForMultipleChoice: LineartimeForMultipleChoice,
+    AutoModelForQuestionAnswering: LineartimeForQuestionAnswering,
+    AutoModelForSequenceClassification: LineartimeForSequenceClassification,
+    AutoModelForTokenClassification: LineartimeForTokenClassification,
+}
+"""Which model each Auto class loads."""
+
+
+def register() -> None:
+    """Let `AutoConfig` and the Auto classes of models know lineartime's."""
+    AutoConfig.register(LineartimeConfig.model_type, LineartimeConfig, exist_ok=True)
+    for auto, model in MODELS.items():
+        auto.register(LineartimeConfig, model, exist_ok=True)

@@ -1,0 +1,149 @@
+"""Models for fine-tuning: a base model and a small head.
+
+Shapes: B batch, T tokens, C choices, K labels, d model width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import can_return_tuple
+
+from lineartime.errors import ArgumentError
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+
+
+class TaskModel(LineartimePreTrainedModel):
+    """A base model, dropout, and a linear map to `outputs` numbers."""
+
+    def __init__(self, config: LineartimeConfig, outputs: int) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LineartimeModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.score = nn.Linear(config.d_model, outputs)
+        self.post_init()
+
+    def read(self, input_ids: Tensor | None, attention_mask: Tensor | None, **kwargs: Any) -> BaseModelOutputWithPast:
+        """The outputs of the base model."""
+        kwargs.pop("use_cache", None)
+        outputs: BaseModelOutputWithPast = self.model(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
+        return outputs
+
+    def pooled(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """One vector for each sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, of a causal model, the last."""
+        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        if attention_mask is not None:
+            real = attention_mask != 0
+        if self.config.task == "mlm":
+            return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+        last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+
+class LineartimeForSequenceClassification(TaskModel):
+    """A label, or a number, for each sequence: from the mean of its tokens, or, with a causal model, from its last token."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config, config.num_labels)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits [B, K], and the loss where labels are given; other arguments as for the base model."""
+        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class LineartimeForTokenClassification(TaskModel):
+    """A label for each token."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config, config.num_labels)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Logits [B, T, K], and the loss where labels [B, T] are given, -100 for none; others as for the base model."""
+        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class LineartimeForQuestionAnswering(TaskModel):
+    """Where the answer to a question begins and ends in a text."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config, 2)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Logits [B, T] of beginning and end, and the loss where both positions [B] are given; others as for the base model."""
+        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        start, end = self.score(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, hidden_states=outputs.hidden_states)
+
+
+class LineartimeForMultipleChoice(TaskModel):
+    """A score for each of several texts, one of which is right."""
+
+    def __init__(self, config: LineartimeConfig) -> None:
+        super().__init__(config, 1)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """Logits [B, C] for ids and mask [B, C, T], and the loss where labels [B] are given; others as for the base model."""
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or given.dim() < 3:
+            raise ArgumentError("input_ids", "must be [B, C, T]: for each example, the tokens of each choice.")
+        choices = given.shape[1]
+        ids, mask, embedded = (None if x is None else x.flatten(0, 1) for x in (input_ids, attention_mask, inputs_embeds))
+        outputs = self.read(ids, mask, inputs_embeds=embedded, **kwargs)
+        pooled = self.pooled(outputs.last_hidden_state, mask)
+        logits = self.score(self.dropout(pooled)).view(-1, choices)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -1,0 +1,71 @@
+"""Tokenizers of lineartime as those of transformers, and back."""
+
+import json
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, MASK_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer
+from lineartime.errors import LineartimeError
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers that gives the same ids.
+
+    Its special tokens are parsed in texts, as is usual there: "[MASK]" in a text is the mask. The end of a document is the
+    token that begins a text, ends it, and pads it.
+
+    Raises:
+        LineartimeError: if the ids of a trained tokenizer have gaps, so that special tokens cannot be added.
+    """
+    backend = _byte_backend() if isinstance(tokenizer, ByteTokenizer) else _json_backend(tokenizer)
+    end, mask = (backend.id_to_token(token) for token in (tokenizer.end_of_document, tokenizer.mask))
+    if end is None or mask is None:
+        raise LineartimeError("The tokenizer has gaps in its ids, so that no special tokens can be added: train another one.")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=end,
+        eos_token=end,
+        pad_token=end,
+        mask_token=mask,
+        padding_side="left",  # a batch of prompts is continued at its right
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def plain_tokenizer(definition: str, source: str) -> Tokenizer:
+    """The tokenizer that a tokenizer.json describes, one of bytes being recognised; LineartimeError for what is none."""
+    found = JsonTokenizer(definition, source)
+    given, own = (_spelling(text) for text in (definition, _byte_backend().to_str()))
+    return ByteTokenizer() if given == own else found
+
+
+def _spelling(definition: str) -> list[Any]:
+    """What decides which ids a text has: pieces, merges, how texts are cut, and the ids of added tokens."""
+    data: dict[str, Any] = json.loads(definition)
+    added = {token["content"]: token["id"] for token in data["added_tokens"]}
+    model = {name: data["model"].get(name) for name in ("type", "vocab", "merges")}
+    return [model, data["normalizer"], data["pre_tokenizer"], added]
+
+
+def _byte_backend() -> Any:
+    """Bytes as pieces of byte-level BPE without merges."""
+    backend: Any = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LEVEL, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_TEXT, MASK_TEXT])
+    return backend
+
+
+def _json_backend(tokenizer: Tokenizer) -> Any:
+    """The definition of a trained tokenizer, with the special tokens that lineartime gives it where it has none."""
+    backend: Any = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = None  # models are trained without the special tokens that it adds
+    for token, name in sorted({tokenizer.end_of_document: "<end_of_document>", tokenizer.mask: MASK_TEXT}.items()):
+        backend.add_special_tokens([backend.id_to_token(token) or name])
+    return backend

@@ -1,0 +1,23 @@
+"""Which versions of transformers the adapter works with."""
+
+import re
+
+from lineartime.errors import LineartimeError, missing_extra
+from lineartime.host import installed_version
+
+OLDEST, NEXT_MAJOR = (5, 20), 6
+
+
+def check_transformers() -> None:
+    """Raise LineartimeError unless a supported version of transformers is installed."""
+    found = installed_version("transformers")
+    if found is None:
+        raise missing_extra("transformers", "hf", "lineartime.hf")
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not OLDEST <= version < (NEXT_MAJOR, 0):
+        oldest = ".".join(map(str, OLDEST))
+        raise LineartimeError(
+            f"lineartime.hf needs transformers {oldest} or newer and below {NEXT_MAJOR}, but version {found} is installed: "
+            "pip install 'lineartime[hf]'."
+        )

@@ -1,0 +1,40 @@
+"""`lineartime convert`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lineartime.cli import main
+
+Fails = Callable[..., None]
+
+
+def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert main(["convert", str(folder / "run"), there, "--checkpoint", "last"]) == 0
+    assert main(["convert", there, back]) == 0
+    out, error = capfd.readouterr()
+    assert out.splitlines() == [
+        f"{there}: a model of transformers, which its Auto classes load after `import lineartime.hf`",
+        f"{back}: a model of lineartime, which `lineartime generate {back}` and the other commands read",
+    ]
+    assert error == ""
+    assert main(["generate", back, "--prompt", "the", "--max-tokens", "3"]) == 0
+    capfd.readouterr()
+
+
+def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, tmp_path: Path, fails: Fails) -> None:
+    there = str(tmp_path / "there")
+    assert main(["convert", str(folder / "run"), there]) == 0
+    for command in (["generate", there], ["eval", there]):
+        fails(command, "there holds a model of transformers: make one of lineartime of it with `lineartime convert`.")
+
+
+def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
+    taken = str(folder)
+    fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
+    fails(["convert", "nowhere", "new"], "source is nowhere, which is no folder")
+    fails(["convert", str(folder / "run"), "new", "--checkpoint", "77"], "--checkpoint is 77, but must be best, last")
+    fails(["convert", "nowhere"], "DESTINATION", status=2)

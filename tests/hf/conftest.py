@@ -1,0 +1,61 @@
+"""Tiny models of transformers, of every system."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from lineartime.hf import LineartimeConfig, LineartimeForCausalLM
+from lineartime.models.systems import SIZED
+
+Model = TypeVar("Model", bound=nn.Module)
+Tiny = Callable[..., LineartimeConfig]
+Awake = Callable[[Any], Any]
+
+SMALL: dict[str, Any] = {"d_qk": 8, "n_heads": 2, "chunk_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress bars, and no network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    """`tiny("flash", n_blocks=1)`: the configuration of a tiny model of that system."""
+
+    def make(system: str = "flash", task: Any = "clm", **overrides: Any) -> LineartimeConfig:
+        preset = LineartimeConfig.from_preset(f"{system}-tiny", task)
+        options = {name: SMALL[name] for name in SIZED if name in preset.mixer}
+        if system == "mhsa-single-head":
+            del options["n_heads"]
+        sizes = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **options, **overrides}
+        return LineartimeConfig.from_preset(f"{system}-tiny", task, **sizes)
+
+    return make
+
+
+@pytest.fixture
+def awake() -> Awake:
+    """`awake(model)`: the model in evaluation mode with weights far from their small initial values, so that all have a say."""
+
+    def wake(model: Model) -> Model:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        return model.eval()
+
+    return wake
+
+
+@pytest.fixture
+def causal(tiny: Tiny, awake: Awake) -> LineartimeForCausalLM:
+    """A causal language model of FLASH."""
+    return awake(LineartimeForCausalLM(tiny()))

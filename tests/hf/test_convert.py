@@ -1,0 +1,272 @@
+"""Conversion between folders of lineartime and of transformers, and its tokenizers."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lineartime
+from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
+from lineartime.errors import LineartimeError
+from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, convert, from_transformers
+from lineartime.hf.config import FIELDS
+
+Tiny = Callable[..., LineartimeConfig]
+Awake = Callable[[Any], Any]
+
+TEXTS = ["the square of 3 is 9", " leading, and  two spaces\n\ttabs", "añ é 漢字 \U0001f600", "", "a , b ."]
+
+
+def trained(kind: str, end: bool = False) -> JsonTokenizer:
+    """A trained tokenizer, with special tokens of its own or without."""
+    if kind == "bpe":
+        backend: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    else:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
+    backend.train_from_iterator([f"the square of {i} is {i * i}" for i in range(99)], trainer)
+    if end:
+        backend.add_special_tokens(["</s>"])
+        end_token = backend.token_to_id("</s>")
+        backend.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", end_token)])
+    return JsonTokenizer(backend.to_str(), "trained")
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": ByteTokenizer,
+    "bpe": lambda: trained("bpe"),
+    "words": lambda: trained("words"),
+    "with an end": lambda: trained("bpe", end=True),
+}
+
+
+@pytest.fixture
+def model() -> lineartime.models.CausalLM:
+    return lineartime.build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, chunk_size=8).eval()
+
+
+@pytest.fixture
+def folder(model: lineartime.models.CausalLM, tmp_path: Path) -> Path:
+    """A model of bytes, saved for transformers."""
+    lineartime.save(model, ByteTokenizer(), tmp_path / "own")
+    return convert(tmp_path / "own", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", list(TOKENIZERS))
+def test_a_tokenizer_gives_the_same_ids_in_transformers_and_comes_back(kind: str, tmp_path: Path) -> None:
+    own = TOKENIZERS[kind]()
+    model = lineartime.build("flash-tiny", n_blocks=1, d_model=16, d_qk=8, vocab_size=own.vocab_size)
+    lineartime.save(model, own, tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "hf")
+    fast = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in TEXTS:
+        ids = own.encode(text).tolist()
+        assert fast(text).input_ids == ids
+        assert fast.decode(ids, skip_special_tokens=True) == own.decode(ids)
+    assert (fast.eos_token_id, fast.bos_token_id, fast.pad_token_id) == (own.end_of_document,) * 3
+    assert fast.mask_token_id == own.mask
+    assert len(fast) == own.vocab_size
+    assert fast(fast.mask_token + "a").input_ids[0] == own.mask
+    convert(tmp_path / "hf", tmp_path / "back")
+    back = lineartime.load_tokenizer(tmp_path / "back")
+    assert type(back) is type(own)
+    assert (back.end_of_document, back.mask, back.vocab_size) == (own.end_of_document, own.mask, own.vocab_size)
+    assert all(back.encode(text).tolist() == own.encode(text).tolist() for text in TEXTS)
+
+
+def test_a_run_goes_there_and_back_unchanged(config: Callable[..., Any], tmp_path: Path) -> None:
+    result = lineartime.train(config())
+    assert result.checkpoint is not None
+    convert(tmp_path / "run", tmp_path / "hf")
+    convert(tmp_path / "run", tmp_path / "first", checkpoint=4)
+    ids = torch.arange(20)[None]
+    best = lineartime.load(tmp_path / "run")
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(there(ids).logits, best(ids), atol=0, rtol=0)
+    convert(tmp_path / "hf", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (result.checkpoint / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.json").read_text() == (result.checkpoint / "model.json").read_text()
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert not torch.equal(first(ids).logits, best(ids))
+
+
+@pytest.mark.parametrize("system", ["transformer++", "reformer", "bigbird", "linformer"])
+def test_a_masked_model_in_several_bf16_files_comes_back(system: str, tiny: Tiny, awake: Awake, tmp_path: Path) -> None:
+    model = awake(LineartimeForMaskedLM(tiny(system, "mlm", vocab_size=258)))
+    convert(_saved(model, tmp_path), tmp_path / "hf")
+    loaded = LineartimeForMaskedLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "hf16", max_shard_size="20KB")
+    shutil.copy(tmp_path / "hf" / "tokenizer.json", tmp_path / "hf16")
+    assert (tmp_path / "hf16" / "model.safetensors.index.json").exists()
+    back = lineartime.load(from_transformers(tmp_path / "hf16", tmp_path / "back"))
+    assert {parameter.dtype for parameter in back.parameters()} == {torch.float32}
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(back.backbone.state_dict(), loaded.float().model.backbone.state_dict(), atol=0, rtol=0)
+    torch.testing.assert_close(back(ids), loaded(ids).logits)
+
+
+def _saved(model: Any, tmp_path: Path) -> Path:
+    own = lineartime.build(model.config.to_model_config())
+    own.backbone.load_state_dict(model.model.backbone.state_dict())
+    return lineartime.save(own, ByteTokenizer(), tmp_path / "own")
+
+
+def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> None:
+    files = {file.name for file in folder.iterdir()}
+    assert files == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert "FLASH: gated units with mixed chunk attention" in card
+    assert "AutoModelForCausalLM" in card
+    data = json.loads((folder / "config.json").read_text())
+    assert set(FIELDS) <= set(data)
+    assert "auto_map" not in data  # no remote code
+    assert data["mixer"]["chunk_size"] == 8
+
+
+def test_a_model_tuned_in_transformers_comes_back(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    model.save_pretrained(tmp_path / "tuned")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "tuned")
+    own = lineartime.load(convert(tmp_path / "tuned", tmp_path / "back"))
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(own(ids), model(ids).logits)
+    assert isinstance(lineartime.load_tokenizer(tmp_path / "back"), ByteTokenizer)
+
+
+def _change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def _change_weights(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def _index(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+
+
+NORM = "model.backbone.norm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other type": (lambda f: _change(f / "config.json", model_type="llama"), "model of type 'llama': only models of type"),
+    "untied": (lambda f: _change(f / "config.json", tie_word_embeddings=False), "weights of their own"),
+    "unknown layer": (
+        lambda f: _change(f / "config.json", mixer={"kind": "none"}),
+        "mixer.kind is 'none'",
+    ),
+    "wrong type": (lambda f: _change(f / "config.json", d_model="16"), "describes no model .*d_model is '16'"),
+    "absurd width": (lambda f: _change(f / "config.json", d_model=10**8), "but its config.json tells of"),
+    "absurd depth": (
+        lambda f: _change(f / "config.json", n_blocks=10**12),
+        "2 blocks, but .* of 1000000000000",
+    ),
+    "absurd vocabulary": (
+        lambda f: _change(f / "config.json", vocab_size=10**17),
+        "another model|no model that can",
+    ),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "deep JSON": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json is not JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
+    "missing name": (lambda f: _change_weights(f, lambda w: w.pop(NORM)), "lacks backbone.norm.weight"),
+    "unexpected name": (
+        lambda f: _change_weights(f, lambda w: w.update(score=w[NORM] + 0)),
+        "holds score, which a",
+    ),
+    "wrong shape": (lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(17)})), r"shape \[17\], but .* \[16\]"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04pickle"), "model.safetensors is damaged"),
+    "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
+    "a header that lies": (
+        lambda f: (f / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+        "model.safetensors is damaged",
+    ),
+    "a path out of the folder": (
+        lambda f: _index(f, "../elsewhere.safetensors"),
+        "'../elsewhere.safetensors', which is no",
+    ),
+    "a pickle in the index": (
+        lambda f: _index(f, "pytorch_model.bin"),
+        "'pytorch_model.bin', which is no file of",
+    ),
+    "an empty index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "names no files of weights"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "Cannot read .*tokenizer.json"),
+    "another tokenizer": (lambda f: (f / "tokenizer.json").write_text(trained("bpe").to_json()), "source has 302 tokens"),
+    "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff{"), "is not a tokenizer file"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_damaged_or_hostile_folder_ends_in_one_sentence(damage: str, folder: Path, tmp_path: Path) -> None:
+    spoil, message = DAMAGE[damage]
+    spoil(folder)
+    with pytest.raises(LineartimeError, match=message) as error:
+        from_transformers(folder, tmp_path / "back")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("change", [{"n_blocks": 10**12}, {"n_blocks": 500}])
+def test_transformers_does_not_build_what_its_files_cannot_hold(change: dict[str, int], folder: Path) -> None:
+    _change(folder / "config.json", **change)
+    with pytest.raises(LineartimeError, match=f"tells of {change['n_blocks']} blocks: it is damaged"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for source, message in (
+        (tmp_path / "nowhere", "source is .*nowhere, which is no folder"),
+        (tmp_path / "empty", "source is .*empty, which holds neither a run or checkpoint nor a model of transformers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(source, tmp_path / "new")
+    for source in (folder, tmp_path / "own"):
+        with pytest.raises(ValueError, match=r"destination is .*own, which exists already"):
+            convert(source, tmp_path / "own")
+    with pytest.raises(ValueError, match=r"checkpoint is last, but .*hf is no run: leave it out"):
+        convert(folder, tmp_path / "new", checkpoint="last")
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_for_a_task_cannot_become_one_of_lineartime(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path / "task")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "task")
+    with pytest.raises(LineartimeError, match=r"holds score.*, which a language model does not have"):
+        convert(tmp_path / "task", tmp_path / "back")
+
+
+def test_the_configuration_holds_every_field_of_a_model(tiny: Tiny) -> None:
+    config = tiny("transformer", dropout=0.1)
+    assert LineartimeConfig.from_dict(config.to_dict()).to_model_config() == config.to_model_config()
+    assert (config.hidden_size, config.num_hidden_layers, config.max_positions) == (16, 2, 1024)
+    assert LineartimeConfig().to_model_config().mixer.kind == "flash"
+    with pytest.raises(ValueError, match="dropout is 'a', but must be a number"):
+        LineartimeConfig(dropout="a")
+    assert LineartimeForCausalLM(tiny()).config.architectures is None

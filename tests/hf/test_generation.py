@@ -1,0 +1,257 @@
+"""`generate` of transformers, from a cache of streams."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import lineartime
+from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM
+from lineartime.models.systems import SYSTEMS
+
+Tiny = Callable[..., LineartimeConfig]
+Awake = Callable[[Any], Any]
+
+CAUSAL = [name for name, system in SYSTEMS.items() if system.mixer.why_not_causal is None]
+KINDS = ["flash", "flash-quad", "transformer++", "performer", "combiner"]  # one of each kind of state
+every_kind = pytest.mark.parametrize("system", KINDS)
+
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(40, shape, generator=torch.Generator().manual_seed(2))
+
+
+def left_padded() -> tuple[Tensor, Tensor]:
+    """Ids of three prompts, 12, 5 and 9 long, and their mask."""
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :7] = mask[2, :3] = 0
+    return ids_of(3, 12), mask
+
+
+class Collector(BaseStreamer):  # type: ignore[misc]
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("system", CAUSAL)
+def test_greedy_tokens_are_those_of_lineartime(system: str, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    own = lineartime.build(model.config.to_model_config()).eval()
+    own.backbone.load_state_dict(model.model.backbone.state_dict())
+    prompt = ids_of(1, 13)
+    greedy = lineartime.Sampling(temperature=0)
+    expected = list(lineartime.generate(own, prompt[0], 15, greedy))
+    assert model.generate(prompt, max_new_tokens=15, do_sample=False)[0, 13:].tolist() == expected
+    assert model.generate(prompt, max_new_tokens=15, do_sample=False, use_cache=False)[0, 13:].tolist() == expected
+
+
+@every_kind
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {}])
+def test_a_batch_padded_on_the_left_generates_what_its_rows_generate(
+    system: str, mode: dict[str, Any], tiny: Tiny, awake: Awake
+) -> None:
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    ids, mask = left_padded()
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **mode)
+    alone = [
+        model.generate(row[real == 1][None], max_new_tokens=12, do_sample=False, **mode)[:, -12:]
+        for row, real in zip(ids, mask, strict=True)
+    ]
+    assert together[:, -12:].tolist() == torch.cat(alone).tolist()
+
+
+@every_kind
+def test_samples_of_a_seed_are_the_same_with_a_cache_and_without(system: str, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        options = {"do_sample": True, "top_k": 10, "temperature": 0.9, "num_return_sequences": 3}
+        samples.append(model.generate(ids_of(2, 6), max_new_tokens=10, use_cache=use_cache, **options).tolist())
+    assert samples[0] == samples[1]
+
+
+@every_kind
+def test_generation_goes_on_from_a_returned_cache(system: str, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    ids, mask = left_padded()
+    whole = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == 16  # the last token was not read yet
+    for use in (copy.deepcopy(cache), cache):
+        more = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
+        rest = model.generate(first.sequences, attention_mask=more, past_key_values=use, max_new_tokens=7, do_sample=False)
+        assert rest.tolist() == whole.tolist()
+
+
+@every_kind
+@pytest.mark.parametrize("assistant", ["another model", "the prompt"])
+def test_assisted_decoding_gives_the_greedy_tokens(system: str, assistant: str, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    prompt = ids_of(1, 9)
+    expected = model.generate(prompt, max_new_tokens=25, do_sample=False)
+    if assistant == "the prompt":
+        helped = model.generate(prompt, max_new_tokens=25, do_sample=False, prompt_lookup_num_tokens=4)
+    else:
+        other = LineartimeForCausalLM(tiny(system))
+        other.load_state_dict(model.state_dict())
+        with torch.no_grad():  # so that it is right now and then
+            other.model.backbone.embedding.weight.add_(0.05 * torch.randn(40, 16))
+        helped = model.generate(prompt, max_new_tokens=25, do_sample=False, assistant_model=other.eval())
+    assert helped.tolist() == expected.tolist()
+
+
+def test_flash_remembers_as_much_after_a_long_text_as_after_a_short_one(causal: LineartimeForCausalLM) -> None:
+    cache = causal(ids_of(2, 8), use_cache=True).past_key_values
+    before = cache.memory_bytes
+    causal(ids_of(2, 800), past_key_values=cache)
+    assert cache.memory_bytes == before > 0
+    assert repr(cache) == f"LineartimeCache(streams=2, tokens=808, bytes={before})"
+    assert (len(cache), cache.batch_size, cache.is_compileable) == (2, 2, False)
+
+
+def test_a_streamer_gets_every_token(causal: LineartimeForCausalLM) -> None:
+    streamer = Collector()
+    prompt = ids_of(1, 6)
+    text = causal.generate(prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
+    assert streamer.tokens == text[0].tolist()
+    assert streamer.ended
+    assert issubclass(TextStreamer, BaseStreamer)
+
+
+def test_a_long_prompt_is_read_in_pieces_if_asked_to(causal: LineartimeForCausalLM) -> None:
+    prompt = ids_of(2, 21)
+    whole = causal.generate(prompt, max_new_tokens=6, do_sample=False)
+    pieces = causal.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8, past_key_values=LineartimeCache())
+    assert whole.tolist() == pieces.tolist()
+
+
+def test_a_cache_takes_back_what_it_read_since_the_last_crop(causal: LineartimeForCausalLM) -> None:
+    ids = ids_of(1, 20)
+    expected = causal(ids).logits
+    cache = causal(ids[:, :6], use_cache=True).past_key_values
+    cache.activate_past_recording()
+    causal(ids[:, 6:9], past_key_values=cache)
+    causal(torch.full((1, 4), 3), past_key_values=cache)
+    cache.crop(-6)  # the four wrong ones, and two that are right
+    assert cache.get_seq_length() == 7
+    torch.testing.assert_close(causal(ids[:, 7:11], past_key_values=cache).logits, expected[:, 7:11], atol=1e-5, rtol=0)
+    cache.crop(0)
+    torch.testing.assert_close(causal(ids[:, 11:], past_key_values=cache).logits, expected[:, 11:], atol=1e-5, rtol=0)
+    with pytest.raises(lineartime.LineartimeError, match="cannot forget 10 tokens: it can only take back"):
+        cache.crop(-10)
+
+
+def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: LineartimeForCausalLM) -> None:
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    first = causal.generate(ids_of(1, 9), max_new_tokens=9, prompt_lookup_num_tokens=3, **options)
+    rest = causal.generate(first.sequences, max_new_tokens=20, past_key_values=first.past_key_values, **options)
+    assert rest.sequences.tolist() == causal.generate(ids_of(1, 9), max_new_tokens=29, do_sample=False).tolist()
+    with pytest.raises(lineartime.LineartimeError, match="cannot forget 1 tokens"):
+        rest.past_key_values.crop(-1)
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny("transformer", max_positions=12)))
+    ids = ids_of(2, 12)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="max_positions is 12"):
+        model(ids[:, :5], past_key_values=cache)
+    assert cache.get_seq_length() == 8
+    torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, model(ids).logits[:, 8:], atol=1e-5, rtol=0)
+
+
+def test_a_cache_is_copied_repeated_selected_and_reset(causal: LineartimeForCausalLM) -> None:
+    ids, mask = left_padded()
+    cache = LineartimeCache()
+    assert (cache.batch_size, len(cache), cache.is_initialized) == (-1, 0, False)
+    cache.batch_repeat_interleave(2)
+    with torch.no_grad():
+        causal(ids, attention_mask=mask, past_key_values=cache)
+        new = ids_of(3, 2)
+        expected = causal(new, past_key_values=cache.copy()).logits
+        kept = causal(new, past_key_values=cache, use_cache=False)
+        assert kept.past_key_values is None
+        torch.testing.assert_close(kept.logits, expected)
+        cache.batch_repeat_interleave(2)
+        doubled = causal(new.repeat_interleave(2, 0), past_key_values=cache).logits
+    torch.testing.assert_close(doubled, expected.repeat_interleave(2, 0))
+    assert cache.get_seq_length() == 14
+    cache.reset()
+    assert (cache.get_seq_length(), cache.memory_bytes) == (0, 0)
+
+
+def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(task="prefix-lm")))
+    own = lineartime.build(model.config.to_model_config()).eval()
+    own.backbone.load_state_dict(model.model.backbone.state_dict())
+    ids, mask = left_padded()
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for row, real, text in zip(ids, mask, together, strict=True):
+        expected = list(lineartime.generate(own, row[real == 1], 8, lineartime.Sampling(temperature=0)))
+        assert text[-8:].tolist() == expected
+    unfit: list[tuple[str, dict[str, Any]]] = [
+        ("use_cache", {"use_cache": False}),
+        ("assistant_model", {"prompt_lookup_num_tokens": 2}),
+        ("prefill_chunk_size", {"prefill_chunk_size": 4}),
+    ]
+    for name, options in unfit:
+        with pytest.raises(ValueError, match=f"{name} does not suit a model of task 'prefix-lm'"):
+            model.generate(ids[:1], max_new_tokens=3, do_sample=False, **options)
+
+
+def test_loglikelihoods_of_texts_of_any_lengths_in_a_batch_are_exact(tiny: Tiny, awake: Awake) -> None:
+    """Padded on the right without a mask, as lm-eval does it, or on the left with one."""
+    model = awake(LineartimeForCausalLM(tiny()))
+    texts = [ids_of(1, length)[0] for length in (17, 3, 9, 1)]
+    alone = [model(text[None]).logits[0].log_softmax(-1) for text in texts]
+    right = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    left = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side="left")
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
+    on_right, on_left = model(right).logits.log_softmax(-1), model(left, attention_mask=mask).logits.log_softmax(-1)
+    for row, expected in enumerate(alone):
+        torch.testing.assert_close(on_right[row, : len(expected)], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(on_left[row, -len(expected) :], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation is 'static', but these models have a cache of their own"),
+        ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, but must be a LineartimeCache"),
+    ],
+)
+def test_other_caches_are_refused(causal: LineartimeForCausalLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        causal.generate(ids_of(1, 4), max_new_tokens=2, do_sample=False, **options)
+
+
+def test_a_prompt_padded_where_it_is_continued_is_refused(causal: LineartimeForCausalLM) -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match=r"attention_mask has padding at the end of a prompt.*pad on the left"):
+        causal.generate(ids_of(2, 3), attention_mask=mask, max_new_tokens=2, do_sample=False)
+
+
+def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:
+    cache = causal(ids_of(2, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values is the cache of 2 streams, but the batch has 3"):
+        causal(ids_of(3, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be .*with the 4 tokens of the cache"):
+        causal(ids_of(2, 5), attention_mask=torch.ones(2, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="use_cache is True, but the row holds several documents"):
+        causal(ids_of(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=True)

@@ -1,0 +1,251 @@
+"""Models for fine-tuning, training by `Trainer`, pipelines, and adapters of PEFT."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from lineartime.data import ByteTokenizer
+from lineartime.hf import (
+    LineartimeConfig,
+    LineartimeForCausalLM,
+    LineartimeForMaskedLM,
+    LineartimeForMultipleChoice,
+    LineartimeForQuestionAnswering,
+    LineartimeForSequenceClassification,
+    LineartimeForTokenClassification,
+    fast_tokenizer,
+)
+
+Tiny = Callable[..., LineartimeConfig]
+Awake = Callable[[Any], Any]
+
+AUTO = {
+    AutoModelForMultipleChoice: LineartimeForMultipleChoice,
+    AutoModelForQuestionAnswering: LineartimeForQuestionAnswering,
+    AutoModelForSequenceClassification: LineartimeForSequenceClassification,
+    AutoModelForTokenClassification: LineartimeForTokenClassification,
+}
+TEXTS = [f"the square of {i} is {i * i}" for i in range(24)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Ids and mask of a long and a short text, the short one padded on the right."""
+    ids = torch.randint(40, (2, 14), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("auto", list(AUTO))
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+@pytest.mark.parametrize("system", ["flash", "transformer++"])
+def test_a_head_is_put_on_a_trained_model_and_saved_with_it(
+    auto: Any, task: str, system: str, tiny: Tiny, awake: Awake, tmp_path: Path
+) -> None:
+    language = LineartimeForMaskedLM if task == "mlm" else LineartimeForCausalLM
+    trained = awake(language(tiny(system, task)))
+    trained.save_pretrained(tmp_path / "trained")
+    model = auto.from_pretrained(tmp_path / "trained")
+    assert type(model) is AUTO[auto]
+    torch.testing.assert_close(model.model.state_dict(), trained.model.state_dict())
+    assert 0 < model.score.weight.std() < 0.05
+    model.save_pretrained(tmp_path / "tuned")
+    loaded = auto.from_pretrained(tmp_path / "tuned")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_a_sequence_has_the_label_of_its_real_tokens(task: str, tiny: Tiny, awake: Awake) -> None:
+    config = tiny(task=task)
+    config.num_labels = 3
+    model = awake(LineartimeForSequenceClassification(config))
+    ids, mask = batch()
+    output = model(ids, attention_mask=mask, labels=torch.tensor([2, 0]))
+    alone = torch.cat([model(ids[:1]).logits, model(ids[1:, :6]).logits])
+    torch.testing.assert_close(output.logits, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([2, 0])))
+    left = model(ids[1:, :6].repeat(1, 2), attention_mask=torch.tensor([[0] * 6 + [1] * 6])).logits
+    torch.testing.assert_close(left, alone[1:], atol=1e-5, rtol=0)
+
+
+def test_a_number_can_be_learned_instead_of_a_label(tiny: Tiny, awake: Awake) -> None:
+    config = tiny(task="mlm")
+    config.num_labels = 1
+    model = awake(LineartimeForSequenceClassification(config))
+    ids, mask = batch()
+    output = model(ids, attention_mask=mask, labels=torch.tensor([0.5, 2.0]))
+    torch.testing.assert_close(output.loss, F.mse_loss(output.logits[:, 0], torch.tensor([0.5, 2.0])))
+
+
+def test_labels_of_padding_do_not_count(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForTokenClassification(tiny(task="mlm")))
+    ids, mask = batch()
+    labels = (ids % 2).masked_fill(mask == 0, -100)
+    output = model(ids, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[labels >= 0], labels[labels >= 0]))
+
+
+def test_an_answer_has_a_beginning_and_an_end(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForQuestionAnswering(tiny(task="mlm")))
+    ids, mask = batch()
+    start, end = torch.tensor([3, 1]), torch.tensor([5, 2])
+    output = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+    expected = (F.cross_entropy(output.start_logits, start) + F.cross_entropy(output.end_logits, end)) / 2
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_one_of_several_texts_is_chosen(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForMultipleChoice(tiny(task="mlm")))
+    ids, mask = (x[:, None].repeat(1, 3, 1) for x in batch())
+    ids[:, 1] += 1
+    output = model(ids % 40, attention_mask=mask, labels=torch.tensor([0, 2]))
+    assert output.logits.shape == (2, 3)
+    torch.testing.assert_close(output.logits[:, 0], output.logits[:, 2])
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([0, 2])))
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, C, T\]"):
+        model(ids[0])
+
+
+def examples() -> list[dict[str, list[int]]]:
+    return [{"input_ids": fast_tokenizer(ByteTokenizer())(text)["input_ids"]} for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked", "packed", "checkpointed"])
+def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    masked = kind == "masked"
+    config = tiny(task="mlm" if masked else "clm", vocab_size=258, d_model=32)
+    model = (LineartimeForMaskedLM if masked else LineartimeForCausalLM)(config)
+    collator = DataCollatorWithFlattening() if kind == "packed" else DataCollatorForLanguageModeling(tokenizer, mlm=masked)
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=30,
+        per_device_train_batch_size=6,
+        learning_rate=1e-2,
+        activation_checkpointing=kind == "checkpointed",
+        gradient_accumulation_steps=2 if kind == "checkpointed" else 1,
+        logging_steps=10,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=examples(), processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] < 6
+    assert losses[-1] < losses[0] - 0.4
+    trainer.save_model()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
+
+
+def test_a_packed_batch_has_the_loss_of_its_documents(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(vocab_size=258)))
+    documents = examples()[:4]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents)
+    losses, counts = [], []
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        losses.append(model(ids, labels=ids).loss * (ids.shape[1] - 1))
+        counts.append(ids.shape[1] - 1)
+    torch.testing.assert_close(model(**packed).loss, sum(losses) / sum(counts))
+
+
+def test_texts_are_continued_by_a_pipeline(tiny: Tiny, awake: Awake) -> None:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    model = awake(LineartimeForCausalLM(tiny(vocab_size=258, n_blocks=1)))
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = ["the square", "a"]
+    together = write(texts, max_new_tokens=6, do_sample=False, batch_size=2)
+    alone = [write(text, max_new_tokens=6, do_sample=False) for text in texts]
+    assert together == alone
+    assert together[0][0]["generated_text"].startswith("the square")
+
+
+def test_masks_are_filled_by_a_pipeline(tiny: Tiny, awake: Awake) -> None:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    model = awake(LineartimeForMaskedLM(tiny(task="mlm", vocab_size=258)))
+    found = pipeline("fill-mask", model=model, tokenizer=tokenizer)("the squ[MASK]re", top_k=3)
+    ids = tokenizer("the squ[MASK]re", return_tensors="pt").input_ids
+    best = model(ids).logits[0, 7].softmax(-1).topk(3)
+    assert [candidate["token"] for candidate in found] == best.indices.tolist()
+    assert [candidate["score"] for candidate in found] == pytest.approx(best.values.tolist())
+
+
+def test_texts_are_classified_by_a_pipeline(tiny: Tiny, awake: Awake) -> None:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    model = awake(LineartimeForSequenceClassification(tiny(task="mlm", vocab_size=258)))
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    together, alone = classify(TEXTS[:3], batch_size=3), [classify(text)[0] for text in TEXTS[:3]]
+    assert [found["label"] for found in together] == [found["label"] for found in alone]
+    assert [found["score"] for found in together] == pytest.approx([found["score"] for found in alone])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize(
+    ("system", "targets"),
+    [("flash", ["to_gate_value_base", "to_output"]), ("transformer++", ["to_qkv", "to_output"])],
+)
+def test_an_adapter_of_peft_learns_on_the_projections(
+    system: str, targets: list[str], tiny: Tiny, awake: Awake, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = awake(LineartimeForCausalLM(tiny(system)))
+    ids, _ = batch()
+    before = model(ids).logits
+    names = dict(model.named_modules())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    learned = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    maps = [name for name in names if name.rpartition(".")[2] in targets]
+    assert len(learned) == 2 * len(maps) >= 8
+    torch.testing.assert_close(adapted(ids).logits, before)
+    optimizer = torch.optim.SGD(learned, lr=1.0)
+    losses = []
+    for _ in range(3):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    after = adapted(ids).logits
+    continued = adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, after, atol=1e-5, rtol=1e-4)
+    assert merged.generate(ids, max_new_tokens=4, do_sample=False).tolist() == continued.tolist()
+
+
+def test_a_compiled_model_trains(causal: LineartimeForCausalLM) -> None:
+    ids, mask = batch()
+    compiled = torch.compile(causal, backend="eager")
+    expected = torch.autograd.grad(causal(ids, attention_mask=mask, labels=ids).loss, list(causal.parameters()))
+    found = torch.autograd.grad(compiled(ids, attention_mask=mask, labels=ids).loss, list(causal.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_a_model_on_several_devices_is_refused(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
+    causal.save_pretrained(tmp_path / "model")
+    places = {"model.backbone.blocks.1": "disk", "": "cpu"}
+    with pytest.raises(ValueError, match="device_map puts parts of the model on cpu and disk, but it must be on one device"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload"))

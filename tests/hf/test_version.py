@@ -1,0 +1,40 @@
+"""What has to be installed, and what is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lineartime.errors import LineartimeError
+from lineartime.hf import version
+
+
+@pytest.mark.parametrize("found", ["5.20.0", "5.23.0.dev0", "5.99.1"])
+def test_supported_versions_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda _: found)
+    version.check_transformers()
+
+
+@pytest.mark.parametrize("found", ["4.57.1", "5.19.9", "6.0.0", "unknown"])
+def test_other_versions_are_named_in_one_sentence(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda _: found)
+    with pytest.raises(LineartimeError, match=f"transformers 5.20 or newer and below 6, but version {found} is installed"):
+        version.check_transformers()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "installed_version", lambda _: None)
+    with pytest.raises(LineartimeError, match=r"needs transformers, which is not installed: pip install 'lineartime\[hf\]'"):
+        version.check_transformers()
+
+
+def test_nothing_but_this_adapter_imports_transformers() -> None:
+    script = """
+import sys
+import lineartime, lineartime.cli, lineartime.cli.convert, lineartime.training.loop, lineartime.checkpoint
+import lineartime.experiments
+lineartime.build, lineartime.load, lineartime.evaluate, lineartime.fill_mask, lineartime.generate_text, lineartime.train
+print("transformers" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False"]

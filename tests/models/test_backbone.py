@@ -1,0 +1,53 @@
+"""The stack of blocks, read by parts: tokens that are embedded already in, what each block reads out."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime import build
+from lineartime.models.backbone import Backbone
+
+
+@pytest.fixture
+def backbone() -> Backbone:
+    return build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, chunk_size=4).backbone.eval()
+
+
+def chain(backbone: Backbone, inputs: list[Tensor], hidden: Tensor) -> None:
+    """Each block's output is what the next one reads, and the norm of the last one's is what comes out."""
+    first, second = backbone.blocks
+    layout = first.mixer.layout(hidden.shape, device=hidden.device)
+    assert len(inputs) == 2
+    torch.testing.assert_close(first(inputs[0], layout), inputs[1])
+    torch.testing.assert_close(backbone.norm(second(inputs[1], layout)), hidden)
+
+
+def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -> None:
+    ids = torch.randint(258, (2, 9))
+    embedded = backbone.embedding(ids)
+    inputs: list[Tensor] = []
+    hidden = backbone.read(embedded, inputs=inputs)
+    torch.testing.assert_close(hidden, backbone(ids))
+    chain(backbone, inputs, hidden)
+
+    pieces: list[Tensor] = []
+    streamed, _ = backbone.read_next(embedded, backbone.init_state(2), inputs=pieces)
+    torch.testing.assert_close(streamed, hidden, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pieces, inputs, atol=1e-5, rtol=0)
+
+    _, state = backbone.extend(ids[:, :8], backbone.init_state(2))
+    last: list[Tensor] = []
+    with torch.no_grad():
+        stepped = backbone.read_step(embedded[:, 8:], backbone.join_streams([state]), inputs=last)
+    torch.testing.assert_close(stepped, hidden[:, 8:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(last, [x[:, 8:] for x in inputs], atol=1e-5, rtol=0)
+
+
+def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
+    backbone = build("flash-tiny", task="prefix-lm", n_blocks=2, d_model=16, d_qk=8, chunk_size=4).backbone
+    ids = torch.randint(258, (2, 9))
+    inputs: list[Tensor] = []
+    hidden, state = backbone.read_first(backbone.embedding(ids), inputs=inputs)
+    torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
+    assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
+    assert state[0].position == 9
