@@ -22,8 +22,8 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
+from lineartime.ops.checks import as_mask
 from lineartime.ops.cross import cross_attention
-from lineartime.ops.layout import as_mask
 
 
 class SourceState(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineartime.layers.residual import Mixer, State
 from lineartime.layers.streams import RaggedState, ShiftedState, extend_ragged
-from lineartime.ops.layout import as_mask
+from lineartime.ops.checks import as_mask
 
 
 class PrefixMixer(Mixer[State]):

@@ -17,8 +17,9 @@ from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan, as_mask, make_layout, prefix_layout, step_layout, stream_layout
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 READ_PREFIX = "GAU, FLASH and softmax attention"
@@ -212,7 +213,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         normed = self.norm(x)
         if self.token_shift:
             normed = shift_tokens(normed, layout.previous, layout.context)
-        return zero_padding(x + self.dropout(self.mix(normed, layout)), layout.mask)
+        return zero_padding(x + self.dropout(layout.by_part(self.mix, normed)), layout.mask)
 
     def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""

@@ -21,7 +21,8 @@ from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-from lineartime.ops.layout import Layout, as_mask
+from lineartime.ops.checks import as_mask
+from lineartime.ops.layout import Layout
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 

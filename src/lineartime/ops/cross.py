@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
-from lineartime.ops.layout import as_mask
+from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
