@@ -206,11 +206,21 @@ def make_layout(
         layout = layout._replace(previous=previous_tokens(positions, mask))
     prefix = None
     if prefix_lengths is not None:
-        prefix = prefix_tokens(prefix_lengths, batch, layout.positions, layout.mask, document, starts)
-    groups = [] if cu_seqlens is None or lengths is None else similar_documents(lengths)
-    if lengths is None or len(groups) < 2:
+        prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
+    if cu_seqlens is None or lengths is None:
         return _arranged(layout, prefix, batch, lengths, plan)
+    groups = similar_documents(lengths)
+    if len(groups) < 2:
+        return _arranged(layout, prefix, batch, lengths, _for_lengths(plan, lengths))._replace(plan=plan)
     return layout._replace(parts=_parts(layout, prefix, groups, lengths, plan), plan=plan)
+
+
+def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
+    """The plan with chunks that have no more slots than the longest document needs, up to a power of two."""
+    if plan.chunk_size is None:
+        return plan
+    needed = max(SMALLEST_CHUNK, 1 << (max([1, *lengths]) - 1).bit_length())
+    return plan._replace(chunk_size=min(plan.chunk_size, needed))
 
 
 def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengths: list[int], plan: LayoutPlan) -> Parts:
@@ -232,11 +242,9 @@ def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengt
             torch.arange(len(group)).repeat_interleave(own).to(device),
             F.pad(own.cumsum(0), (1, 0)).to(device),
         )
-        part_plan = plan
-        if plan.chunk_size is not None:  # a chunk need have no more slots than the longest document
-            longest = max(SMALLEST_CHUNK, 1 << (int(own.max()) - 1).bit_length())
-            part_plan = plan._replace(chunk_size=min(plan.chunk_size, longest))
-        layouts.append(_arranged(part, None if prefix is None else prefix[:, here], 1, own.tolist(), part_plan))
+        of_part = own.tolist()
+        own_prefix = None if prefix is None else prefix[:, here]
+        layouts.append(_arranged(part, own_prefix, 1, of_part, _for_lengths(plan, of_part)))
     return Parts(tokens, tuple(layouts))
 
 

@@ -29,7 +29,7 @@ from lineartime.ops.chunks import Slots
 from lineartime.ops.layout import make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
-from lineartime.ops.prefix import check_prefix
+from lineartime.ops.prefix import check_prefix, prefix_tokens
 from lineartime.ops.quadratic import blocked, reference, tiled, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
@@ -89,8 +89,8 @@ def quadratic_attention(
         if normalization == "paper":
             found = "is 'paper', which would divide by another length inside a prefix than behind it"
             raise ArgumentError("normalization", f"{found}: give that length as a whole number, or use 'count'.")
-        of_prefix = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device).prefix
-        prefix = None if of_prefix is None else of_prefix.mask
+        tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
+        prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
     marks = [x for x in (mask, prefix) if x is not None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
