@@ -32,7 +32,7 @@ class PrefixMixer(Mixer[State]):
         """
         self.check_prefix()
         self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
 
         def begin(x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
             return self._read_next(x, state, self.prefix_layout(x.shape, x.device))

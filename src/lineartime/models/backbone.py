@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.errors import ArgumentError
+from lineartime.layers.checks import check_device
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
-from lineartime.ops.checks import is_readable
+from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
 from lineartime.ops.layout import Layout
 
@@ -99,7 +100,7 @@ class Backbone(nn.Module):
         context: ContextGroup | None = None,
     ) -> Tensor:
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
-        self._check_ids(ids)
+        self.check_ids(ids)
         layouts = self._layouts(
             lambda mixer: mixer.layout(ids.shape, mask, cu_seqlens, prefix_lengths, device=ids.device, context=context)
         )
@@ -128,13 +129,13 @@ class Backbone(nn.Module):
 
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
-        self._check_ids(ids)
+        self.check_ids(ids)
         self._check_states("state", state)
         return self._continue(ids, state, lambda mixer: mixer.stream_layout(state[0].position, ids.shape[1], ids.device))
 
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
         """Begin streams with a prefix, read in both directions: ids [B, N] -> [B, N, d], and the state after them."""
-        self._check_ids(ids)
+        self.check_ids(ids)
         state = self.init_state(ids.shape[0])
         return self._continue(ids, state, lambda mixer: mixer.prefix_layout(ids.shape, ids.device))
 
@@ -162,8 +163,10 @@ class Backbone(nn.Module):
 
     def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
-        self._check_ids(ids)
+        self.check_ids(ids)
         self._check_states("streams", streams)
+        if not isinstance(streams[0].position, Tensor):
+            raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._embed(ids, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -185,15 +188,16 @@ class Backbone(nn.Module):
         if len(given) != blocks:
             raise ArgumentError(argument, f"is of a model with {len(given)} blocks, but this model has {blocks}.")
 
-    def _check_ids(self, ids: Tensor) -> None:
-        if not isinstance(ids, Tensor):
-            raise ArgumentError("ids", f"is of type {type(ids).__name__}, but must be a tensor [B, T] of whole numbers.")
-        if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
-            raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
+    def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
+        """Raise ArgumentError unless these are token ids [B, T] on the device of the model."""
+        check_whole(argument, ids)
+        if ids.dim() != 2:
+            raise ArgumentError(argument, f"has shape {list(ids.shape)}, but must be [B, T].")
+        check_device(argument, ids, self.embedding)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
                 wrong = low if low < 0 else high
-                raise ValueError(
-                    f"ids holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
+                raise ArgumentError(
+                    argument, f"holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
                 )

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import as_mask, check_documents, require
+from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row
+from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.operator import under_transform
 from lineartime.ops.packs import similar_documents
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.prefix import prefix_tokens
@@ -184,7 +184,7 @@ def make_layout(
         ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
-    mask = as_mask("mask", mask, batch, length)
+    mask = as_mask("mask", mask, batch, length, device)
     lengths = check_documents(shape, cu_seqlens)
     for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens), ("prefix_lengths", prefix_lengths)):
         if context is not None and value is not None:
@@ -198,7 +198,7 @@ def make_layout(
     if cu_seqlens is not None:
         starts = cu_seqlens.to(device, torch.long)
         document = torch.arange(starts.shape[0] - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
-    positions = _positions(length, mask, starts, document, device)
+    positions = count_positions(length, mask, starts, document, device)
     if context is not None:
         positions = positions + context.rank * length
     layout = Layout(mask, positions, document, None if document is None else starts, context=context)
@@ -253,10 +253,10 @@ def _arranged(layout: Layout, prefix: Tensor | None, batch: int, lengths: list[i
     device, length = layout.positions.device, layout.positions.shape[-1]
     n_places = length
     if plan.chunk_size is not None:
-        layout = layout._replace(chunks=_cut(batch, plan.chunk_size, lengths, layout))
+        layout = layout._replace(chunks=cut_documents(batch, plan.chunk_size, lengths, layout))
     elif layout.mask is not None or layout.document is not None:
-        n_places = _longest_row(lengths, layout, plan.longest)
-        layout = layout._replace(rows=_rows(batch, n_places, layout))
+        n_places = longest_row(lengths, layout, plan.longest)
+        layout = layout._replace(rows=document_rows(batch, n_places, layout))
     layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
     if prefix is None:
         return layout
@@ -313,70 +313,3 @@ def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype
         by_row = by_row.expand(-1, len(chunks.slots.slot), -1, -1)
     cut = torch.stack([chunks.cut(x) for x in by_row])
     return layout._replace(rotations=rotations, chunk_rotations=cut)
-
-
-def _positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
-    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
-    start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]
-    if mask is None:
-        return torch.arange(length, device=device) - start
-    real_before = F.pad(mask.cumsum(1), (1, 0))
-    return real_before[:, :-1] - real_before[:, start]
-
-
-def _longest_row(lengths: list[int] | None, layout: Layout, limit: int | None) -> int:
-    """The number of real tokens of the longest document; in compiled code and under vmap, what it can be at the most."""
-    mask, real_tokens = layout.mask, layout.positions + 1
-    traced = torch.compiler.is_compiling()
-    longest = real_tokens.shape[-1] if traced or not lengths else max(lengths)
-    if traced or under_transform():
-        if limit is None or longest <= limit:
-            return longest
-        real = real_tokens if mask is None else real_tokens * mask
-        require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
-        return limit
-    return int((real_tokens * mask).max()) if mask is not None and mask.numel() else longest
-
-
-def _rows(batch: int, longest: int, layout: Layout) -> Slots:
-    """One row a document, as long as the longest without its padding: for attention that looks at whole documents."""
-    if layout.document is None or layout.document_starts is None:
-        return _slots(batch, torch.zeros_like(layout.positions), layout, 1, longest)
-    return _slots(batch, layout.document * longest, layout, layout.document_starts.shape[0] - 1, longest)
-
-
-def _cut(batch: int, chunk_size: int, lengths: list[int] | None, layout: Layout) -> Chunks:
-    """Each document cut into chunks from its own start."""
-    device, length, starts = layout.positions.device, layout.positions.shape[-1], layout.document_starts
-    if layout.document is None or starts is None:
-        n_chunks = longest = max(1, -(-length // chunk_size))
-        document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
-        if layout.mask is not None:
-            slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
-            return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
-        real = None
-        if n_chunks * chunk_size != length:
-            in_use = torch.arange(n_chunks * chunk_size, device=device) < length
-            real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
-        return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
-    if lengths is None:  # at the most, every document ends with a chunk that is not full
-        n_chunks = longest = length // chunk_size + starts.shape[0] - 1
-    else:
-        per_document = [-(-tokens // chunk_size) for tokens in lengths]
-        n_chunks, longest = sum(per_document), max(per_document, default=0)
-    chunks = (starts.diff() + chunk_size - 1) // chunk_size
-    document_starts = F.pad(chunks.cumsum(0), (1, 0))
-    slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
-    ended = torch.bucketize(torch.arange(n_chunks, device=device), document_starts[1:], right=True)
-    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # spare chunks, without tokens, count to the last document
-    return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
-
-
-def _slots(batch: int, first: Tensor, layout: Layout, rows: int, size: int) -> Slots:
-    """The slots of tokens that stand `first` + position behind the first slot; padding has none."""
-    mask, n_slots = layout.mask, rows * size
-    index = (first + layout.positions).expand(batch, -1)
-    if mask is not None:
-        index = index.masked_fill(~mask, n_slots)
-    real = torch.zeros(batch, n_slots + 1, dtype=torch.bool, device=index.device).scatter(1, index, True)
-    return Slots(index, real[:, :-1].view(batch, rows, size))

@@ -83,7 +83,7 @@ def quadratic_attention(
     check_queries_keys_values({"q": q, "k": k}, v)
     check_quadratic_bias(bias, v.shape[1])
     check_prefix(prefix_lengths, causal)
-    mask = as_mask("mask", mask, *v.shape[:2])
+    mask = as_mask("mask", mask, v.shape[0], v.shape[1], v.device)
     prefix = None
     if prefix_lengths is not None:
         if normalization == "paper":
