@@ -1,7 +1,8 @@
 """Checks of what a layer is given: arguments of its constructor, and tensors."""
 
 from functools import cache
-from typing import Any, Literal, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,21 @@ from lineartime.layers.options import constructor_options
 def check_options(layer: Any, options: dict[str, Any]) -> None:
     """Raise ArgumentError, naming the argument, for an option of a constructor whose value has another type than it states.
 
-    Choices are left to the constructor, which may allow fewer than its bases, and unknown options to Python.
+    Types that are no classes are left to the constructor: it may allow fewer choices than its bases. So are unknown options.
     """
     known = _options(layer)
     for name, value in options.items():
-        if name in known and get_origin(known[name].type) is not Literal:
+        if name in known and _is_of_classes(known[name].type):
             check_type(name, value, known[name].type)
 
 
 _options = cache(constructor_options)
+
+
+def _is_of_classes(hint: Any) -> bool:
+    """Whether a type is a class, or one of several: `int | None`."""
+    classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes)
 
 
 def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Module, layer: nn.Module) -> None:
