@@ -52,7 +52,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         if len(wrong):
             raise ArgumentError(
                 "targets",
-                f"holds {wrong.flatten()[0]}, but must be from 0 to V - 1 = {len(weight) - 1}, or {IGNORED} for none.",
+                f"holds {wrong[0]}, but must be from 0 to vocab_size - 1 = {len(weight) - 1}, or {IGNORED} for none.",
             )
     if under_transform():
         return _in_one_piece(hidden, weight, targets)
