@@ -2,21 +2,28 @@
 
 import copy
 import re
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import Mixer
 from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
+from lineartime.ops import layout as layouts
+from lineartime.ops import packs
 from lineartime.ops.cache import KVCache
 from lineartime.ops.linear import LinearState
 
@@ -234,6 +241,80 @@ def test_a_pack_equals_its_documents_alone(name: str, causal: bool) -> None:
     packed = mixer(x, cu_seqlens=torch.tensor(ends))
     for start, stop in pairwise(ends):
         close(packed[:, start:stop], mixer(x[:, start:stop]))
+
+
+@contextmanager
+def small_parts() -> Iterator[None]:
+    """Packs of a few tokens are cut as those of thousands are: documents of other lengths apart, in chunks of few slots."""
+    with patch.object(packs, "OVERHEAD", 0), patch.object(packs, "WASTE", 100), patch.object(layouts, "SMALLEST_CHUNK", 1):
+        yield
+
+
+@every_mixer_in_both_directions
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(0, 3) | st.integers(0, 2 * CHUNK + 3), min_size=1, max_size=9))
+def test_a_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: bool, lengths: list[int]) -> None:
+    """Outputs, gradients of the tokens and of the parameters."""
+    mixer = build(name, causal, token_shift=len(lengths) % 2 == 0).double()
+    ends = [0, *accumulate(lengths)]
+    x = torch.randn(1, ends[-1], D_MODEL, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn_like(x)
+    with small_parts():
+        packed = mixer(x, cu_seqlens=torch.tensor(ends))
+    alone = torch.cat([mixer(x[:, start:stop]) for start, stop in pairwise(ends)], 1)
+    torch.testing.assert_close(packed, alone, atol=1e-10, rtol=1e-9)
+    wanted = [x, *mixer.parameters()]
+    for one, other in zip(
+        *(
+            torch.autograd.grad((out * direction).sum(), wanted, allow_unused=True, materialize_grads=True)
+            for out in (packed, alone)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if CASES[name][0].reads_prefix])
+def test_a_pack_of_other_lengths_with_padding_and_prefixes_equals_its_documents_alone(name: str) -> None:
+    mixer = build(name, causal=True).double()
+    ends, prefixes = [0, 3, 3, 25, 27, 46, 47], [2, 0, 9, 0, 15, 1]
+    x, mask = torch.randn(1, ends[-1], D_MODEL, dtype=torch.float64), torch.ones(1, ends[-1], dtype=torch.bool)
+    mask[0, [4, 12, 13, 24]] = False
+    with small_parts():
+        packed = mixer(x, mask, torch.tensor(ends), torch.tensor(prefixes))
+    assert not packed[~mask].any()
+    for start, stop, prefix in zip(ends, ends[1:], prefixes, strict=False):
+        real = mask[0, start:stop]
+        alone = mixer(x[:, start:stop][:, real], prefix_lengths=torch.tensor([prefix]))
+        torch.testing.assert_close(packed[:, start:stop][:, real], alone, atol=1e-10, rtol=0)
+
+
+class CountsNumbers(TorchDispatchMode):
+    """Counts the numbers that operations write, and so what they cost in time and, all being kept, in memory."""
+
+    written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.written += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+@every_mixer_in_both_directions
+def test_a_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
+    """However much longer than the others one document is."""
+    mixer = build(name, causal)
+    longest = min(mixer.longest_sequence or 400, 400)
+    lengths = [2] * 300 + [12] * 30 + [longest]
+
+    def cost(tokens: int, ends: list[int] | None) -> int:
+        with torch.no_grad(), CountsNumbers() as counts:
+            mixer(torch.zeros(1, tokens, D_MODEL), None, None if ends is None else torch.tensor(ends))
+        return counts.written
+
+    alone = sum(count * cost(tokens, None) for tokens, count in Counter(lengths).items())
+    assert cost(sum(lengths), [0, *accumulate(lengths)]) < 3 * alone
 
 
 @every_mixer_in_both_directions

@@ -138,12 +138,12 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
     with pytest.raises(ArgumentError, match="states is of type list"):
         some.join_streams([[1, 2]])
     for wrong in ([[1, 2]], "text", torch.zeros(1, 2).numpy()):
-        with pytest.raises(ArgumentError, match=r"ids is of type .*, but must be a tensor \[B, T\] of whole numbers"):
+        with pytest.raises(ArgumentError, match=r"ids is a .*, but must be a tensor"):
             some(wrong)
 
 
 def test_ids_that_are_no_ids_are_named() -> None:
-    with pytest.raises(ValueError, match=r"ids has shape \[2, 3\] and dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"ids has dtype torch.float32, but must be whole numbers"):
         causal("flash-tiny")(torch.zeros(2, 3))
     for token in (-1, 50):
         with pytest.raises(ValueError, match=f"ids holds {token}, but must be from 0 to vocab_size - 1 = 49"):

@@ -95,7 +95,7 @@ def test_half_precision_does_not_overflow() -> None:
 def test_a_target_outside_the_vocabulary_is_no_target() -> None:
     hidden, weight, targets = make_inputs(4)
     targets[0, 1] = -1
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(ValueError, match=r"targets holds -1, but must be from 0 to vocab_size - 1 = .*, or -100 for none"):
         linear_cross_entropy(hidden, weight, targets)
 
 

@@ -97,6 +97,7 @@ def bigbird_attention(
     if there is none.
     """
     length = q.shape[-2]
+    block_size = max(1, min(block_size, length))  # a larger block would only be padded
     first_tokens = min(n_global * block_size, length)
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)

@@ -76,7 +76,7 @@ def combiner_attention(
 
     `real`, bool [R, L], is False for the padding at the end of shorter documents.
     """
-    n_heads = q.shape[1]
+    n_heads, chunk_size = q.shape[1], max(1, min(chunk_size, q.shape[2]))  # a larger chunk would only be padded
     chunks = cut_chunks(x, chunk_size, real)
     x = chunks.cut(x)  # [R, G, C, d]
     q, k, v = (chunks.cut(merge_heads(heads)).unflatten(-1, (n_heads, -1)).transpose(2, 3) for heads in (q, k, v))

@@ -55,7 +55,7 @@ def combiner_fixed_attention(
 
     `real`, bool [R, L], is False for the padding at the end of shorter rows.
     """
-    n_heads = q.shape[1]
+    n_heads, chunk_size = q.shape[1], max(1, min(chunk_size, q.shape[2]))  # a larger chunk would only be padded
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
     q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
     slots = chunks.holds_token(v.device)

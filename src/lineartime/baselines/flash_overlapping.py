@@ -93,11 +93,12 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         return super().plan()._replace(bias_places=3 * self.chunk_size)
 
     def chunk_bias(self, layout: Layout) -> Tensor | None:
-        """[C, M C]."""
+        """[C, M C], with the C of the layout."""
         if self.bias is None:
             return None
-        reach = torch.arange((2 if self.causal else 3) * self.chunk_size, device=self.gamma.device)
-        bias: Tensor = self.bias(reach[self.chunk_size : 2 * self.chunk_size], reach, layout.place_rotations)
+        size = self.slots_of_chunk(layout)
+        reach = torch.arange((2 if self.causal else 3) * size, device=self.gamma.device)
+        bias: Tensor = self.bias(reach[size : 2 * size], reach, layout.place_rotations)
         return bias
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.activations import NORMALIZATIONS, Normalization, attention_weights
+from lineartime.ops.activations import NORMALIZATIONS, attention_weights
 from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
@@ -52,15 +52,18 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
 
 
 def weighted_summaries(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, normalization: Normalization = "count"
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, published_size: float | None = None
 ) -> Tensor:
-    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e].
+
+    `published_size` is the C that divides each summary, as published; None for the number of tokens of the chunk.
+    """
     accumulate = acc_dtype(v)
     tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
     sizes = tokens.clamp(min=1)
     q_bar, k_bar = (x.to(accumulate).sum(2) / sizes[..., None] for x in (q, k))
-    if normalization == "paper":
-        sizes = torch.full_like(sizes, chunks.chunk_size)  # a chunk counts in full
+    if published_size is not None:
+        sizes = torch.full_like(sizes, published_size)  # a chunk counts in full
     summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
     if causal:
         q_bar = shift_chunks(q_bar, chunks, 1)
@@ -119,7 +122,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         """Across chunks, by weighted summaries."""
-        return weighted_summaries(q, k, v, chunks, causal=self.causal, normalization=self.normalization)
+        return weighted_summaries(q, k, v, chunks, causal=self.causal, published_size=self.options.published_length)
 
     def attend_next(
         self, maps: Tensor, v: Tensor, state: FLASHWeightedState, layout: Layout

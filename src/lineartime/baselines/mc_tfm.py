@@ -44,6 +44,7 @@ def mc_tfm_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, mask: Tensor | None = None
 ) -> Tensor:
     """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens."""
+    chunk_size = max(1, min(chunk_size, v.shape[1]))  # a larger chunk would only be padded
     chunks = cut_chunks(v, chunk_size, mask)
     q, k, v = (chunks.cut(x) for x in (q, k, v))
     options = MixedChunkOptions(chunk_size, causal, activation="softmax")

@@ -204,7 +204,8 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
         """Both parts, [R, H, L, h] three times -> [R, H, L, h]."""
         if real is None:
             real = torch.ones(1, v.shape[-2], dtype=torch.bool, device=v.device)
-        size, overlapping = self.chunk_size, self.local == "overlapping"
+        size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
+        overlapping = self.local == "overlapping"
         near = local_attention(q, k, v, real, chunk_size=size, overlapping=overlapping, causal=self.causal)
         keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
         return near + global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)

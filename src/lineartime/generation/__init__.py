@@ -86,7 +86,11 @@ def generate_batch(
     Raises:
         ArgumentError: as for `generate`.
     """
-    if not prompts:
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
+        raise ArgumentError("prompts", f"is {prompts!r}, but must be a sequence of prompts, each of them token ids.")
+    if ended is not None and not callable(ended):
+        raise ArgumentError("ended", f"is {ended!r}, but must be a function of the number of a text and its new token.")
+    if not len(prompts):
         return []
     read_by, sampling = _checked(model, prompts, max_tokens, sampling, stop_token)
     texts: list[list[int]] = [[] for _ in prompts]

@@ -1,12 +1,74 @@
-"""Checks of constructor arguments."""
+"""Checks of what a layer is given: arguments of its constructor, and tensors."""
+
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import torch
+from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
+from lineartime.fields import check_type
+from lineartime.layers.options import constructor_options
+
+
+def check_options(layer: Any, options: dict[str, Any]) -> None:
+    """Raise ArgumentError, naming the argument, for an option of a constructor whose value has another type than it states.
+
+    Types that are no classes are left to the constructor: it may allow fewer choices than its bases. So are unknown options.
+    """
+    known = _options(layer)
+    for name, value in options.items():
+        if name in known and _is_of_classes(known[name].type):
+            check_type(name, value, known[name].type)
+
+
+_options = cache(constructor_options)
+
+
+def _is_of_classes(hint: Any) -> bool:
+    """Whether a type is a class, or one of several: `int | None`."""
+    classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes)
+
+
+def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Module, layer: nn.Module) -> None:
+    """Raise ArgumentError unless x is a tensor [B, T, width], called `shape`, of the dtype and on the device of a layer.
+
+    Args:
+        argument: the name of x.
+        x: what was given.
+        shape: in the letters of the layer, the last of them being its width: "[B, T, d_model]".
+        width: d_model.
+        norm: the part of the layer that reads x first.
+        layer: whose parameters may have several dtypes; x may have any of them, and under autocast any that has fractions.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ArgumentError(argument, f"has shape {list(x.shape)}, but must be {shape} with d_model = {width}.")
+    if x.layout is not torch.strided:
+        raise ArgumentError(argument, f"has the layout {x.layout}, but must be a dense tensor, {torch.strided}.")
+    expected = check_device(argument, x, norm).dtype
+    if x.dtype == expected or (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+        return
+    if x.dtype not in {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}:
+        raise ArgumentError(argument, f"has dtype {x.dtype}, but must have that of the layer, {expected}: convert one of them.")
+
+
+def check_device(argument: str, x: Tensor, part: nn.Module) -> Tensor:
+    """A parameter of the part of a model that reads x; ArgumentError unless x is on its device."""
+    parameter = next(part.parameters())
+    # A hook of accelerate moves the inputs and parameters of a part that is offloaded.
+    if x.device != parameter.device and not hasattr(part, "_hf_hook"):
+        raise ArgumentError(argument, f"is on {x.device}, but must be on {parameter.device}, as the parameters that read it.")
+    return parameter
 
 
 def check_positive(**sizes: int) -> None:
     """Raise ArgumentError, naming the argument, unless every size is at least 1."""
     for argument, value in sizes.items():
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             raise ArgumentError(argument, f"is {value!r}, but must be a whole number.")
         if value < 1:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")

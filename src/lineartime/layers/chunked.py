@@ -69,12 +69,16 @@ class ChunkedUnit(GatedUnit[State]):
         )
 
     def chunk_bias(self, layout: Layout) -> Tensor | None:
-        """The relative bias of the quadratic part, [C, C], if there is one."""
+        """The relative bias of the quadratic part, [C, C], if there is one; with the C of the layout."""
         if self.bias is None:
             return None
-        slots = torch.arange(self.chunk_size, device=self.gamma.device)
+        slots = torch.arange(self.slots_of_chunk(layout), device=self.gamma.device)
         bias: Tensor = self.bias(slots, slots, layout.place_rotations)
         return bias
+
+    def slots_of_chunk(self, layout: Layout) -> int:
+        """C, or fewer where the layout has short documents alone."""
+        return self.chunk_size if layout.chunks is None else layout.chunks.chunk_size
 
     def init_mixed_state(self, batch_size: int) -> MixedChunkState:
         """The state of FLASH before the first token of `batch_size` streams."""

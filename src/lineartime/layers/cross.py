@@ -22,8 +22,8 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
+from lineartime.ops.checks import as_mask
 from lineartime.ops.cross import cross_attention
-from lineartime.ops.layout import as_mask
 
 
 class SourceState(NamedTuple):
@@ -108,10 +108,8 @@ class CrossGAU(ResidualLayer):
 
     def read(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
         """Keys and values of a source [B, S, d], computed once for all calls of `attend`."""
-        if source.dim() != 3 or source.shape[-1] != self.d_model:
-            expected = f"[B, S, d_model] with d_model = {self.d_model}"
-            raise ArgumentError("source", f"has shape {list(source.shape)}, but must be {expected}.")
-        source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1])
+        self.check_input(source, "source", "[B, S, d_model]")
+        source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1], source.device)
         projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
         value, base = projected.split([self.d_value, self.d_qk], dim=-1)
         return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
@@ -119,7 +117,7 @@ class CrossGAU(ResidualLayer):
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
         """Let tokens [B, T, d] read a source. Any cut of T gives the same result: no token reads another."""
         self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
         if x.shape[0] != state.k.shape[0]:
             raise ArgumentError("x", f"has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
         x = zero_padding(x, mask)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineartime.layers.residual import Mixer, State
 from lineartime.layers.streams import RaggedState, ShiftedState, extend_ragged
-from lineartime.ops.layout import as_mask
+from lineartime.ops.checks import as_mask
 
 
 class PrefixMixer(Mixer[State]):
@@ -32,7 +32,7 @@ class PrefixMixer(Mixer[State]):
         """
         self.check_prefix()
         self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
 
         def begin(x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
             return self._read_next(x, state, self.prefix_layout(x.shape, x.device))

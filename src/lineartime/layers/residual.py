@@ -9,16 +9,17 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers.checks import check_positive
+from lineartime.layers.checks import check_options, check_positive, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan, as_mask, make_layout, prefix_layout, step_layout, stream_layout
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 READ_PREFIX = "GAU, FLASH and softmax attention"
@@ -55,6 +56,11 @@ class ResidualLayer(nn.Module):
     name: ClassVar[str]
     """Its name in a `LayerConfig`, in JSON and in the documents; for a mixer, that of its file, with hyphens."""
 
+    def __new__(cls, *_: object, **options: object) -> Self:
+        """Check the types of options before any constructor uses them; a copy is made without options."""
+        check_options(cls, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         d_model: int,
@@ -87,12 +93,9 @@ class ResidualLayer(nn.Module):
         options = [f"{name}={value!r}" for name, value in values.items()]
         return ", ".join(filter(None, [*options, super().extra_repr()]))
 
-    def check_input(self, x: Tensor) -> None:
-        """Raise ArgumentError unless x is [B, T, d]."""
-        if not isinstance(x, Tensor):
-            raise ArgumentError("x", f"is a {type(x).__name__}, but must be a tensor.")
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ArgumentError("x", f"has shape {list(x.shape)}, but must be [B, T, d_model] with d_model = {self.d_model}.")
+    def check_input(self, x: Tensor, argument: str = "x", shape: str = "[B, T, d_model]") -> None:
+        """Raise ArgumentError unless x is [B, T, d], of the dtype and on the device of the layer."""
+        check_tokens(argument, x, shape, self.d_model, self.norm, self)
 
 
 State = TypeVar("State", bound=StreamState)
@@ -212,11 +215,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         normed = self.norm(x)
         if self.token_shift:
             normed = shift_tokens(normed, layout.previous, layout.context)
-        return zero_padding(x + self.dropout(self.mix(normed, layout)), layout.mask)
+        return zero_padding(x + self.dropout(layout.by_part(self.mix, normed)), layout.mask)
 
     def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
         self.check_causal()
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
+            raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a whole number from 0 on.")
         own = self.init_own_state(batch_size)
         if not self.token_shift:
             return own
@@ -242,10 +247,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """
         self.check_causal()
         self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1])
+        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
         if state is None:
             state = self.init_state(x.shape[0])
-        self._check_state(state, x.shape[0])
+        self._check_state(state, x)
         if mask is None and not isinstance(state, RaggedState):
             return self._extend_together(x, state)
         return extend_ragged(self._extend_together, x, state, mask)
@@ -269,7 +274,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
-        self._check_state(state, x.shape[0])
+        self._check_state(state, x)
         self._check_layout(layout)
         return self._read_next(x, state, layout)
 
@@ -283,9 +288,12 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         out, state = self.mix_next(normed, state, layout)
         return x + self.dropout(out), state
 
-    def _check_state(self, state: State | ShiftedState | RaggedState, batch: int) -> None:
+    def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
+        batch = x.shape[0]
         for part in state.states if isinstance(state, RaggedState) else [state]:
             check_state(part, self._no_streams, type(self).__name__)
+            if part[0].device != x.device:
+                raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
         made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
         if batch != made_for:
             raise ArgumentError(

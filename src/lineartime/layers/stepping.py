@@ -62,6 +62,8 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             ValueError: unless x is one token for each stream.
         """
         self.check_input(x)
+        if not isinstance(getattr(streams, "position", None), Tensor):
+            raise ArgumentError("streams", f"is a {type(streams).__name__}, but must be what join_streams returned.")
         if x.shape[:2] != (len(streams.position), 1):
             raise ArgumentError(
                 "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."

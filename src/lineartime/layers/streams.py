@@ -158,6 +158,8 @@ def check_state(state: Any, template: Any, layer: str, name: str = "state") -> N
         raise ArgumentError(name, f"is a {type(state).__name__}, but {layer} needs a {type(template).__name__}: {advice}.")
     if isinstance(template, Tensor):
         wanted = template.shape[1:]
+        if state.is_floating_point() != template.is_floating_point():
+            raise ArgumentError(name, f"has dtype {state.dtype}, but {layer} needs {template.dtype}: {advice}.")
         fits = state.dim() == template.dim() and all(b in (0, a) for a, b in zip(state.shape[1:], wanted, strict=True))
         if not fits:
             expected = ", ".join(["B", *(str(size) if size else "any" for size in wanted)])
@@ -166,3 +168,5 @@ def check_state(state: Any, template: Any, layer: str, name: str = "state") -> N
         fields = getattr(template, "_fields", range(len(template)))
         for field, part, own in zip(fields, state, template, strict=True):
             check_state(part, own, layer, f"{name}.{field}")
+    elif isinstance(template, int) and state < 0:
+        raise ArgumentError(name, f"is {state}, but must not be negative: {advice}.")

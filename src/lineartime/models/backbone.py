@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.errors import ArgumentError
+from lineartime.layers.checks import check_device
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
-from lineartime.ops.checks import is_readable
+from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
 from lineartime.ops.layout import Layout
 
@@ -202,6 +203,8 @@ class Backbone(nn.Module):
     def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """`step` for tokens that are embedded already; `inputs` gets what each block reads."""
         self._check_states("streams", streams)
+        if not isinstance(streams[0].position, Tensor):
+            raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._add_positions(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -224,16 +227,16 @@ class Backbone(nn.Module):
         if len(given) != blocks:
             raise ArgumentError(argument, f"is of a model with {len(given)} blocks, but this model has {blocks}.")
 
-    def check_ids(self, ids: object) -> None:
-        """Raise ValueError unless these are token ids of the vocabulary, [B, T]."""
-        if not isinstance(ids, Tensor):
-            raise ArgumentError("ids", f"is of type {type(ids).__name__}, but must be a tensor [B, T] of whole numbers.")
-        if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
-            raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}, but must be [B, T] of whole numbers.")
+    def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
+        """Raise ArgumentError unless these are token ids [B, T] of the vocabulary, on the device of the model."""
+        check_whole(argument, ids)
+        if ids.dim() != 2:
+            raise ArgumentError(argument, f"has shape {list(ids.shape)}, but must be [B, T].")
+        check_device(argument, ids, self.embedding)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
             if low < 0 or high >= self.embedding.num_embeddings:
                 wrong = low if low < 0 else high
-                raise ValueError(
-                    f"ids holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
+                raise ArgumentError(
+                    argument, f"holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
                 )

@@ -21,7 +21,8 @@ from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-from lineartime.ops.layout import Layout, as_mask
+from lineartime.ops.checks import as_mask
+from lineartime.ops.layout import Layout
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 
@@ -89,7 +90,6 @@ class Encoder(Backbone):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The embedding that the decoder shares: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
-        self.check_ids(ids)
         return self._add_positions(self.embedding(ids), positions)
 
 
@@ -159,10 +159,11 @@ class EncoderDecoder(nn.Module):
             ValueError: if shapes do not fit.
         """
         sources = self._read(source_ids, source_mask)
+        self.encoder.check_ids(target_ids, "target_ids")
         if target_ids.shape[:1] != source_ids.shape[:1]:
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
-        target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1])
+        target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
         layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
         for block, source in zip(self.blocks, sources, strict=True):
@@ -176,6 +177,12 @@ class EncoderDecoder(nn.Module):
 
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them; `state` stays as it is."""
+        self.encoder.check_ids(target_ids, "target_ids")
+        if not isinstance(state, EncoderDecoderState):
+            raise ArgumentError("state", f"is a {type(state).__name__}, but must be one that init_state or extend returned.")
+        if len(state.mixers) != self.config.n_decoder_blocks:
+            blocks = self.config.n_decoder_blocks
+            raise ArgumentError("state", f"is of a model with {len(state.mixers)} blocks, but this model has {blocks}.")
         layout = self._mixer.stream_layout(state.position, target_ids.shape[-1], target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
         mixers = []
@@ -185,8 +192,8 @@ class EncoderDecoder(nn.Module):
         return self._logits(x), state._replace(mixers=tuple(mixers))
 
     def _read(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
-        if source_ids.dim() == 2:
-            source_mask = as_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1])
+        self.encoder.check_ids(source_ids, "source_ids")
+        source_mask = as_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1], source_ids.device)
         hidden = self.encoder(source_ids, source_mask)
         return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
 

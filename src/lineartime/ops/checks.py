@@ -1,5 +1,7 @@
 """Checks of the arguments of attentions, which name the argument, its value and what is allowed."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,14 @@ def is_whole(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
+def check_whole(argument: str, x: object) -> None:
+    """Raise ArgumentError unless it is a tensor of int64 or int32 whose values this process has."""
+    if not isinstance(x, Tensor):
+        raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
+    if x.dtype not in (torch.int64, torch.int32):
+        raise ArgumentError(argument, f"has dtype {x.dtype}, but must be whole numbers of torch.int64 or torch.int32.")
+
+
 def require(condition: Tensor, argument: str, predicate: str) -> None:
     """Raise ArgumentError unless the condition, bool, holds everywhere.
 
@@ -51,3 +61,53 @@ def require(condition: Tensor, argument: str, predicate: str) -> None:
 def shortened(numbers: list[int]) -> str:
     """Numbers for a message, the middle of many being left out."""
     return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"
+
+
+def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[int] | None:
+    """The number of tokens, padding included, of each document of a row [B, T, ...]; None where compiled code cannot know.
+
+    Raises:
+        ArgumentError: if `cu_seqlens` does not fit the tokens.
+    """
+    batch, length = shape[:2]
+    if cu_seqlens is None:
+        return [length]
+    check_whole("cu_seqlens", cu_seqlens)
+    if batch != 1:
+        raise ArgumentError("cu_seqlens", f"packs documents into one row, but the batch has {batch} rows: use [1, total].")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ArgumentError(
+            "cu_seqlens", f"has shape {list(cu_seqlens.shape)}, but must be [D + 1]: 0, the end of document 1, ..., {length}."
+        )
+    if cu_seqlens.is_meta:
+        raise ArgumentError("cu_seqlens", "is on the meta device, where it has no values, but the layout needs them.")
+    if torch.compiler.is_compiling():
+        rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
+        require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
+        return None
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
+        raise ArgumentError("cu_seqlens", f"is {shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+    """The mask as bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or made of 0 and 1.
+
+    It must be on the device of the tokens.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise ArgumentError(argument, f"is a {type(mask).__name__}, but must be a tensor.")
+    if mask.shape != (batch, length):
+        raise ArgumentError(argument, f"has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
+    if mask.device != device:
+        raise ArgumentError(argument, f"is on {mask.device}, but must be on {device}, as the tokens.")
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
+    if not is_whole(mask):
+        raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
+    require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
+    return mask != 0

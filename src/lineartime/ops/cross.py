@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
-from lineartime.ops.layout import as_mask
+from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -80,4 +80,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activati
             f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}], q being {list(q.shape)} "
             f"and v {list(v.shape)}."
         )
-    return as_mask("source_mask", source_mask, v.shape[0], v.shape[-2])
+    return as_mask("source_mask", source_mask, v.shape[0], v.shape[-2], v.device)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
+from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
@@ -37,13 +39,21 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         transform of torch.func and in forward mode, as often as one likes, but there all logits are in memory.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: for shapes that do not fit together, and targets that are no whole numbers or outside the vocabulary.
     """
+    check_whole("targets", targets)
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != hidden.shape[:2]:
         raise ValueError(
             f"hidden, weight and targets have shapes {list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}, "
             "but must be [B, T, d], [V, d] and [B, T]."
         )
+    if is_readable(targets):
+        wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
+        if len(wrong):
+            raise ArgumentError(
+                "targets",
+                f"holds {wrong[0]}, but must be from 0 to vocab_size - 1 = {len(weight) - 1}, or {IGNORED} for none.",
+            )
     if under_transform():
         return _in_one_piece(hidden, weight, targets)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

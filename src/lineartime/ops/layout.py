@@ -5,7 +5,6 @@ A document is a row of the batch or, with `cu_seqlens`, one of the sequences pac
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,13 +12,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import is_whole, require, shortened
+from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row
+from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.operator import under_transform
+from lineartime.ops.packs import similar_documents
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.token_shift import previous_tokens
+
+
+class Parts(NamedTuple):
+    """A pack whose documents differ much in length, as smaller packs of documents of similar length.
+
+    Attributes:
+        tokens: int64 [T], the places of the tokens of each part in turn.
+        layouts: of the parts.
+    """
+
+    tokens: Tensor
+    layouts: "tuple[Layout, ...]"
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of tokens of each part."""
+        return [layout.positions.shape[-1] for layout in self.layouts]
 
 
 class Layout(NamedTuple):
@@ -41,6 +58,8 @@ class Layout(NamedTuple):
         context: the processes that hold every sequence together; None where this process holds whole sequences.
         prefix: the layout of the prefixes alone, whose mask is True for their tokens (None where all tokens are a prefix); None
             for a batch without prefixes.
+        parts: a pack as smaller ones, each of which an attention reads by itself (`by_part`) and which have rotations, rows,
+            chunks and prefixes of their own; None for anything else.
         plan: what it was made for; a mixer with another plan cannot use it.
     """
 
@@ -56,7 +75,20 @@ class Layout(NamedTuple):
     chunks: Chunks | None = None
     context: ContextGroup | None = None
     prefix: "Layout | None" = None
+    parts: Parts | None = None
     plan: "LayoutPlan | None" = None
+
+    def by_part(self, read: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Apply what mixes tokens to each part of a pack by itself, or to the whole batch: [B, T, ...] each -> [B, T, e].
+
+        `read` is given the tensors of some tokens, and the layout of these tokens.
+        """
+        if self.parts is None:
+            return read(*tensors, self)
+        tokens, layouts = self.parts
+        inputs = zip(*(x.index_select(1, tokens).split(self.parts.sizes, 1) for x in tensors), strict=True)
+        out = torch.cat([read(*part, layout) for part, layout in zip(inputs, layouts, strict=True)], 1)
+        return torch.empty_like(out).index_copy(1, tokens, out)
 
     def with_prefix(self, causal: Tensor, attend: "Callable[[Layout], Tensor]") -> Tensor:
         """Let every prefix token read its whole prefix.
@@ -119,6 +151,8 @@ class LayoutPlan(NamedTuple):
 
 
 NO_PLAN = LayoutPlan()
+SMALLEST_CHUNK = 16
+"""The least slots that the chunks of short documents have, which are a power of two: few sizes mean few kernels."""
 
 
 def make_layout(
@@ -150,7 +184,7 @@ def make_layout(
         ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
-    mask = as_mask("mask", mask, batch, length)
+    mask = as_mask("mask", mask, batch, length, device)
     lengths = check_documents(shape, cu_seqlens)
     for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens), ("prefix_lengths", prefix_lengths)):
         if context is not None and value is not None:
@@ -164,23 +198,69 @@ def make_layout(
     if cu_seqlens is not None:
         starts = cu_seqlens.to(device, torch.long)
         document = torch.arange(starts.shape[0] - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
-    positions = _positions(length, mask, starts, document, device)
+    positions = count_positions(length, mask, starts, document, device)
     if context is not None:
         positions = positions + context.rank * length
     layout = Layout(mask, positions, document, None if document is None else starts, context=context)
     if plan.token_shift and (mask is not None or document is not None):
         layout = layout._replace(previous=previous_tokens(positions, mask))
+    prefix = None
+    if prefix_lengths is not None:
+        prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
+    if cu_seqlens is None or lengths is None:
+        return _arranged(layout, prefix, batch, lengths, plan)
+    groups = similar_documents(lengths)
+    if len(groups) < 2:
+        return _arranged(layout, prefix, batch, lengths, _for_lengths(plan, lengths))._replace(plan=plan)
+    return layout._replace(parts=_parts(layout, prefix, groups, lengths, plan), plan=plan)
+
+
+def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
+    """The plan with chunks that have no more slots than the longest document needs, up to a power of two."""
+    if plan.chunk_size is None:
+        return plan
+    needed = max(SMALLEST_CHUNK, 1 << (max([1, *lengths]) - 1).bit_length())
+    return plan._replace(chunk_size=min(plan.chunk_size, needed))
+
+
+def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengths: list[int], plan: LayoutPlan) -> Parts:
+    """The groups of documents of a pack as packs of their own."""
+    device, every_length = layout.positions.device, torch.tensor(lengths)
+    group_of = torch.full_like(every_length, len(groups))  # that of documents without tokens
+    for index, group in enumerate(groups):
+        group_of[group] = index
+    tokens = group_of.repeat_interleave(every_length).argsort(stable=True).to(device)
+    layouts, first = [], 0
+    for group in groups:
+        own = every_length[group]
+        size = int(own.sum())
+        here = tokens[first : first + size]
+        first += size
+        part = Layout(
+            None if layout.mask is None else layout.mask[:, here],
+            layout.positions[..., here],
+            torch.arange(len(group)).repeat_interleave(own).to(device),
+            F.pad(own.cumsum(0), (1, 0)).to(device),
+        )
+        of_part = own.tolist()
+        own_prefix = None if prefix is None else prefix[:, here]
+        layouts.append(_arranged(part, own_prefix, 1, of_part, _for_lengths(plan, of_part)))
+    return Parts(tokens, tuple(layouts))
+
+
+def _arranged(layout: Layout, prefix: Tensor | None, batch: int, lengths: list[int] | None, plan: LayoutPlan) -> Layout:
+    """The layout with rows or chunks, rotations, and the layout of the prefixes, whose tokens `prefix`, bool [B, T], marks."""
+    device, length = layout.positions.device, layout.positions.shape[-1]
     n_places = length
     if plan.chunk_size is not None:
-        layout = layout._replace(chunks=_cut(batch, length, plan.chunk_size, lengths, layout, starts))
-    elif mask is not None or document is not None:
-        n_places = _longest_row(length, lengths, layout, plan.longest)
-        layout = layout._replace(rows=_rows(batch, 1 if document is None else starts.shape[0] - 1, n_places, layout))
+        layout = layout._replace(chunks=cut_documents(batch, plan.chunk_size, lengths, layout))
+    elif layout.mask is not None or layout.document is not None:
+        n_places = longest_row(lengths, layout, plan.longest)
+        layout = layout._replace(rows=document_rows(batch, n_places, layout))
     layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
-    if prefix_lengths is not None:
-        prefix = prefix_tokens(prefix_lengths, batch, layout.positions, layout.mask, document, starts)
-        layout = layout._replace(prefix=make_layout(shape, prefix, cu_seqlens, device=device, plan=plan))
-    return layout
+    if prefix is None:
+        return layout
+    return layout._replace(prefix=_arranged(layout._replace(mask=prefix), None, batch, lengths, plan))
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
@@ -217,6 +297,11 @@ def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: tor
 
 def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype) -> Layout:
     """The layout with the rotations of vectors of that width by `positions`, int [T] or [B, T]."""
+    if layout.parts is not None:
+        tokens, layouts = layout.parts
+        own = positions[..., tokens].split(layout.parts.sizes, -1)
+        turned = tuple(rotated_by(part, of_part, width, dtype) for part, of_part in zip(layouts, own, strict=True))
+        return layout._replace(parts=Parts(tokens, turned))
     rotations = rotary_table(positions, width // 2, dtype)
     if layout.prefix is not None:
         layout = layout._replace(prefix=rotated_by(layout.prefix, positions, width, dtype))
@@ -228,118 +313,3 @@ def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype
         by_row = by_row.expand(-1, len(chunks.slots.slot), -1, -1)
     cut = torch.stack([chunks.cut(x) for x in by_row])
     return layout._replace(rotations=rotations, chunk_rotations=cut)
-
-
-def _positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
-    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
-    start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]
-    if mask is None:
-        return torch.arange(length, device=device) - start
-    real_before = F.pad(mask.cumsum(1), (1, 0))
-    return real_before[:, :-1] - real_before[:, start]
-
-
-def _longest_row(length: int, lengths: list[int] | None, layout: Layout, limit: int | None) -> int:
-    """The number of real tokens of the longest document; in compiled code and under vmap, what it can be at the most."""
-    mask, real_tokens = layout.mask, layout.positions + 1
-    if torch.compiler.is_compiling() or under_transform():
-        if limit is None or length <= limit:
-            return length
-        real = real_tokens if mask is None else real_tokens * mask
-        require(real <= limit, "max_length", f"is {limit}, but a sequence has more tokens.")
-        return limit
-    if mask is not None and mask.numel():
-        return int((real_tokens * mask).max())
-    return max(lengths or [], default=0)
-
-
-def _rows(batch: int, n_documents: int, longest: int, layout: Layout) -> Slots:
-    """One row a document, as long as the longest without its padding: for attention that looks at whole documents."""
-    first = torch.zeros_like(layout.positions) if layout.document is None else layout.document * longest
-    return _slots(batch, first, layout, n_documents, longest)
-
-
-def _cut(batch: int, length: int, chunk_size: int, lengths: list[int] | None, layout: Layout, starts: Tensor) -> Chunks:
-    """Each document cut into chunks from its own start."""
-    device = layout.positions.device
-    if layout.document is None:
-        n_chunks = longest = max(1, -(-length // chunk_size))
-        document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
-        if layout.mask is not None:
-            slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
-            return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
-        real = None
-        if n_chunks * chunk_size != length:
-            in_use = torch.arange(n_chunks * chunk_size, device=device) < length
-            real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
-        return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
-    if lengths is None:  # at the most, every document ends with a chunk that is not full
-        n_chunks = longest = length // chunk_size + starts.shape[0] - 1
-    else:
-        per_document = [-(-tokens // chunk_size) for tokens in lengths]
-        n_chunks, longest = sum(per_document), max(per_document, default=0)
-    chunks = (starts.diff() + chunk_size - 1) // chunk_size
-    document_starts = F.pad(chunks.cumsum(0), (1, 0))
-    slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
-    ended = torch.bucketize(torch.arange(n_chunks, device=device), document_starts[1:], right=True)
-    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # spare chunks, without tokens, count to the last document
-    return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
-
-
-def _slots(batch: int, first: Tensor, layout: Layout, rows: int, size: int) -> Slots:
-    """The slots of tokens that stand `first` + position behind the first slot; padding has none."""
-    mask, n_slots = layout.mask, rows * size
-    index = (first + layout.positions).expand(batch, -1)
-    if mask is not None:
-        index = index.masked_fill(~mask, n_slots)
-    real = torch.zeros(batch, n_slots + 1, dtype=torch.bool, device=index.device).scatter(1, index, True)
-    return Slots(index, real[:, :-1].view(batch, rows, size))
-
-
-# Checks ---------------------------------------------------------------------------------------------------------------
-
-
-def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[int] | None:
-    """The number of tokens, padding included, of each document of a row [B, T, ...]; None where compiled code cannot know.
-
-    Raises:
-        ArgumentError: if `cu_seqlens` does not fit the tokens.
-    """
-    batch, length = shape[:2]
-    if cu_seqlens is None:
-        return [length]
-    if not isinstance(cu_seqlens, Tensor):
-        raise ArgumentError("cu_seqlens", f"is a {type(cu_seqlens).__name__}, but must be a tensor.")
-    if batch != 1:
-        raise ArgumentError("cu_seqlens", f"packs documents into one row, but the batch has {batch} rows: use [1, total].")
-    if cu_seqlens.dim() != 1 or not is_whole(cu_seqlens) or cu_seqlens.numel() < 1:
-        raise ArgumentError(
-            "cu_seqlens",
-            f"has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, but must be one-dimensional whole numbers [0, "
-            "end of document 1, ..., total].",
-        )
-    if torch.compiler.is_compiling():
-        rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
-        return None
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-        raise ArgumentError("cu_seqlens", f"is {shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
-    return [stop - start for start, stop in pairwise(ends)]
-
-
-def as_mask(argument: str, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """The mask as bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or made of 0 and 1."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise ArgumentError(argument, f"is a {type(mask).__name__}, but must be a tensor.")
-    if mask.shape != (batch, length):
-        raise ArgumentError(argument, f"has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
-    if mask.dtype == torch.bool:
-        return mask
-    allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
-    if not is_whole(mask):
-        raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
-    require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
-    return mask != 0

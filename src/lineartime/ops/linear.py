@@ -110,6 +110,7 @@ def _total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
     """The causal sums by chunks after a state [..., f, h] (None: from the beginning), and the state after them."""
     length = q.shape[-2]
+    chunk_size = max(1, min(chunk_size, length))  # a larger chunk would only be padded
     spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
     q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(-2, (-1, chunk_size)) for x in (q, k, v))
     states = (k.mT @ v).to(acc_dtype(v))  # [..., G, f, h]

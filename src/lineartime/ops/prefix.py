@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import is_readable, is_whole, require, shortened
+from lineartime.ops.checks import check_whole, is_readable, require, shortened
 
 
 def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
@@ -18,7 +18,7 @@ def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
 
 
 def prefix_tokens(
-    prefix_lengths: Tensor, batch: int, positions: Tensor, mask: Tensor | None, document: Tensor | None, starts: Tensor
+    prefix_lengths: Tensor, batch: int, positions: Tensor, mask: Tensor | None, document: Tensor | None, starts: Tensor | None
 ) -> Tensor:
     """Which tokens are in a prefix, bool [B, T].
 
@@ -28,20 +28,20 @@ def prefix_tokens(
         positions: int [T] or [B, T], of each token in its document, real tokens alone being counted.
         mask: bool [B, T], True for real tokens, or None where all are.
         document: int [T], the document of each token, or None where every row is one.
-        starts: int [D + 1], where packed documents begin and end.
+        starts: int [D + 1], where packed documents begin and end, or None where every row is one.
 
     Raises:
         ArgumentError: for lengths that do not fit the documents.
     """
-    n_documents, size = (batch, "[B]") if document is None else (starts.shape[0] - 1, "[D]")
-    if not isinstance(prefix_lengths, Tensor):
-        raise ArgumentError("prefix_lengths", f"is a {type(prefix_lengths).__name__}, but must be a tensor.")
-    if prefix_lengths.shape != (n_documents,) or not is_whole(prefix_lengths):
-        found = f"has shape {list(prefix_lengths.shape)} and dtype {prefix_lengths.dtype}"
-        raise ArgumentError("prefix_lengths", f"{found}, but must be whole numbers {size} = [{n_documents}].")
+    n_documents, size = (batch, "[B]") if starts is None else (starts.shape[0] - 1, "[D]")
+    check_whole("prefix_lengths", prefix_lengths)
+    if prefix_lengths.shape != (n_documents,):
+        raise ArgumentError("prefix_lengths", f"has shape {list(prefix_lengths.shape)}, but must be {size} = [{n_documents}].")
+    if prefix_lengths.is_meta and not positions.is_meta:
+        raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {positions.device}, as the tokens.")
     lengths = prefix_lengths.to(positions.device, torch.long)
     real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if mask is None else mask
-    if document is None:
+    if document is None or starts is None:
         limit, available = lengths[:, None], real.sum(1)
     else:
         limit, available = lengths[document], F.pad(real[0].cumsum(0), (1, 0))[starts].diff()

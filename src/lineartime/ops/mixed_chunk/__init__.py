@@ -101,7 +101,11 @@ def mixed_chunk_attention(
     check_bias(bias, chunk_size, "C")
     check_prefix(prefix_lengths, causal)
     layout = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device, plan=LayoutPlan(chunk_size=chunk_size))
-    return attend_heads(heads, bias, layout, options, backend)
+
+    def attend(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return attend_heads(Heads(q_quad, k_quad, q_lin, k_lin, v), _of_chunks(bias, layout), layout, options, backend)
+
+    return layout.by_part(attend, *heads)
 
 
 def gated_mixed_chunk_attention(
@@ -148,7 +152,17 @@ def gated_mixed_chunk_attention(
     layout = make_layout(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, plan=plan)
     if positions is not None:
         layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma))
-    return attend_projected(tokens, bias, layout, options, backend)
+
+    def attend(projected: Tensor, layout: Layout) -> Tensor:
+        return attend_projected(Projected(projected, gamma, beta), _of_chunks(bias, layout), layout, options, backend)
+
+    return layout.by_part(attend, projected)
+
+
+def _of_chunks(bias: Tensor | None, layout: Layout) -> Tensor | None:
+    """The part of a bias [C, C] that the chunks of a layout, which may have fewer slots, need."""
+    size = layout.require_chunks().chunk_size
+    return None if bias is None else bias[:size, :size]
 
 
 def attend_heads(

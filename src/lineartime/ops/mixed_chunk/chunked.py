@@ -55,7 +55,7 @@ def summary_attention(
     summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
     size = chunks.sizes(summaries)[..., None, None]
     if options.counts_whole_chunks:
-        size = (size > 0) * float(chunks.chunk_size)  # a chunk counts in full, a chunk without a token not at all
+        size = (size > 0) * float(options.chunk_size)  # a chunk counts in full, a chunk without a token not at all
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
     return q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
 
@@ -78,10 +78,10 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
     """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
     chunks, causal = layout.require_chunks(), options.causal
     sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
-    score, row = 1.0 / chunks.chunk_size, sizes.new_ones(1, 1, 1)
+    score, row = 1.0 / options.chunk_size, sizes.new_ones(1, 1, 1)
     tokens = sizes
     if options.counts_whole_chunks:
-        tokens = (sizes > 0).to(sizes.dtype) * chunks.chunk_size
+        tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size
     else:
         score = d_qk**-0.5
         # Real tokens stand before empty slots, so that a query's place tells how many keys it sees.

@@ -16,6 +16,7 @@ with n the number of visible keys.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.checks import check_queries_keys_values
+from lineartime.ops.checks import as_mask, check_queries_keys_values
 from lineartime.ops.chunks import Slots
-from lineartime.ops.layout import as_mask, make_layout
+from lineartime.ops.layout import make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
-from lineartime.ops.prefix import check_prefix
+from lineartime.ops.prefix import check_prefix, prefix_tokens
 from lineartime.ops.quadratic import blocked, reference, tiled, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
@@ -82,18 +83,40 @@ def quadratic_attention(
     check_queries_keys_values({"q": q, "k": k}, v)
     check_quadratic_bias(bias, v.shape[1])
     check_prefix(prefix_lengths, causal)
-    mask = as_mask("mask", mask, *v.shape[:2])
+    mask = as_mask("mask", mask, v.shape[0], v.shape[1], v.device)
     prefix = None
     if prefix_lengths is not None:
         if normalization == "paper":
             found = "is 'paper', which would divide by another length inside a prefix than behind it"
             raise ArgumentError("normalization", f"{found}: give that length as a whole number, or use 'count'.")
-        of_prefix = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device).prefix
-        prefix = None if of_prefix is None else of_prefix.mask
-    rows = make_layout(v.shape, None, cu_seqlens, device=v.device).rows
+        tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
+        prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
+    marks = [x for x in (mask, prefix) if x is not None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        *marks, layout = rest
+        own_prefix = marks.pop() if prefix is not None else None
+        return _attend(q, k, v, bias, marks.pop() if marks else None, own_prefix, layout.rows, options, backend)
+
+    # The documents alone: a bias goes by place, padding included.
+    return make_layout(v.shape, None, cu_seqlens, device=v.device).by_part(attend, q, k, v, *marks)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | FactoredBias | None,
+    mask: Tensor | None,
+    prefix: Tensor | None,
+    rows: Slots | None,
+    options: QuadraticOptions,
+    backend: Backend,
+) -> Tensor:
+    """`quadratic_attention` where every row of the batch is a document, or documents have these `rows`."""
     if rows is None:
         return attend_rows(q, k, v, bias, mask, options, backend, prefix)
-    # Documents become rows together with their padding, because the bias goes by place.
+    # Documents become rows together with their padding.
     real = rows.real.flatten(0, 1)
     if mask is not None:
         real = _as_rows(mask, rows)

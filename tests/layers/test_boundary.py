@@ -1,0 +1,271 @@
+"""What a layer is given wrongly, as data: each case is one error that names the argument, its value and what is allowed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lineartime.errors import ArgumentError
+from lineartime.layers.cross import CrossGAU
+from lineartime.layers.feedforward import GLU, MLP
+from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import Mixer
+from lineartime.layers.streams import RaggedState
+from lineartime.models.layer_config import KINDS
+
+D = 16
+SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 4}
+MIXERS = KINDS["mixer"]
+CAUSAL = [name for name, mixer in MIXERS.items() if mixer.why_not_causal is None]
+PREFIX = [name for name, mixer in MIXERS.items() if mixer.reads_prefix]
+SAID = r"is|has|holds|packs"
+
+
+def build(name: str, **options: Any) -> Mixer[Any]:
+    mixer = MIXERS[name]
+    small = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
+    built: Mixer[Any] = mixer(D, causal=name in CAUSAL, **{**small, **options})
+    return built
+
+
+def refuses(call: Callable[[], Any], argument: str, said: str = "") -> None:
+    """The message begins with the argument, says what it is, and what it must be."""
+    with pytest.raises(ArgumentError, match=rf"^{argument}(\.\w+)* ({SAID}) .*{said}.*, but ") as raised:
+        call()
+    assert isinstance(raised.value, ValueError)
+    assert "\n" not in str(raised.value)
+
+
+def integers(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+X = torch.randn(2, 9, D)
+ROW = X[:1]
+
+TOKENS: dict[str, Any] = {
+    "int64": X.long(),
+    "int8": X.to(torch.int8),
+    "bool": X > 0,
+    "float64": X.double(),
+    "float16": X.half(),
+    "bfloat16": X.bfloat16(),
+    "complex64": X.to(torch.complex64),
+    "on the meta device": X.to("meta"),
+    "sparse": X.to_sparse(),
+    "None": None,
+    "a list": X.tolist(),
+    "numpy": X.numpy(),
+    "without a batch": X[0],
+    "too wide": torch.randn(2, 9, D + 1),
+    "a scalar": torch.tensor(1.0),
+}
+CU_SEQLENS: dict[str, Any] = {
+    "bool": torch.tensor([False, True]),
+    "uint8": integers(0, 9, dtype=torch.uint8),
+    "int16": integers(0, 9, dtype=torch.int16),
+    "float32": torch.tensor([0.0, 9.0]),
+    "complex64": torch.tensor([0, 9], dtype=torch.complex64),
+    "on the meta device": integers(0, 9).to("meta"),
+    "a list": [0, 9],
+    "two-dimensional": integers(0, 9)[None],
+    "a scalar": torch.tensor(9),
+    "empty": integers(),
+    "beyond the end": integers(0, 10),
+    "before the end": integers(0, 8),
+    "from one": integers(1, 9),
+    "falling": integers(0, 5, 4, 9),
+    "negative": integers(0, -1, 9),
+}
+MASKS: dict[str, Any] = {
+    "float32": torch.ones(2, 9),
+    "complex64": torch.ones(2, 9, dtype=torch.complex64),
+    "other numbers": torch.full((2, 9), 2),
+    "negative": torch.full((2, 9), -1),
+    "on the meta device": torch.ones(2, 9, dtype=torch.bool, device="meta"),
+    "too short": torch.ones(2, 8, dtype=torch.bool),
+    "one-dimensional": torch.ones(9, dtype=torch.bool),
+    "of features": torch.ones(2, 9, D, dtype=torch.bool),
+    "a list": [[True] * 9] * 2,
+    "a number": 1,
+}
+PREFIX_LENGTHS: dict[str, Any] = {
+    "bool": torch.tensor([True, False]),
+    "uint8": integers(1, 2, dtype=torch.uint8),
+    "float32": torch.tensor([1.0, 2.0]),
+    "complex64": torch.tensor([1, 2], dtype=torch.complex64),
+    "on the meta device": integers(1, 2).to("meta"),
+    "too many": integers(1, 2, 3),
+    "two-dimensional": integers(1, 2)[None],
+    "negative": integers(-1, 2),
+    "too long": integers(1, 10),
+    "a list": [1, 2],
+    "a number": 3,
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_that_a_mixer_cannot_read_are_named(name: str, case: str) -> None:
+    refuses(lambda: build(name)(TOKENS[case]), "x")
+    if name in CAUSAL:
+        refuses(lambda: build(name).extend(TOKENS[case], None), "x")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("case", CU_SEQLENS)
+def test_boundaries_of_documents_that_do_not_fit_are_named(name: str, case: str) -> None:
+    refuses(lambda: build(name)(ROW, None, CU_SEQLENS[case]), "cu_seqlens")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_that_do_not_fit_are_named(name: str, case: str) -> None:
+    refuses(lambda: build(name)(X, MASKS[case]), "mask")
+    if name in CAUSAL:
+        refuses(lambda: build(name).extend(X, None, MASKS[case]), "mask")
+
+
+@pytest.mark.parametrize("name", PREFIX)
+@pytest.mark.parametrize("case", PREFIX_LENGTHS)
+def test_prefix_lengths_that_do_not_fit_are_named(name: str, case: str) -> None:
+    refuses(lambda: build(name)(X, None, None, PREFIX_LENGTHS[case]), "prefix_lengths")
+
+
+def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Mixer[Any]], Any]:
+    return lambda mixer: tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, mixer.init_state(2))
+
+
+def integral(x: Tensor) -> Tensor:
+    return x.long() if x.is_floating_point() else x.double()
+
+
+STATES: dict[str, Callable[[Mixer[Any]], Any]] = {
+    "of another batch": lambda mixer: mixer.init_state(3),
+    "of integers": changed(integral),
+    "on the meta device": changed(lambda x: x.to("meta")),
+    "with a dimension more": changed(lambda x: x[..., None]),
+    "a dictionary": lambda mixer: mixer.init_state(2)._asdict(),
+    "a list": lambda mixer: list(mixer.init_state(2)),
+    "a tuple": lambda mixer: tuple(mixer.init_state(2)),
+    "of nothing": lambda mixer: type(mixer.init_state(2))(*(None for _ in mixer.init_state(2))),
+    "a tensor": lambda mixer: X,
+    "a number": lambda mixer: 0,
+    "of no streams": lambda mixer: RaggedState((), ()),
+    "of another width": lambda mixer: (
+        type(mixer)(2 * D, causal=True, **{**small_options(mixer), "d_qk": 12}).init_state(2)
+        if hasattr(mixer, "d_qk")
+        else type(mixer)(2 * D, causal=True, **small_options(mixer)).init_state(2)
+    ),
+}
+
+
+def small_options(mixer: Mixer[Any]) -> dict[str, Any]:
+    return {option: value for option, value in SMALL.items() if option in constructor_options(type(mixer))}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("case", STATES)
+def test_states_of_anything_else_are_named(name: str, case: str) -> None:
+    mixer = build(name)
+    with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) .*, but "):
+        mixer.extend(X, STATES[case](mixer))
+
+
+# The state of a Reformer holds all tokens, whatever its chunk size.
+CHUNKED = [name for name in CAUSAL if "chunk_size" in constructor_options(MIXERS[name]) and name != "reformer"]
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_state_of_another_chunk_size_is_named(name: str) -> None:
+    refuses(lambda: build(name).extend(X, build(name, chunk_size=8).init_state(2)), "state")
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if "position" in build(name).init_state(1)._fields])
+def test_a_state_of_a_negative_position_is_named(name: str) -> None:
+    refuses(lambda: build(name).extend(X, build(name).init_state(2)._replace(position=-1)), "state")
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("size", [1.5, 2.0, -1, "2", None, True])
+def test_a_batch_size_that_is_none_is_named(name: str, size: Any) -> None:
+    refuses(lambda: build(name).init_state(size), "batch_size")
+
+
+# Constructors ---------------------------------------------------------------------------------------------------------
+
+LAYERS: list[type[nn.Module]] = [*MIXERS.values(), MLP, GLU, CrossGAU]
+WRONG: dict[Any, list[Any]] = {
+    int: [1.5, 64.0, "8", True, 0, -1, float("nan"), [1], None],
+    bool: ["yes", 1, 0.5, None],
+    float: ["a", None, True, -0.5, 1.0, float("nan"), [0.1]],
+    int | None: [1.5, 64.0, "8", True, 0, -1, [1]],
+}
+ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution"}
+CASES = [
+    (layer, name, value)
+    for layer in LAYERS
+    for name, option in constructor_options(layer).items()
+    for value in WRONG.get(option.type, ["none of them", 1, None, ["softmax"]])
+    if name not in ("device", "dtype") and not (value == 0 and name in ZERO_IS_ALLOWED)
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_options_of_the_wrong_type_or_outside_their_range_are_named(layer: type[nn.Module]) -> None:
+    for of_layer, name, value in CASES:
+        if of_layer is layer:
+            refuses(lambda: layer(24, **{name: value}), name)  # noqa: B023
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("width", [1.5, 16.0, "16", None, True, 0, -16, torch.tensor(16)])
+def test_a_width_that_is_no_whole_number_is_named(layer: type[nn.Module], width: Any) -> None:
+    refuses(lambda: layer(width), "d_model")
+
+
+@pytest.mark.parametrize("layer", [*MIXERS.values()])
+def test_an_odd_rotary_width_is_named(layer: type[nn.Module]) -> None:
+    options = constructor_options(layer)
+    argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("head_dim", {"n_heads": 8})
+    refuses(lambda: layer(24, **odd), argument)
+
+
+# Other layers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_that_other_layers_cannot_read_are_named(case: str) -> None:
+    cross = CrossGAU(D, d_qk=8)
+    refuses(lambda: cross(TOKENS[case], X), "x")
+    refuses(lambda: cross(X, TOKENS[case]), "source")
+    for layer in (MLP(D), GLU(D)):
+        refuses(lambda: layer(TOKENS[case]), "x")  # noqa: B023
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_of_a_source_that_do_not_fit_are_named(case: str) -> None:
+    cross = CrossGAU(D, d_qk=8)
+    refuses(lambda: cross(X, X, MASKS[case]), "mask")
+    refuses(lambda: cross(X, X, None, MASKS[case]), "source_mask")
+
+
+# What stays allowed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_autocast_and_layers_of_several_dtypes_take_the_dtypes_that_they_took(name: str) -> None:
+    mixer = build(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mixer(X.bfloat16()).isfinite().all()
+    mixer = mixer.to(torch.bfloat16)
+    mixer.norm.float()
+    assert mixer(X.bfloat16()).dtype == torch.bfloat16
+
+
+def test_boundaries_of_documents_may_be_int32() -> None:
+    mixer = build("flash")
+    assert torch.equal(mixer(ROW, None, integers(0, 4, 9, dtype=torch.int32)), mixer(ROW, None, integers(0, 4, 9)))

@@ -1,0 +1,198 @@
+"""What a model, and what generates from it, is given wrongly, as data: each case is one error that names the argument."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.errors import ArgumentError
+from lineartime.generation import Sampling, generate, generate_batch
+from lineartime.models import build_model
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from lineartime.models.layer_config import LayerConfig
+
+V = 50
+SIZES: dict[str, Any] = {"d_model": 16, "n_blocks": 2, "vocab_size": V, "d_qk": 8}
+FLASH = lineartime.build("flash-tiny", **SIZES, chunk_size=8).eval()
+GAU = lineartime.build("flash-quad-tiny", **SIZES).eval()
+MASKED = lineartime.build("flash-tiny", **SIZES, task="mlm").eval()
+PAIR = EncoderDecoder(
+    EncoderDecoderConfig(V, 16, 1, 2, LayerConfig("flash", d_qk=8, chunk_size=8), LayerConfig("cross-gau", d_qk=8))
+).eval()
+IDS = torch.randint(0, V, (2, 9))
+
+
+def refuses(call: Callable[[], Any], argument: str) -> None:
+    """The message begins with the argument and says what it is."""
+    with pytest.raises(ArgumentError, match=rf"^{argument}(\.\w+)* (is|has|holds) ") as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+WRONG_IDS: dict[str, Any] = {
+    "uint8": IDS.to(torch.uint8),
+    "int8": IDS.to(torch.int8),
+    "int16": IDS.short(),
+    "uint16": IDS.to(torch.uint16),
+    "bool": IDS > 3,
+    "float32": IDS.float(),
+    "complex64": IDS.to(torch.complex64),
+    "None": None,
+    "a list": IDS.tolist(),
+    "numpy": IDS.numpy(),
+    "one-dimensional": IDS[0],
+    "three-dimensional": IDS[None],
+    "negative": -IDS - 1,
+    "beyond the vocabulary": IDS + V,
+    "on the meta device": IDS.to("meta"),
+}
+STREAMS = FLASH.join_streams([FLASH.init_state(1), FLASH.init_state(1)])
+READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "forward": (FLASH, "ids"),
+    "masked": (MASKED, "ids"),
+    "loss": (lambda ids: FLASH.loss(ids, IDS), "ids"),
+    "extend": (lambda ids: FLASH.extend(ids, FLASH.init_state(2)), "ids"),
+    "read_prefix": (GAU.read_prefix, "ids"),
+    "step": (lambda ids: FLASH.step(ids, STREAMS), "ids"),
+    "source": (lambda ids: PAIR(ids, IDS), "source_ids"),
+    "target": (lambda ids: PAIR(IDS, ids), "target_ids"),
+    "source of a state": (PAIR.init_state, "source_ids"),
+    "target of a stream": (lambda ids: PAIR.extend(ids, PAIR.init_state(IDS)), "target_ids"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("case", WRONG_IDS)
+def test_ids_that_a_model_cannot_read_are_named(reader: str, case: str) -> None:
+    read, argument = READERS[reader]
+    refuses(lambda: read(WRONG_IDS[case]), argument)
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG_IDS if "dimensional" not in case and "meta" not in case])
+def test_targets_that_are_no_ids_are_named(case: str) -> None:
+    refuses(lambda: FLASH.loss(IDS, WRONG_IDS[case]), "targets")
+
+
+def test_ids_of_int32_are_read() -> None:
+    assert torch.equal(FLASH(IDS.int()), FLASH(IDS))
+
+
+WRONG_STATES: dict[str, Any] = {
+    "a dictionary": {},
+    "no state": (),
+    "None": None,
+    "of another batch": FLASH.init_state(3),
+    "of another model": GAU.init_state(2),
+    "of fewer blocks": FLASH.init_state(2)[:1],
+    "of one block": FLASH.init_state(2)[0],
+    "of nothing": (None, None),
+    "a list": list(FLASH.init_state(2)),
+    "a text": "state",
+    "of another chunk size": lineartime.build("flash-tiny", **SIZES, chunk_size=4).init_state(2),
+    "of an encoder and decoder": PAIR.init_state(IDS),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_states_of_anything_else_are_named(case: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) "):
+        FLASH.extend(IDS, WRONG_STATES[case])
+    if case != "of another batch":
+        refuses(lambda: FLASH.join_streams([WRONG_STATES[case]]), "states")
+    refuses(lambda: FLASH.step(IDS[:, :1], WRONG_STATES[case]), "streams")
+    if case != "of an encoder and decoder":
+        refuses(lambda: PAIR.extend(IDS, WRONG_STATES[case]), "state")
+
+
+NUMBERS: list[Any] = [1.5, 64.0, "8", True, float("nan"), float("inf"), [1], torch.tensor(1.5)]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, None, 0, -1])
+def test_a_number_of_tokens_that_is_none_is_named(value: Any) -> None:
+    refuses(lambda: generate(FLASH, [1], value), "max_tokens")
+    refuses(lambda: generate_batch(FLASH, [[1]], value), "max_tokens")
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, -1, V])
+def test_a_stop_token_that_is_none_is_named(value: Any) -> None:
+    refuses(lambda: generate(FLASH, [1], 2, stop_token=value), "stop_token")
+
+
+@pytest.mark.parametrize(
+    "value", [1.5, "8", None, True, 7, torch.tensor(1), [], [1.5], [True], [-1], [V], [[1]], IDS, IDS[0].float()]
+)
+def test_prompts_that_are_no_token_ids_are_named(value: Any) -> None:
+    refuses(lambda: generate(FLASH, value, 2), "prompt")
+    refuses(lambda: generate_batch(FLASH, [value], 2), "prompt")
+
+
+@pytest.mark.parametrize("value", [1.5, "8", None, True, 7, torch.tensor(1)])
+def test_what_is_no_list_of_prompts_is_named(value: Any) -> None:
+    refuses(lambda: generate_batch(FLASH, value, 2), "prompts")
+
+
+@pytest.mark.parametrize("value", [1.5, "8", True, 7, [1]])
+def test_what_is_no_function_for_ended_texts_is_named(value: Any) -> None:
+    refuses(lambda: generate_batch(FLASH, [[1]], 2, ended=value), "ended")
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [
+        ("temperature", ["a", None, True, -0.1, float("nan"), [1.0]]),
+        ("top_k", [1.5, 64.0, "8", None, True, -1, float("nan")]),
+        ("top_p", ["a", None, True, 0, 1.1, -1.0, float("nan")]),
+        ("seed", [1.5, "8", True, -1, 2**63, float("nan")]),
+    ],
+)
+def test_options_of_sampling_that_are_not_allowed_are_named(argument: str, values: list[Any]) -> None:
+    for value in values:
+        refuses(lambda: Sampling(**{argument: value}), argument)  # noqa: B023
+
+
+@pytest.mark.parametrize("value", [0.8, "greedy", {}, Sampling])
+def test_what_is_no_sampling_is_named(value: Any) -> None:
+    refuses(lambda: generate(FLASH, [1], 2, value), "sampling")
+
+
+@pytest.mark.parametrize("value", [None, "model", torch.nn.Linear(2, 2), PAIR, MASKED])
+def test_what_is_no_causal_model_is_named(value: Any) -> None:
+    refuses(lambda: generate(value, [1], 2), "model")
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "d_model", "n_blocks"])
+@pytest.mark.parametrize("value", [*NUMBERS, None, 0, -1])
+def test_sizes_of_a_model_that_are_no_whole_numbers_are_named(field: str, value: Any) -> None:
+    refuses(lambda: build_model(dataclasses.replace(FLASH.config, **{field: value})), field)
+
+
+@pytest.mark.parametrize("option", ["chunk_size", "d_qk", "expansion"])
+@pytest.mark.parametrize("value", [*NUMBERS, None, 0, -1])
+def test_options_of_a_mixer_that_are_no_whole_numbers_are_named(option: str, value: Any) -> None:
+    refuses(lambda: lineartime.build("flash-tiny", **{option: value}), option)
+
+
+ARGUMENTS: list[tuple[str, Tensor | Any]] = [
+    ("mask", torch.ones(2, 9)),
+    ("mask", torch.ones(2, 8, dtype=torch.bool)),
+    ("mask", torch.ones(2, 9, dtype=torch.bool, device="meta")),
+    ("mask", [1]),
+    ("cu_seqlens", torch.tensor([False, True])),
+    ("cu_seqlens", torch.tensor([0, 9], dtype=torch.uint8)),
+    ("cu_seqlens", torch.tensor([0, 18], device="meta")),
+    ("cu_seqlens", [0, 18]),
+    ("prefix_lengths", torch.tensor([1.0, 2.0])),
+    ("prefix_lengths", torch.tensor([1, 10])),
+    ("prefix_lengths", [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), ARGUMENTS)
+def test_arguments_of_a_model_that_do_not_fit_are_named(argument: str, value: Any) -> None:
+    ids = IDS.view(1, -1) if argument == "cu_seqlens" else IDS
+    refuses(lambda: GAU(ids, **{argument: value}), argument)
+    refuses(lambda: GAU.loss(ids, ids, **{argument: value}), argument)
