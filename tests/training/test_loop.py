@@ -402,7 +402,7 @@ def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
     with interrupt_after(2):
         run = trained(config(precision="auto"))
     assert ", cpu, bf16; " in capsys.readouterr().err
-    assert (saved_config(last_checkpoint(run)).precision, read_record(run)["options"]["precision"]) == ("bf16", "bf16")
+    assert (saved_config(last_checkpoint(run)).precision, read_record(run).options["precision"]) == ("bf16", "bf16")
     monkeypatch.setattr(machine, "processor_features", lambda: FP32)
     with interrupt_after(4):
         train(out=run, resume=True)
@@ -471,7 +471,7 @@ def test_a_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: 
     monkeypatch.setattr(Validation, "loss", loss)
     run = trained(config(steps=1, threads=before + 1))
     assert (seen, torch.get_num_threads()) == ({before + 1}, before)
-    assert read_record(run)["processes"][0]["machine"]["threads"] == before + 1
+    assert read_record(run).processes[0].machine.threads == before + 1
 
 
 def test_contention_is_told_once_in_a_run(

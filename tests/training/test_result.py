@@ -118,7 +118,7 @@ def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_p
     model = presets()["flash-tiny"].override(**options.pop("override"), activation="laplace")
     result = train(**options, preset=model)
     assert result.model.config == model
-    assert read_record(result.run)["options"]["preset"] == "flash-tiny"
+    assert read_record(result.run).options["preset"] == "flash-tiny"
     assert train(out=str(result.run), resume=True, preset=model).finished
     like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
     assert like.model.config == model.override(chunk_size=4)
