@@ -549,7 +549,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"override": ("n_blocks=0",)}, "override does not fit the model: n_blocks is 0"),
-        ({"seed": 2**64}, r"seed is 18446744073709551616, but must be below 2\^63"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616, but must be at least 0 and below 2\^63"),
         (
             {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
             "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or override max_length=24",

@@ -92,7 +92,7 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
                 lines.append(_parse(content))
             except ValueError as error:
                 if content.endswith(b"\n") or not _is_cut_off(content):
-                    problems.append(f"line {number:,}: {error}")
+                    problems.append(f"line {number:,}: {error}".rstrip("."))
     return lines, problems
 
 
