@@ -70,6 +70,7 @@ class Matching:
 
 Count = Annotated[int, Between(0, 10**15)]
 """A number of things: steps, tokens, bytes."""
+_ANY_NUMBER = Between(-(2**63), 2**64 - 1)
 Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
 
 
@@ -111,8 +112,8 @@ def decode(hint: Any, value: Any, name: str = "") -> Any:
     check_type(name, value, hint)
     if isinstance(value, str) and "\0" in value:
         raise ArgumentError(name, f"is {shown(value)}, but must be a text without the character zero.")
-    if hint is float:
-        check_limits(name, value, [])
+    if hint in (int, float):
+        check_limits(name, value, [_ANY_NUMBER] if hint is int else [])
     return value
 
 
@@ -188,7 +189,7 @@ def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> N
     for name in names:
         if name not in allowed:
             like = did_you_mean(name, allowed)
-            raise ArgumentError(_short(name), f"is not an option of {where}{like}, which has {', '.join(allowed)}.")
+            raise ArgumentError(_inside("", name), f"is not an option of {where}{like}, which has {', '.join(allowed)}.")
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
@@ -248,7 +249,9 @@ def _names(cls: Any) -> str:
 
 
 def _inside(name: str, field: str) -> str:
-    return f"{name}.{_short(field)}" if name else _short(field)
+    """The name of a field within another; one that cannot be printed is shown as a text."""
+    own = _short(field if field and field.isprintable() else repr(field))
+    return f"{name}.{own}" if name else own
 
 
 def _short(text: str) -> str:
@@ -287,7 +290,7 @@ def _check_plain(value: Any, name: str) -> None:
     elif isinstance(value, float):
         check_limits(name, value, [])
     elif isinstance(value, int):
-        check_limits(name, value, [Between(-(2**63), 2**64 - 1)])
+        check_limits(name, value, [_ANY_NUMBER])
 
 
 def _parts(hint: Any) -> Iterator[Any]:

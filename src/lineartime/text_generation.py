@@ -7,6 +7,7 @@ from typing import Literal
 
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
+from lineartime.fields import Between, check_limits
 from lineartime.generation import Sampling, chosen, generate, generate_batch
 from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
@@ -77,6 +78,7 @@ def generate_samples(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop)
     check_positive(samples=samples, max_tokens=max_tokens)
+    check_limits("samples", samples, [Between(most=2**16)])
     sampling, end = chosen(sampling), tokenizer.end_of_document
     writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
     if samples > 1 and model.can_step:

@@ -81,8 +81,9 @@ def read_run(job: Job) -> Run:
             return Run(job, "failed" if outcome.error else "finished", outcome.error or "", outcome=outcome)
         lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
         options = read_record(folder).options if (folder / RECORD_FILE).exists() else {}
-    except (LineartimeError, OSError, ValueError):
-        return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again.")
+    except (LineartimeError, OSError) as error:
+        what = str(error).rstrip(".")
+        return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again ({what}).")
     if outcome is None:
         return Run(job, "interrupted" if list_checkpoints(folder) else "missing", options=options)
     if outcome.error:

@@ -80,6 +80,7 @@ def check_memory(
     kept_blocks: int = 1,
     number_bytes: int = 4,
     ids: int = 0,
+    blamed: str = "batch_size",
 ) -> None:
     """Raise ArgumentError, naming what is too large, if a model needs more memory than there is; far less may not fit, too.
 
@@ -92,6 +93,7 @@ def check_memory(
         kept_blocks: the blocks whose activations are there at the same time.
         number_bytes: the bytes of an activation.
         ids: token ids in memory at once.
+        blamed: the argument to name if there are too many tokens.
     """
     size = size_of(config)
     memory = memory_bytes(device or torch.device("cpu"))
@@ -103,9 +105,10 @@ def check_memory(
         raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory")
     activations = tokens * size.features * kept_blocks * number_bytes + ids * 8
     if weights + activations > memory:
-        count = max(tokens, ids)
-        needed = f"is {count:,} tokens, for which the model needs at least {_gigabytes(weights + activations)}"
-        raise ArgumentError("batch_size", f"{needed}, but there are {_gigabytes(memory)} of memory: use fewer.")
+        needed = (
+            f"makes {max(tokens, ids):,} tokens at once, for which the model needs at least {_gigabytes(weights + activations)}"
+        )
+        raise ArgumentError(blamed, f"{needed}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
 
 
 def too_large(config: ModelConfig, why: str) -> ArgumentError:

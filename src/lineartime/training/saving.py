@@ -130,6 +130,8 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
         if step:  # otherwise it was written before the first step
             raise _unusable(checkpoint, f"{OPTIMIZER_FOLDER} is missing")
         return
+    from torch.distributed.checkpoint.api import CheckpointException
+
     dcp = _engine()
     optimizer.start_at(step)
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -138,7 +140,10 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
         dcp.load(moments, storage_reader=reader, no_dist=world.size == 1)
     except dist.DistError:  # another process is lost
         raise
-    except Exception as error:  # of what a damaged file makes PyTorch and safetensors do, there is no list
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # of what a damaged file makes PyTorch and safetensors do, there is no list
         raise _unusable(checkpoint, next(iter(str(_cause(error)).strip().splitlines()), type(error).__name__)) from None
     for name, moment in moments.items():
         own = moment.to_local() if isinstance(moment, DTensor) else moment

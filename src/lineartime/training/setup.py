@@ -110,15 +110,18 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
 
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
     """Raise ArgumentError for a model or a step that needs more memory than the machine has, before anything is allocated."""
+    chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
+    length = -(-config.context_length // chunk_size) * chunk_size  # sequences are filled up to whole chunks
     with errors_in_override("batch_size"):
         check_memory(
             model_config,
             device,
             copies=4,  # weights, gradients and the two moments of AdamW
             processes=world.size if config.parallel == "fsdp" else 1,
-            tokens=rows.at_once * config.context_length // world.context_parallel,
+            tokens=rows.at_once * length // world.context_parallel,
             kept_blocks=1 if config.recompute else model_config.n_blocks,
             number_bytes=4 if config.precision == "fp32" else 2,
+            blamed="batch_size" if length == config.context_length else "chunk_size",
             ids=2 * config.context_length * rows.per_step // rows.ranks,  # inputs and targets
         )
 
