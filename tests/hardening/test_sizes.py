@@ -255,7 +255,7 @@ def moments_changed(change: Callable[[torch.Tensor], torch.Tensor], prefix: str 
         from safetensors import safe_open
 
         with safe_open(moments(run), "pt") as opened:
-            tensors, facts = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()
+            tensors, facts = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
         save_file({n: change(t) if n.startswith(prefix) else t for n, t in tensors.items()}, moments(run), facts)
 
     return spoil
