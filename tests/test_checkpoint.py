@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState, load_tokenizer
+from lineartime.checkpoint import TextPosition, TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
@@ -33,7 +33,7 @@ def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None 
     path = checkpoints.checkpoint_path(run, step)
     (path / "optimizer").mkdir(parents=True)
     save_file({"exp_avg": torch.arange(3.0)}, path / MOMENTS)
-    state = TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"})
+    state = TrainingState(step, "99 tokens", TextPosition(3), {"preset": "flash-tiny"}, validation_loss=loss)
     write_files(path, model.state_dict(), model.config, ByteTokenizer(), state)
     return path
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_from_before_there_were_versions_can_be_read(tmp_path: Path
     assert again.config == model.config
     assert torch.equal(again.backbone.embedding.weight, model.backbone.embedding.weight)
     state = checkpoints.read_training_state(path)
-    assert (state.step, state.validation_loss, state.data) == (7, 1.5, {"rows": 3})
+    assert (state.step, state.validation_loss, state.data) == (7, 1.5, TextPosition(3))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,10 @@ def test_a_field_that_this_version_does_not_know_is_named(tmp_path: Path) -> Non
     with pytest.raises(LineartimeError, match="colour is not an option of the model"):
         lineartime.load(path)
     rewrite(path / "training.json", lambda data: {**data, "colour": "red"})
-    with pytest.raises(LineartimeError, match=r"has the unknown field .colour.: it was written by another version"):
+    with pytest.raises(
+        LineartimeError,
+        match=r"training.json cannot be read \(colour is no field of the file, which has step, .*\): use the version of",
+    ):
         checkpoints.read_training_state(path)
 
 
@@ -361,5 +364,5 @@ def test_fields_that_are_missing_take_their_defaults(tmp_path: Path) -> None:
     assert checkpoints.read_training_state(path).skipped == 0
     assert checkpoints.best_checkpoint(tmp_path) == path
     rewrite(path / "training.json", without("step"))
-    with pytest.raises(LineartimeError, match="lacks the field 'step'"):
+    with pytest.raises(LineartimeError, match="step is missing in the file"):
         checkpoints.read_training_state(path)

@@ -14,6 +14,7 @@ SOURCE = Path(lineartime.__file__).parent
 FLOORS: list[set[str]] = [
     {"errors", "choices", "host"},
     {"files", "fields", "machine"},
+    {"json_files"},
     {"ops"},
     {"layers"},
     {"baselines"},

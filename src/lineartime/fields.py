@@ -1,13 +1,159 @@
-"""Dataclasses whose fields are checked against their types, so that a wrong value is named where it is given."""
+"""Dataclasses whose fields are checked against their types and ranges, so that a wrong value is named where it is given.
+
+`decode` makes them of plain data, as JSON holds it: the one reader of every file that the library writes and reads back. It is
+our own because checkpoints must load where there is torch and safetensors alone, and because an error has to name the value,
+which no library's does.
+"""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lineartime.errors import ArgumentError, did_you_mean
 
 Config = TypeVar("Config")
+
+_SHOWN = 60
+"""The most characters of a value in a message."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """The range of a number, in an annotation: `Annotated[int, Between(1, 100)]`. A float must also be finite.
+
+    Attributes:
+        least: the smallest number.
+        most: the largest.
+        above: what the number must exceed.
+        below: what it must stay below.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Whether a number is in the range; None, where a type allows it, is."""
+        return value is None or (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{words} {_number(limit)}" for words, limit in limits.items() if limit is not None)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What a text must look like, in an annotation: a regular expression for all of it, and the same in words."""
+
+    pattern: str
+    words: str
+
+    def allows(self, value: Any) -> bool:
+        """Whether a text matches; None, where a type allows it, does."""
+        return value is None or re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
+Count = Annotated[int, Between(0, 10**15)]
+"""A number of things: steps, tokens, bytes."""
+_ANY_NUMBER = Between(-(2**63), 2**64 - 1)
+Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
+
+
+def decode(hint: Any, value: Any, name: str = "") -> Any:
+    """The value of a type that plain data describes: a dataclass for a dictionary, a tuple for a list, a Path for a text.
+
+    Args:
+        hint: a dataclass, a tuple, a dictionary, a union, a Literal, a plain type or Any, perhaps with a range.
+        value: the plain data.
+        name: what an error calls it; the fields of a dataclass without a name have their own names alone.
+
+    Raises:
+        ArgumentError: naming the field ("processes[2].time"), for anything unknown, missing, of the wrong type or out of range.
+    """
+    if get_origin(hint) is Annotated:
+        base, *limits = get_args(hint)
+        found = decode(base, value, name)
+        check_limits(name, found, limits)
+        return found
+    if get_origin(hint) in (Union, UnionType):
+        return _decode_union(hint, value, name)
+    if dataclasses.is_dataclass(hint):
+        return _decode_fields(hint, value, name)
+    if get_origin(hint) is tuple:
+        _check(isinstance(value, (list, tuple)), name, value, hint)
+        return tuple(decode(get_args(hint)[0], item, f"{name}[{place}]") for place, item in enumerate(value))
+    if get_origin(hint) is dict:
+        _check(isinstance(value, dict), name, value, hint)
+        key_hint, item_hint = get_args(hint)
+        return {
+            decode(key_hint, key, f"a name in {name or 'the file'}"): decode(item_hint, item, _inside(name, key))
+            for key, item in value.items()
+        }
+    if hint is Any:
+        _check_plain(value, name)
+        return value
+    if hint is Path and isinstance(value, str):
+        value = Path(decode(str, value, name))
+    check_type(name, value, hint)
+    if isinstance(value, str) and "\0" in value:
+        raise ArgumentError(name, f"is {shown(value)}, but must be a text without the character zero.")
+    if hint in (int, float):
+        check_limits(name, value, [_ANY_NUMBER] if hint is int else [])
+    return value
+
+
+def _decode_union(hint: Any, value: Any, name: str) -> Any:
+    if value is None:
+        _check(type(None) in get_args(hint), name, value, hint)
+        return None
+    options = [option for option in get_args(hint) if option is not type(None)]
+    for option in options:
+        try:
+            return decode(option, value, name)
+        except ArgumentError:
+            if len(options) == 1 and _fits_shallowly(value, option):
+                raise  # it names the part that is wrong
+    raise ArgumentError(name, f"is {shown(value)}, but must be {describe(hint)}.")
+
+
+def _fits_shallowly(value: Any, hint: Any) -> bool:
+    """Whether a value is of the kind that a hint states, whatever its parts are."""
+    base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if dataclasses.is_dataclass(base) or get_origin(base) is dict:
+        return isinstance(value, dict)
+    return isinstance(value, (list, tuple)) if get_origin(base) is tuple else base is not Any and _fits(value, base)
+
+
+def _decode_fields(cls: Any, value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        raise ArgumentError(name or "the content", f"is {shown(value)}, but must be {describe(cls)}.")
+    where = name or "the file"
+    hints = _hints(cls)
+    for field in value:
+        if field not in hints:
+            like = did_you_mean(field, hints)
+            raise ArgumentError(_inside(name, field), f"is no field of {where}{like}, which has {', '.join(hints)}.")
+    _check_complete(cls, value, where)
+    values = {field: decode(hints[field], item, _inside(name, field)) for field, item in value.items()}
+    try:
+        return cls(**values)
+    except ArgumentError as error:  # of the dataclass itself
+        raise ArgumentError(_inside(name, error.argument), *error.predicate) from None
 
 
 def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config:
@@ -18,12 +164,8 @@ def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config
         values: its fields by name.
         where: what an error calls the whole: "the model", for instance.
     """
-    # That a type is a dataclass cannot be said in its bound.
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    check_names(values, fields, where)
-    for name, field in fields.items():
-        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ArgumentError(name, f"is missing in {where}.")
+    check_names(values, _hints(cls), where)
+    _check_complete(cls, values, where)
     config = cls(**values)
     check_fields(config)
     return config
@@ -31,9 +173,15 @@ def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config
 
 def check_fields(config: Any) -> None:
     """Raise ArgumentError, naming the field, unless every value of a dataclass has the type its field states."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        check_type(field.name, getattr(config, field.name), hints[field.name])
+    for name, hint in _hints(type(config)).items():
+        check_type(name, getattr(config, name), hint)
+
+
+def check_ranges(config: Any) -> None:
+    """Raise ArgumentError, naming the field, unless every value of a dataclass is in the range its field states."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        check_limits(name, value, [limit for part in _parts(hint) for limit in getattr(part, "__metadata__", ())])
 
 
 def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> None:
@@ -41,35 +189,130 @@ def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> N
     for name in names:
         if name not in allowed:
             like = did_you_mean(name, allowed)
-            raise ArgumentError(name, f"is not an option of {where}{like}, which has {', '.join(allowed)}.")
+            raise ArgumentError(_inside("", name), f"is not an option of {where}{like}, which has {', '.join(allowed)}.")
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Raise ArgumentError, naming the argument, unless its value has the type that an annotation states."""
-    if not _fits(value, hint):
-        raise ArgumentError(name, f"is {value!r}, but must be {_describe(hint)}.")
+    _check(_fits(value, hint), name, value, hint)
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut if it is long."""
+    try:
+        return _short(repr(value))
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists within lists without end
+        return f"a {type(value).__name__} that is too long to be shown"
+
+
+def describe(hint: Any) -> str:
+    """What a type allows, in words."""
+    if get_origin(hint) is Annotated:
+        base, *limits = get_args(hint)
+        return ", ".join([describe(base), *map(str, limits)])
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(describe(option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list, each item of which is {describe(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"an object, each value of which is {describe(get_args(hint)[1])}"
+    if dataclasses.is_dataclass(hint):
+        return f"an object with the fields {_names(hint)}"
+    if hint is type(None):
+        return "None"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Any: "anything"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _number(limit: float) -> str:
+    """A limit in words: powers of two that nobody knows by heart as such."""
+    whole = int(limit)
+    return f"2^{whole.bit_length() - 1}" if whole > 10**12 and whole & (whole - 1) == 0 else f"{limit:,}"
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass, with their ranges."""
+    found: dict[str, Any] = _read_hints(cls)
+    return found
+
+
+@cache
+def _read_hints(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _names(cls: Any) -> str:
+    return ", ".join(_hints(cls))
+
+
+def _inside(name: str, field: str) -> str:
+    """The name of a field within another; one that cannot be printed is shown as a text."""
+    own = _short(field if field and field.isprintable() else repr(field))
+    return f"{name}.{own}" if name else own
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 10]}... ({len(text):,} characters)"
+
+
+def _check_complete(cls: Any, values: Collection[str], where: str) -> None:
+    """Raise ArgumentError for a field without a default that has no value."""
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ArgumentError(field.name, f"is missing in {where}.")
+
+
+def _check(right: bool, name: str, value: Any, hint: Any) -> None:
+    if not right:
+        raise ArgumentError(name or "the content", f"is {shown(value)}, but must be {describe(hint)}.")
+
+
+def check_limits(name: str, value: Any, limits: Iterable[Any]) -> None:
+    """Raise ArgumentError, naming the argument, unless its value is finite and within limits."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ArgumentError(name, f"is {value}, but must be a finite number.")
+    for limit in limits:
+        if isinstance(limit, (Between, Matching)) and not limit.allows(value):
+            raise ArgumentError(name, f"is {shown(value)}, but must be {limit}.")
+
+
+def _check_plain(value: Any, name: str) -> None:
+    """Raise ArgumentError for plain data of any form that holds a number which nothing we write holds."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(item, _inside(name, key))
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            _check_plain(item, f"{name}[{place}]")
+    elif isinstance(value, float):
+        check_limits(name, value, [])
+    elif isinstance(value, int):
+        check_limits(name, value, [_ANY_NUMBER])
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A hint and, of a union, its options."""
+    yield hint
+    if get_origin(hint) in (Union, UnionType):
+        yield from get_args(hint)
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Annotated:
+        return _fits(value, get_args(hint)[0])
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return any(type(value) is type(option) and value == option for option in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(item, get_args(hint)[1]) for item in value.values())
+    if hint is Any:
+        return True
     if hint in (int, float):
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(hint)))
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_describe(option) for option in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list, each item of which is {_describe(get_args(hint)[0])}"
-    if hint is type(None):
-        return "None"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+    return isinstance(value, cast("type[Any]", hint))

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,6 +11,10 @@ CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
 STAT = Path("/proc/stat")
 """Where Linux counts what each core has done."""
+MOST_THREADS = 4096
+"""The most threads of the CPU in a process: more than any machine has cores."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux tells the most memory that the processes of a container may use."""
 
 
 def installed_version(package: str) -> str | None:
@@ -38,6 +43,18 @@ def _described(name: str) -> str:
     except OSError:
         return ""
     return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")
+
+
+def memory_bytes() -> int | None:
+    """The memory that a process here may use: the machine's, or the limit of its container; None where it is not told."""
+    try:
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return None
+    for file in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # it is not there, or says "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def available_cores() -> frozenset[int]:

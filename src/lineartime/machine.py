@@ -10,7 +10,8 @@ import torch
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError
-from lineartime.host import processor_features
+from lineartime.host import MOST_THREADS, processor_features
+from lineartime.host import memory_bytes as host_memory
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
 """The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
@@ -89,18 +90,25 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """The memory of a device, whether it is in use or not; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory()
+
+
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
     """Compute with so many threads of the CPU, or with PyTorch's own number, for the time of a `with` block.
 
     Raises:
-        ArgumentError: for a number below 1.
+        ArgumentError: for a number below 1, or above what any machine has.
     """
     if threads is None:
         yield
         return
-    if threads < 1:
-        raise ArgumentError("threads", f"is {threads}, but must be at least 1.")
+    if not 1 <= threads <= MOST_THREADS:
+        raise ArgumentError("threads", f"is {threads}, but must be at least 1 and at most {MOST_THREADS:,}.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

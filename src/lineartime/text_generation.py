@@ -6,6 +6,7 @@ from typing import Literal
 
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
+from lineartime.fields import Between, check_limits
 from lineartime.generation import Sampling, generate, generate_batch
 from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
@@ -76,6 +77,7 @@ def generate_samples(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop)
     check_positive(samples=samples, max_tokens=max_tokens)
+    check_limits("samples", samples, [Between(most=2**16)])
     writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
     end = tokenizer.end_of_document
     generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))

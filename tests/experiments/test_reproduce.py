@@ -168,7 +168,9 @@ def test_a_damaged_run_is_one_sentence(options: Options, here: Do, finished: Non
     folder = plan.entries[1].folder / "seed-0"
     (folder / "outcome.json").write_text("{")
     [problem] = run_all(plan, ignore, here).problems
-    assert problem == f"{folder} holds damaged files: delete it, and run the experiment again."
+    assert problem.startswith(
+        f"{folder} holds damaged files: delete it, and run the experiment again ({folder}/outcome.json is"
+    )
     _, report, _ = write_report(plan)
     assert problem in report["problems"]
     (folder / "outcome.json").write_text('{"kind": "run", "tests": []}')
@@ -187,7 +189,7 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
     ended = command.reproduce(ReproduceConfig("lm", "trial", tmp_path / "out", report=True))
     assert not ended.complete
     (tmp_path / "out" / "lm-trial" / "plan.json").write_text("[]")
-    with pytest.raises(LineartimeError, match=r"plan.json is damaged: delete it if"):
+    with pytest.raises(LineartimeError, match=r"plan.json is damaged \(.*\): restore it from a copy, or delete it if"):
         command.reproduce(options(report=True))
 
 

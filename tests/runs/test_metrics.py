@@ -47,7 +47,7 @@ def test_a_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-    assert read_damaged_metrics(tmp_path)[1] == 0
+    assert read_damaged_metrics(tmp_path)[1] == []
     assert draw_curve(tmp_path, "title").exists()
 
 
@@ -55,8 +55,15 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "loss": "two"}\n\xff\x00\n[1]\n{"step": "2"}\n{"step": 3, "loss": NaN}\n\x89PNG'
     )
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 3}]
-    assert read_damaged_metrics(tmp_path)[1] == 4
+    assert read_metrics(tmp_path) == []
+    assert read_damaged_metrics(tmp_path)[1] == [
+        "line 1: loss is 'two', but must be a number",
+        "line 2: it is not UTF-8 at byte 0",
+        "line 3: it is [1], but must be an object",
+        "line 4: step is '2', but must be a whole number",
+        "line 5: loss is nan, but must be a finite number",
+        "line 6: it is not UTF-8 at byte 0",
+    ]
 
 
 def test_a_curve_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

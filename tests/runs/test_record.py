@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.record import read_record, write_record
+from lineartime.runs.record import Git, read_record, write_record
 
 COMMAND = ["lineartime", "train", "--seed", "7"]
 OPTIONS = {"seed": 7, "override": ("d_model=16",), "precision": "fp32", "resume": False}
@@ -38,18 +38,18 @@ def test_it_tells_options_command_versions_and_machine(tmp_path: Path, monkeypat
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     write_record(tmp_path / "run", OPTIONS, COMMAND)
     record = read_record(tmp_path / "run")
-    assert record["options"] == {**OPTIONS, "override": ["d_model=16"]}
-    assert record["seed"] == 7
-    (process,) = record["processes"]
-    assert process["command"] == COMMAND
-    assert process["changed_options"] == {}
-    assert process["versions"]["torch"] == torch.__version__
-    assert process["versions"]["lineartime"]
-    assert process["versions"]["python"] == sys.version.split()[0]
-    assert process["machine"]["threads"] == torch.get_num_threads()
-    assert process["machine"]["processes"] == 1
-    assert process["machine"]["processor"]
-    assert process["time"].endswith("+00:00")
+    assert record.options == {**OPTIONS, "override": ["d_model=16"]}
+    assert record.seed == 7
+    (process,) = record.processes
+    assert process.command == tuple(COMMAND)
+    assert process.changed_options == {}
+    assert process.versions["torch"] == torch.__version__
+    assert process.versions["lineartime"]
+    assert process.versions["python"] == sys.version.split()[0]
+    assert process.machine.threads == torch.get_num_threads()
+    assert process.machine.processes == 1
+    assert process.machine.processor
+    assert process.time.endswith("+00:00")
     assert "hunter2" not in (tmp_path / "run" / "run.json").read_text()
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
 
@@ -59,33 +59,32 @@ def test_a_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) ->
     begin_checkpoint(tmp_path)
     write_record(tmp_path, {**OPTIONS, "precision": "bf16", "resume": True}, [*COMMAND, "--resume"])
     record = read_record(tmp_path)
-    assert record["options"]["precision"] == "fp32"
-    assert [process["changed_options"] for process in record["processes"]] == [{}, {"precision": "bf16", "resume": True}]
-    assert record["processes"][1]["command"][-1] == "--resume"
+    assert record.options["precision"] == "fp32"
+    assert [process.changed_options for process in record.processes] == [{}, {"precision": "bf16", "resume": True}]
+    assert record.processes[1].command[-1] == "--resume"
 
 
 def test_a_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_path: Path) -> None:
     write_record(tmp_path, OPTIONS, COMMAND)
     write_record(tmp_path, {**OPTIONS, "seed": 8}, COMMAND)
     record = read_record(tmp_path)
-    assert record["seed"] == record["options"]["seed"] == 8
-    assert len(record["processes"]) == 1
+    assert record.seed == record.options["seed"] == 8
+    assert len(record.processes) == 1
 
 
 def test_it_tells_the_state_of_git_and_never_where_it_comes_from(repository: Path, tmp_path: Path) -> None:
-    def git() -> dict[str, object]:
+    def git() -> Git | None:
         write_record(tmp_path / "run", OPTIONS, COMMAND)
-        found: dict[str, object] = read_record(tmp_path / "run")["processes"][-1]["git"]
-        return found
+        return read_record(tmp_path / "run").processes[-1].git
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     (repository / "run-folder").mkdir()  # an untracked file changes nothing that was run
     (repository / "run-folder" / "metrics").write_text("")
-    assert git() == {"commit": commit, "branch": "main", "changed": False}
+    assert git() == Git(commit, "main", changed=False)
     (repository / "file").write_text("two")
-    assert git() == {"commit": commit, "branch": "main", "changed": True}
+    assert git() == Git(commit, "main", changed=True)
     subprocess.run(["git", "checkout", "--detach"], check=True, capture_output=True)
-    assert git() == {"commit": commit, "branch": None, "changed": True}
+    assert git() == Git(commit, None, changed=True)
     assert "password" not in (tmp_path / "run" / "run.json").read_text()
 
 
@@ -93,23 +92,23 @@ def test_a_repository_without_a_commit_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     subprocess.run(["git", "init", "--initial-branch", "main"], check=True, capture_output=True)
     write_record(tmp_path, OPTIONS, COMMAND)
-    assert read_record(tmp_path)["processes"][0]["git"] == {"commit": None, "branch": "main", "changed": False}
+    assert read_record(tmp_path).processes[0].git == Git(None, "main", changed=False)
 
 
 def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     write_record(tmp_path, OPTIONS, COMMAND)
-    assert read_record(tmp_path)["processes"][0]["git"] is None
+    assert read_record(tmp_path).processes[0].git is None
     monkeypatch.setenv("PATH", "")
     write_record(tmp_path, OPTIONS, COMMAND)
-    assert read_record(tmp_path)["processes"][0]["git"] is None
+    assert read_record(tmp_path).processes[0].git is None
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"options": 1, "processes": []}', '{"options": {}}', "\x00"])
 def test_a_damaged_record_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(LineartimeError, match=r"run.json is damaged: restore it from a copy, or delete it"):
+    with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
         read_record(tmp_path)
     begin_checkpoint(tmp_path)
     with pytest.raises(LineartimeError, match=r"run.json is damaged"):

@@ -355,8 +355,10 @@ def test_damaged_files_are_named_and_the_other_runs_are_shown(tmp_path: Path, ca
     found = [row[0] for row in rows(captured.out)]
     assert found == ["text", "run", "whole", "two", "three", "unknown", "run", "one"]  # two groups with titles and headers
     assert sorted(captured.err.splitlines()) == [
-        f"{tmp_path}/one/run.json is damaged: restore it from a copy, or delete it; training does not need it.",
-        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here: restore it from a copy if you have one.",
+        f"{tmp_path}/one/run.json is damaged (it is not JSON: Expecting property name enclosed in double quotes at line 1, "
+        "column 2): restore it from a copy, or delete it; training does not need it.",
+        f"{tmp_path}/two/metrics.jsonl has 1 damaged line, skipped here (line 45: it is not JSON: "
+        "Expecting value at line 1, column 1): restore it from a copy if you have one.",
         f"Cannot read {tmp_path}/three/metrics.jsonl: Is a directory; check the path and its permissions, then try again.",
     ]
 

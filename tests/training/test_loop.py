@@ -417,7 +417,7 @@ def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
     with interrupt_after(2):
         run = trained(config(precision="auto"))
     assert ", cpu, bf16; " in capsys.readouterr().err
-    assert (saved_config(last_checkpoint(run)).precision, read_record(run)["options"]["precision"]) == ("bf16", "bf16")
+    assert (saved_config(last_checkpoint(run)).precision, read_record(run).options["precision"]) == ("bf16", "bf16")
     monkeypatch.setattr(machine, "processor_features", lambda: FP32)
     with interrupt_after(4):
         train(out=run, resume=True)
@@ -486,7 +486,7 @@ def test_a_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: 
     monkeypatch.setattr(Validation, "loss", loss)
     run = trained(config(steps=1, threads=before + 1))
     assert (seen, torch.get_num_threads()) == ({before + 1}, before)
-    assert read_record(run)["processes"][0]["machine"]["threads"] == before + 1
+    assert read_record(run).processes[0].machine.threads == before + 1
 
 
 def test_contention_is_told_once_in_a_run(
@@ -564,7 +564,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be a finite number"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"override": ("n_blocks=0",)}, "override does not fit the model: n_blocks is 0"),
-        ({"seed": 2**64}, r"seed is 18446744073709551616, but must be below 2\^63"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616, but must be at least 0 and below 2\^63"),
         (
             {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
             "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or override max_length=24",

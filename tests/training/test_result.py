@@ -118,7 +118,7 @@ def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_p
     model = presets()["flash-tiny"].override(**options.pop("override"), activation="laplace")
     result = train(**options, preset=model)
     assert result.model.config == model
-    assert read_record(result.run)["options"]["preset"] == "flash-tiny"
+    assert read_record(result.run).options["preset"] == "flash-tiny"
     assert train(out=str(result.run), resume=True, preset=model).finished
     like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
     assert like.model.config == model.override(chunk_size=4)
@@ -198,7 +198,10 @@ def test_an_override_of_one_value_is_the_same_in_both_forms(options: dict[str, A
 def test_an_error_about_an_argument_names_it_apart_from_what_is_wrong() -> None:
     with pytest.raises(ArgumentError) as caught:
         TrainConfig(batch_size=0).check()
-    assert (caught.value.argument, str(caught.value)) == ("batch_size", "batch_size is 0, but must be at least 1.")
+    assert (caught.value.argument, str(caught.value)) == (
+        "batch_size",
+        "batch_size is 0, but must be at least 1 and at most 1,073,741,824.",
+    )
 
 
 def test_the_library_does_not_speak_command_line() -> None:

@@ -8,7 +8,7 @@ import torch
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TrainingState, format, load_tokenizer
+from lineartime.checkpoint import TextPosition, TrainingState, format, load_tokenizer
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
@@ -36,7 +36,7 @@ def one_step(model: CausalLM, optimizer: str = "adamw") -> ModelOptimizer:
 def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None = None) -> Path:
     model = model or tiny()
     writer = CheckpointWriter(run, model, one_step(model), ByteTokenizer(), World())
-    writer.begin(TrainingState(step, 0, loss, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"}))
+    writer.begin(TrainingState(step, "99 tokens", TextPosition(3), {"preset": "flash-tiny"}, validation_loss=loss))
     writer.finish()
     return checkpoints.checkpoint_path(run, step)
 
@@ -122,7 +122,7 @@ def test_moments_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     optimizer = one_step(model, kind)
     writer = CheckpointWriter(tmp_path, model, optimizer, ByteTokenizer(), World())
     kept = {name: value.clone() for name, value in optimizer.moments().items()}
-    writer.begin(TrainingState(1, 0, 1.0, "", {}, {}))
+    writer.begin(TrainingState(1, "", TextPosition(0), {}, validation_loss=1.0))
     optimizer.step()  # what happens while it is written must not get into it
     writer.finish()
     again = build_optimizer(model, TrainConfig(optimizer=kind))
@@ -136,7 +136,7 @@ def test_weights_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
     model = tiny()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     writer = CheckpointWriter(tmp_path, model, build_optimizer(model, TrainConfig()), ByteTokenizer(), World())
-    writer.begin(TrainingState(0, 0, 1.0, "", {}, {}))
+    writer.begin(TrainingState(0, "", TextPosition(0), {}, validation_loss=1.0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)

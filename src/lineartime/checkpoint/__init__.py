@@ -14,9 +14,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lineartime.checkpoint.contents import TextPosition, TrainingState
 from lineartime.checkpoint.format import (
     DamagedCheckpointError,
-    TrainingState,
     add_validation_loss,
     checkpoint_path,
     checkpoint_step,
@@ -24,6 +24,7 @@ from lineartime.checkpoint.format import (
     hidden,
     is_checkpoint,
     list_checkpoints,
+    load_into,
     read_model,
     read_model_config,
     read_training_state,
@@ -31,6 +32,7 @@ from lineartime.checkpoint.format import (
     verify,
 )
 from lineartime.checkpoint.saving import save
+from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE
 
@@ -41,7 +43,9 @@ if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
+    "TextPosition",
     "TrainingState",
+    "UnfitWeightsError",
     "Which",
     "add_validation_loss",
     "best_checkpoint",
@@ -53,6 +57,7 @@ __all__ = [
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
+    "load_into",
     "load_tokenizer",
     "prune",
     "read_model_config",

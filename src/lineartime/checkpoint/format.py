@@ -1,29 +1,33 @@
 """The format of one checkpoint: its files, their version and their checksums."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
 from lineartime.errors import LineartimeError, reporting
+from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_atomically, write_synchronised
+from lineartime.json_files import DamagedFileError, decoded, read_plain
 
 if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from torch import Tensor
 
     from lineartime.data import Tokenizer
     from lineartime.models.config import ModelConfig
-    from lineartime.models.heads import CausalLM, MaskedLM
+    from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
 OPTIMIZER_FOLDER = "optimizer"
-_MODEL, _WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
+_MODEL, WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
 _VALIDATION = "validation.json"
-_MODEL_FILES = (_WEIGHTS, _MODEL, TOKENIZER_FILE)
+CHECKPOINT = r"step-\d{8,18}"
+"""The name of a checkpoint in a run's folder."""
+Content = TypeVar("Content")
+_MODEL_FILES = (WEIGHTS, _MODEL, TOKENIZER_FILE)
 
 # Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
 _RENAMED_MIXERS = {
@@ -33,30 +37,6 @@ _RENAMED_MIXERS = {
     "mixed-chunk-heads": "mc-tfm",
 }
 _NEW_OPTIONS = {"performer-matmul": {"causal_sums": "matmul"}}
-
-_TRAINING_DEFAULTS: dict[str, Any] = {"skipped": 0, "validation_loss": None}
-"""The values of fields that training.json may lack. A new field of `TrainingState` gets its value for older files here."""
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What resuming a run needs besides tensors.
-
-    Attributes:
-        step: steps taken.
-        skipped: steps that changed nothing, because a gradient was not finite.
-        validation_loss: in nats per token, at this step; None if it was not measured before the checkpoint was written.
-        text: an identity of the text, which tells whether it has changed.
-        data: the position in the text, from the loaders of all processes.
-        config: the run's options, as a dictionary.
-    """
-
-    step: int
-    skipped: int
-    validation_loss: float | None
-    text: str
-    data: dict[str, Any]
-    config: dict[str, Any]
 
 
 class DamagedCheckpointError(LineartimeError):
@@ -77,13 +57,13 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     run = Path(run)
     if not run.is_dir():
         return []
-    found = [path for path in run.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
+    found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
     return sorted(found, key=checkpoint_step)
 
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any(Path(path, name).is_file() for name in (_WEIGHTS, _MODEL))
+    return any(Path(path, name).is_file() for name in (WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:
@@ -101,30 +81,53 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
 
     A model that was passed on, without the files that only training needs, may also come without its checksums.
     """
+    from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
     from lineartime.models.heads import build_model
+    from lineartime.models.size import check_memory
 
-    if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
-        verify(checkpoint, _MODEL_FILES)
+    verify_model(checkpoint)
+    config = read_model_config(checkpoint)
     try:
-        model = build_model(read_model_config(checkpoint))
+        check_weights(checkpoint / WEIGHTS, config)
+        check_memory(config)
+        model = build_model(config)
+        load_weights(checkpoint / WEIGHTS, model)
+    except UnfitWeightsError as error:
+        raise damaged(checkpoint, str(error)) from None
     except ValueError as error:
         raise _unknown_model(checkpoint, error) from None
-    try:
-        model.load_state_dict(_read_tensors(checkpoint / _WEIGHTS))
-    except RuntimeError as error:
-        raise _damaged(checkpoint, str(error).splitlines()[0]) from None
     tokens = read_tokenizer(checkpoint).vocab_size
     if tokens != model.config.vocab_size:
-        raise _damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
+        raise damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model
+
+
+def load_into(model: "LanguageModel", checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into a model, which needs no other file of it but its checksums.
+
+    Raises:
+        UnfitWeightsError: if they are not those of the model.
+        LineartimeError: if the checkpoint is damaged.
+    """
+    from lineartime.checkpoint.weights import check_weights, load_weights
+
+    verify_model(checkpoint)
+    check_weights(checkpoint / WEIGHTS, model.config)
+    load_weights(checkpoint / WEIGHTS, model)
+
+
+def verify_model(checkpoint: Path) -> None:
+    """Raise DamagedCheckpointError unless the files of the model are as they were written, if there are checksums."""
+    if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
+        verify(checkpoint, _MODEL_FILES)
 
 
 def read_model_config(checkpoint: Path) -> "ModelConfig":
     """The description of a checkpoint's model; LineartimeError if it cannot be read."""
     from lineartime.models.config import ModelConfig
 
-    version, description = _read_json(checkpoint / _MODEL)
+    version, description = _read(checkpoint / _MODEL)
     try:
         return ModelConfig.from_dict(upgraded_model(description) if version == 0 else description)
     except ValueError as error:
@@ -147,16 +150,15 @@ def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
 def read_training_state(checkpoint: Path) -> TrainingState:
     """What resuming needs besides tensors, missing fields with their defaults; LineartimeError if it cannot be read."""
     file = checkpoint / _TRAINING
-    _, values = _read_json(file)
-    values = {**_TRAINING_DEFAULTS, **values}
-    fields = [field.name for field in dataclasses.fields(TrainingState)]
-    problems = [f"has the unknown field {name!r}" for name in values if name not in fields]
-    problems += [f"lacks the field {name!r}" for name in fields if name not in values]
-    if problems:
-        raise LineartimeError(
-            f"{file} {problems[0]}: it was written by another version of lineartime; use that version, or train again."
-        )
-    return TrainingState(**values)
+    _, values = _read(file)
+    try:
+        state = decoded(TrainingState, values)
+        if re.fullmatch(CHECKPOINT, checkpoint.name) and state.step != checkpoint_step(checkpoint):
+            raise ValueError(f"step is {state.step}, but must be that of the folder")
+    except ValueError as error:
+        advice = "use the version of lineartime that wrote it, restore it from a copy, or train again"
+        raise LineartimeError(f"{file} cannot be read ({error}): {advice}.") from None
+    return state
 
 
 def has_training_state(checkpoint: Path) -> bool:
@@ -172,11 +174,7 @@ def read_validation_loss(checkpoint: Path) -> float | None:
 
 
 def _added_validation_loss(checkpoint: Path) -> float:
-    _, added = _read_json(checkpoint / _VALIDATION)
-    loss = added.get("validation_loss")
-    if not isinstance(loss, float):
-        raise _damaged(checkpoint, f"{_VALIDATION} holds no loss")
-    return loss
+    return _read_as(ValidationLoss, checkpoint / _VALIDATION).validation_loss
 
 
 def add_validation_loss(checkpoint: Path, loss: float) -> None:
@@ -191,32 +189,46 @@ def add_validation_loss(checkpoint: Path, loss: float) -> None:
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
     if not (checkpoint / _MANIFEST).is_file():
-        raise _damaged(checkpoint, f"{_MANIFEST} is missing")
-    _, manifest = _read_json(checkpoint / _MANIFEST)
+        raise damaged(checkpoint, f"{_MANIFEST} is missing")
+    manifest = _read_manifest(checkpoint / _MANIFEST).files
     for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
         file = checkpoint / name
         if not file.is_file():
-            raise _damaged(checkpoint, f"{name} is missing")
+            raise damaged(checkpoint, f"{name} is missing")
         with reporting("read", file):
             found = sha256(file)
         if found != manifest.get(name):
-            raise _damaged(checkpoint, f"{name} is not what was written")
+            raise damaged(checkpoint, f"{name} is not what was written")
     if names is None and (checkpoint / _VALIDATION).exists():  # added later, so that the manifest does not know it
         _added_validation_loss(checkpoint)
 
 
-def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
+def _read_manifest(file: Path) -> Manifest:
+    _, files = _read(file)
+    return _decoded(Manifest, {"files": files}, file)
+
+
+def _read_as(content: type[Content], file: Path) -> Content:
+    _, values = _read(file)
+    return _decoded(content, values, file)
+
+
+def _decoded(content: type[Content], values: dict[str, Any], file: Path) -> Content:
+    try:
+        return decoded(content, values)
+    except ValueError as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None
+
+
+def _read(file: Path) -> tuple[int, dict[str, Any]]:
     """The version and the content of a JSON file; LineartimeError for a version that only a later lineartime reads."""
     try:
-        with reporting("read", file):
-            data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise _damaged(file.parent, f"{file.name} is not JSON") from None
-    if not isinstance(data, dict):
-        raise _damaged(file.parent, f"{file.name} is not a JSON object")
-    version = data.pop("format", 0)
-    if not isinstance(version, int):
-        raise _damaged(file.parent, f"the format of {file.name} is {version!r}, which is no version")
+        data = read_plain(file)
+        version = data.pop("format", 0)
+        if type(version) is not int or version < 0:
+            raise DamagedFileError(file, f"format is {shown(version)}, but must be a whole number, at least 0")
+    except DamagedFileError as error:
+        raise damaged(file.parent, f"{file.name}: {error.what}") from None
     if version > FORMAT:
         raise LineartimeError(
             f"{file} has format {version}, but this version of lineartime reads formats up to {FORMAT}: upgrade lineartime."
@@ -224,17 +236,8 @@ def _read_json(file: Path) -> tuple[int, dict[str, Any]]:
     return version, data
 
 
-def _read_tensors(file: Path) -> "dict[str, Tensor]":
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise _damaged(file.parent, f"{file.name}: {error}") from None
-
-
-def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
+def damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
+    """The error for a checkpoint that cannot be used, and which one can be instead."""
     siblings = list_checkpoints(checkpoint.parent)
     others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
     advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
@@ -257,12 +260,12 @@ def write_files(
     """
     from safetensors.torch import save_file
 
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / _WEIGHTS)
-    synchronise(checkpoint / _WEIGHTS)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / WEIGHTS)
+    synchronise(checkpoint / WEIGHTS)
     _write_json(checkpoint / _MODEL, config.to_dict())
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
     if state is not None:
-        _write_json(checkpoint / _TRAINING, vars(state))
+        _write_json(checkpoint / _TRAINING, state.to_dict())
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
     _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
     for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):

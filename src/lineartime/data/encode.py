@@ -4,19 +4,22 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.readers import BLOCK
 from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.fields import Count, Digest, Matching
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
 _AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters to encode together, on all cores
 
+ShardName = Annotated[str, Matching(r"tokens-\d{5,9}\.bin", "tokens- and a number, .bin")]
 Integers = NDArray[np.unsignedinteger[Any]]
 
 
@@ -38,6 +41,27 @@ def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
             size += 1
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of encoded text: facts.json.
+
+    Attributes:
+        dtype: of the tokens.
+        n_tokens: their number.
+        n_bytes: the bytes of the text.
+        n_words: its words.
+        sha256: the files with their digests.
+        n_documents: the documents; None for tokens that an earlier version encoded.
+    """
+
+    dtype: Literal["uint16", "uint32"]
+    n_tokens: Count
+    n_bytes: Count
+    n_words: Count
+    sha256: dict[ShardName, Digest]
+    n_documents: Count | None = None
 
 
 class Writer:
@@ -83,15 +107,15 @@ class Writer:
         if not self._digests:
             self._open_shard()
             self._close_shard()
-        facts = {
-            "dtype": self._dtype.name,
-            "n_tokens": self.n_tokens,
-            "n_bytes": self._n_bytes,
-            "n_words": self._n_words,
-            "n_documents": self._n_documents,
-            "sha256": self._digests,
-        }
-        (self._folder / FACTS).write_text(json.dumps(facts, indent=1))
+        facts = Facts(
+            dtype="uint16" if self._dtype == np.uint16 else "uint32",
+            n_tokens=self.n_tokens,
+            n_bytes=self._n_bytes,
+            n_words=self._n_words,
+            n_documents=self._n_documents,
+            sha256=self._digests,
+        )
+        (self._folder / FACTS).write_text(json.dumps(vars(facts), indent=1))
         return self._digests
 
     def _count(self, text: str) -> None:

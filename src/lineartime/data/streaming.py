@@ -50,10 +50,12 @@ def stream_documents(
     if len(sources) == 1:
         yield from _documents(sources[0], split, lane, lanes, state)
         return
-    done = 0 if state is None else state["sources"]
+    done = 0 if state is None else state.get("sources")
+    if type(done) is not int or not 0 <= done < len(sources):
+        raise _no_position(sources[0])
     for number in range(done, len(sources)):
         source = sources[(lane + number) % len(sources)]
-        within = None if state is None or number > done else state["within"]
+        within = None if state is None or number > done else state.get("within")
         for texts, after in _documents(source, split, lane, lanes, within):
             yield texts, {"sources": number, "within": after}
 
@@ -67,9 +69,19 @@ def _documents(source: Source, split: Split, lane: int, lanes: int, state: State
     with guarded(source.name):
         dataset = _share(source.examples(split), lane, lanes)
         if state is not None:
-            dataset.load_state_dict(state)
+            try:
+                dataset.load_state_dict(state)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # it is not the state of this text
+                raise _no_position(source) from None
         for example in dataset:
             yield source.texts(example), dataset.state_dict()
+
+
+def _no_position(source: Source) -> LineartimeError:
+    return LineartimeError(
+        f"The position in {source.name} that the checkpoint tells is none in this text: restore the checkpoint from a copy, or "
+        "train again."
+    )
 
 
 def _share(dataset: Any, lane: int, lanes: int) -> Any:

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 
 from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, Integers, Writer, batches
+from lineartime.data.encode import FACTS, Facts, Integers, Writer, batches
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
 from lineartime.files import sha256, write_atomically
+from lineartime.json_files import read_file, read_plain
 
 _FORMAT = 3  # part of every folder's name: raise it when the same input would give other tokens
 _VERIFIED = "verified.json"
@@ -150,18 +151,20 @@ def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
 
 
 def _open(folder: Path, name: str) -> TokenStream:
+    facts = read_file(folder / FACTS, Facts, f"delete the folder {folder} to encode the text again")
     try:
-        facts = json.loads((folder / FACTS).read_text())
-        _verify(folder, facts["sha256"])
-        dtype = np.dtype(facts["dtype"])
-        shards = [_map(folder / file, dtype) for file in sorted(facts["sha256"]) if file.startswith("tokens-")]
-        written = "".join(facts["sha256"][file] for file in sorted(facts["sha256"]))
-        identity = hashlib.sha256(written.encode()).hexdigest()[:12]
-        return TokenStream(name, Shards(shards), facts["n_bytes"], facts["n_words"], identity, facts.get("n_documents"))
+        _verify(folder, facts.sha256)
+        dtype = np.dtype(facts.dtype)
+        shards = [_map(folder / file, dtype) for file in sorted(facts.sha256)]
+    except ValueError:  # half a token at the end of a shard, with a digest that says so
+        raise _damaged(folder, FACTS) from None
     except OSError as error:
         raise cannot("read", folder, error) from None
-    except (ValueError, KeyError, TypeError):
-        raise _damaged(folder, FACTS) from None
+    if not shards or sum(map(len, shards)) != facts.n_tokens:
+        raise _damaged(folder, FACTS)
+    written = "".join(facts.sha256[file] for file in sorted(facts.sha256))
+    identity = hashlib.sha256(written.encode()).hexdigest()[:12]
+    return TokenStream(name, Shards(shards), facts.n_bytes, facts.n_words, identity, facts.n_documents)
 
 
 def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -170,10 +173,9 @@ def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:
     """Raise LineartimeError for a file that is not as it was written."""
-    try:
-        verified = json.loads((folder / _VERIFIED).read_text())
-    except (OSError, ValueError):
-        verified = {}
+    verified: dict[str, Any] = {}
+    with suppress(LineartimeError):  # what was not verified is verified now
+        verified = read_plain(folder / _VERIFIED)
     new = {}
     for file, written in digests.items():
         if not (folder / file).is_file():

@@ -10,6 +10,7 @@ from lineartime.data import Tokenizer, default_cache, describe_splits, load_corp
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, carried, windowed
+from lineartime.fields import Between, check_limits
 from lineartime.layers.checks import check_positive
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
@@ -58,7 +59,10 @@ def evaluate(
         LineartimeError: for anything the user can fix, such as a text that is missing or too short.
     """
     sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
-    check_positive(**{name: size for name, size in sizes.items() if size is not None})
+    for name, size in sizes.items():
+        if size is not None:
+            check_positive(**{name: size})
+            check_limits(name, size, [Between(most=2**40)])
     for name, choice, allowed in (
         ("split", split, Split),
         ("context", context, Context),

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_tuning, seconds_to
 from lineartime.runs.curve import default_text
-from lineartime.runs.record import RECORD_FILE, read_record
+from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
 Row = dict[str, Any]
 TEXTS = ("data", "code", "books", "wikipedia")
@@ -64,28 +65,30 @@ class _State:
             self.problems.append(run.problem)
         elif run.state == "failed":
             self.problems.append(f"{name} failed: {run.problem}")
-        for process in _processes(run):
-            words = _described({**process["machine"], **process["versions"]})
+        for words, time in _machines(run):
             if words not in self.machines:
                 self.machines.append(words)
-            self.times = [*self.times, process["time"]] if process.get("time") else self.times
+            self.times = [*self.times, time] if time else self.times
 
 
-def _processes(run: Run) -> list[Row]:
-    """The processes that did a run, with their machine, versions and time."""
+def _machines(run: Run) -> list[tuple[str, str | None]]:
+    """Where each process that did a run ran, and when it started."""
     if run.job.kind == "latency":
-        machine = run.outcome.get("machine")
-        return [{"machine": machine, "versions": {}, "time": run.outcome.get("time")}] if machine else []
+        found = run.outcome.machine
+        where = found.get("gpu") or f"{found.get('cpu')}, {found.get('threads')} threads"
+        return [(_described(where, found), run.outcome.time)] if found else []
     if run.state == "damaged" or not (run.job.folder / RECORD_FILE).exists():
         return []
-    processes: list[Row] = read_record(run.job.folder)["processes"]
-    return processes
+    processes = read_record(run.job.folder).processes
+    return [(_described(_where(process.machine), process.versions), process.time) for process in processes]
 
 
-def _described(machine: Row) -> str:
-    gpus = machine.get("gpus") or ([machine["gpu"]] if machine.get("gpu") else [])
-    where = ", ".join(gpus) or f"{machine.get('processor') or machine.get('cpu')}, {machine.get('threads')} threads"
-    return f"{where}; torch {machine.get('torch')}, Python {machine.get('python')}"
+def _where(machine: Machine) -> str:
+    return ", ".join(machine.gpus) or f"{machine.processor}, {machine.threads} threads"
+
+
+def _described(where: object, versions: Mapping[str, object]) -> str:
+    return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
 
 
 def _setting(plan: Plan, index: int, state: _State) -> Row:
@@ -163,7 +166,7 @@ def _run(run: Run, seed: int) -> Row:
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
         "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in run.points],
-        "tests": list(run.tests),
+        "tests": [asdict(test) for test in run.tests],
     }
 
 
@@ -216,22 +219,22 @@ def _latency(plan: Plan, index: int, state: _State) -> Row:
     setting = plan.settings[index]
     run = read_run(plan.latency_job(setting))
     state.note(plan, run)
-    measured = {entry["subject"]: entry for entry in run.outcome.get("entries", [])}
+    measured = {entry.subject: entry for entry in run.outcome.entries}
     entries = plan.entries_of(setting)
     rows: list[Row] = []
     for entry in entries:
-        found = measured.get(entry.options["preset"], {})
-        seconds = found.get("median_seconds")
+        found = measured.get(entry.options["preset"])
+        seconds = None if found is None else found.median_seconds
         rows.append(
             {
                 "name": entry.arm.name,
                 "arm": entry.arm.name,
                 "parameters": entry.parameters,
                 "parameters_over_first": entry.parameters / entries[0].parameters - 1,
-                "problem": found.get("problem"),
-                "microseconds_per_token": None if seconds is None else 1e6 * seconds / found["tokens"],
+                "problem": found and found.problem,
+                "microseconds_per_token": None if found is None or seconds is None else 1e6 * seconds / found.tokens,
                 "milliseconds": None if seconds is None else 1e3 * seconds,
-                "precision": found.get("dtype"),
+                "precision": found and found.dtype,
                 "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, setting),
             }
         )

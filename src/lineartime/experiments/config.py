@@ -8,9 +8,6 @@ from typing import Any, Literal
 from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import ArgumentError, did_you_mean
 
-IDENTITY = ("data", "code", "books", "wikipedia", "budget", "tuning", "optimizers", "compile", "precision", "threads")
-"""Options on which the runs in a folder depend, besides the experiment and the scale, which name the folder."""
-
 
 @dataclass(frozen=True)
 class ReproduceConfig:

@@ -1,15 +1,38 @@
 """The folder of an experiment: plan.json holds the options on which its runs depend, so that they are not mixed with others."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
-from lineartime.experiments.config import IDENTITY, ReproduceConfig
+from lineartime.choices import Precision
+from lineartime.errors import Argument, ArgumentError, reporting
+from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
+from lineartime.fields import Between
 from lineartime.files import write_atomically
+from lineartime.host import MOST_THREADS
+from lineartime.json_files import read_file
 
 PLAN_FILE = "plan.json"
+
+Seconds = Annotated[float, Between(above=0)]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """plan.json: the options on which runs depend, besides the experiment and the scale, which name the folder."""
+
+    data: tuple[str, ...]
+    code: tuple[str, ...]
+    books: tuple[str, ...]
+    wikipedia: tuple[str, ...]
+    budget: Seconds | None
+    tuning: Seconds | None
+    optimizers: tuple[str, ...]
+    compile: Literal["on", "off"] | None
+    precision: Precision
+    threads: Annotated[int, Between(1, MOST_THREADS)] | None
 
 
 def adopted(config: ReproduceConfig) -> ReproduceConfig:
@@ -41,7 +64,7 @@ def begin(plan: Plan) -> None:
 
 def identity(plan: Plan) -> dict[str, Any]:
     """The options on which the runs depend, with the values that defaults stand for in this version."""
-    given = {name: getattr(plan.config, name) for name in IDENTITY}
+    given = {name: getattr(plan.config, name) for name in PlanOptions.__dataclass_fields__}
     return {**given, "budget": plan.budget, "tuning": plan.tuning, "optimizers": plan.optimizers, "compile": plan.compile}
 
 
@@ -51,14 +74,8 @@ def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentE
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        with reporting("read", file):
-            found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or sorted(found) != sorted(IDENTITY):
-        raise LineartimeError(f"{file} is damaged: delete it if all runs beside it were made with the options of now.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    advice = "restore it from a copy, or delete it if all runs beside it were made with the options of now"
+    return vars(read_file(file, PlanOptions, advice))
 
 
 def _shown(value: object) -> str:

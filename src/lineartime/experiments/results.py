@@ -1,17 +1,16 @@
 """What the runs of an experiment left, read from their folders."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError
+from lineartime.experiments.outcome import OUTCOME_FILE, Measurement, Outcome
 from lineartime.experiments.plan import Entry, Job, Plan
-from lineartime.experiments.worker import OUTCOME_FILE
+from lineartime.json_files import read_file
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
 from lineartime.runs.record import RECORD_FILE, read_record
 
@@ -60,36 +59,39 @@ class Run:
     seconds: float = 0.0
     speed: float | None = None
     points: tuple[Point, ...] = ()
-    tests: tuple[dict[str, Any], ...] = ()
-    outcome: dict[str, Any] = field(default_factory=dict)
+    tests: tuple[Measurement, ...] = ()
+    outcome: Outcome = field(default_factory=Outcome)
 
     @property
     def final(self) -> Point | None:
         """The last evaluation of a finished run."""
         return self.points[-1] if self.state == "finished" and self.points else None
 
-    def test(self, name: str = "") -> dict[str, Any] | None:
+    def test(self, name: str = "") -> Measurement | None:
         """A measurement at the end by its name."""
-        return next((test for test in self.tests if test["name"] == name), None)
+        return next((test for test in self.tests if test.name == name), None)
 
 
 def read_run(job: Job) -> Run:
     """What a job left; files that cannot be read make it "damaged"."""
     folder = job.folder
     try:
-        outcome = _json(folder / OUTCOME_FILE)
+        outcome = read_file(folder / OUTCOME_FILE, Outcome) if (folder / OUTCOME_FILE).exists() else None
         if outcome is not None and job.kind == "latency":
-            return Run(job, "failed" if outcome.get("error") else "finished", str(outcome.get("error", "")), outcome=outcome)
+            return Run(job, "failed" if outcome.error else "finished", outcome.error or "", outcome=outcome)
         lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
-        options = read_record(folder)["options"] if (folder / RECORD_FILE).exists() else {}
-    except (LineartimeError, OSError, ValueError):
-        return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again.")
+        options = read_record(folder).options if (folder / RECORD_FILE).exists() else {}
+    except (LineartimeError, OSError) as error:
+        what = str(error).rstrip(".")
+        return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again ({what}).")
     if outcome is None:
         return Run(job, "interrupted" if list_checkpoints(folder) else "missing", options=options)
-    if outcome.get("error"):
-        return Run(job, "failed", str(outcome["error"]), options=options, outcome=outcome)
+    if outcome.error:
+        return Run(job, "failed", outcome.error, options=options, outcome=outcome)
     if not isinstance(options.get("steps"), int) or max((line["step"] for line in lines), default=0) < options["steps"]:
         return Run(job, "damaged", f"{folder} says that it is finished, but its metrics do not: delete it, and run again.")
+    if options.get("tokens_per_batch") is None:
+        return Run(job, "damaged", f"{folder} does not tell how many tokens a step has: delete it, and run again.")
     seconds = training_seconds(lines, options["tokens_per_batch"])
     return Run(
         job,
@@ -102,18 +104,9 @@ def read_run(job: Job) -> Run:
             for line in lines
             if "validation_loss" in line and int(line["step"]) in seconds
         ),
-        tests=tuple(outcome.get("tests", ())),
+        tests=outcome.tests,
         outcome=outcome,
     )
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    value = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(file)
-    return value
 
 
 def training_seconds(lines: Sequence[Line], tokens_per_step: int) -> dict[int, float]:

@@ -17,11 +17,10 @@ from typing import Any
 
 from lineartime.errors import LineartimeError
 from lineartime.experiments.definitions import Test
+from lineartime.experiments.outcome import OUTCOME_FILE
 from lineartime.files import write_atomically
 from lineartime.runs.metrics import METRICS_FILE, read_metrics
 
-OUTCOME_FILE = "outcome.json"
-"""What a run that has ended leaves: its measurements, or the sentence of its error. An interrupted one has none."""
 INTERRUPTED = 130
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.layout import as_mask
+from lineartime.ops.checks import as_mask
 
 
 def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | None:
@@ -17,7 +17,8 @@ def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | No
         return None
     if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # as some collators make it
         attention_mask = attention_mask.long()
-    mask = as_mask("attention_mask", attention_mask, *embedded.shape[:2])
+    batch, length = embedded.shape[:2]
+    mask = as_mask("attention_mask", attention_mask, batch, length, embedded.device)
     if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
         return None  # rows without padding are read faster
     return mask

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, d model width.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         )
 
     def _embed(self, ids: Tensor | None) -> Tensor:
-        self.backbone.check_ids(ids)
+        self.backbone.check_ids(cast("Tensor", ids))  # None has its sentence there
         embedded: Tensor = self.backbone.embedding(ids)
         return embedded
 

@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
-from lineartime.fields import check_names, from_fields
-from lineartime.layers.checks import check_positive
+from lineartime.fields import Between, check_names, from_fields
 from lineartime.layers.norms import Norm
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 
@@ -38,27 +37,24 @@ class ModelConfig:
     """
 
     task: Task
-    vocab_size: int
-    d_model: int
-    n_blocks: int
+    vocab_size: Annotated[int, Between(1, 2**31 - 1)]
+    d_model: Annotated[int, Between(1, 2**24)]
+    n_blocks: Annotated[int, Between(1, 10**6)]
     mixer: LayerConfig
     feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
     absolute_position: Literal["scaled_sin", "learned", "none"] = "scaled_sin"
-    max_positions: int | None = None
-    dropout: float = 0.0
+    max_positions: Annotated[int, Between(1, 2**31 - 1)] | None = None
+    dropout: Annotated[float, Between(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
         check_parts(self)
-        check_positive(vocab_size=self.vocab_size, d_model=self.d_model, n_blocks=self.n_blocks)
         if (self.max_positions is not None) != (self.absolute_position == "learned"):
             raise ArgumentError(
                 "max_positions",
                 f"is {self.max_positions} with absolute_position = {self.absolute_position!r}, but learned positions need a "
                 "number of them, and no others have one.",
             )
-        if self.max_positions is not None:
-            check_positive(max_positions=self.max_positions)
 
     @property
     def longest_sequence(self) -> int | None:

@@ -6,14 +6,14 @@ Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import from_fields
+from lineartime.fields import Between, from_fields
 from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.norms import Norm, build_norm
@@ -44,20 +44,18 @@ class EncoderDecoderConfig:
         dropout: of every layer's output.
     """
 
-    vocab_size: int
-    d_model: int
-    n_encoder_blocks: int
-    n_decoder_blocks: int
+    vocab_size: Annotated[int, Between(1, 2**31 - 1)]
+    d_model: Annotated[int, Between(1, 2**24)]
+    n_encoder_blocks: Annotated[int, Between(1, 10**6)]
+    n_decoder_blocks: Annotated[int, Between(1, 10**6)]
     mixer: LayerConfig
     cross: LayerConfig = field(default_factory=partial(LayerConfig, "cross-gau"))
     feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
-    dropout: float = 0.0
+    dropout: Annotated[float, Between(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
         check_parts(self)
-        check_positive(vocab_size=self.vocab_size, d_model=self.d_model)
-        check_positive(n_encoder_blocks=self.n_encoder_blocks, n_decoder_blocks=self.n_decoder_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON, from which `from_dict` makes an equal config."""

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import check_fields, check_names, check_type
+from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
@@ -48,6 +48,8 @@ class LayerConfig:
         check_names(options, allowed, kind)
         for name, value in options.items():
             check_type(name, value, allowed[name].type)
+            if type(value) in (int, float):
+                check_limits(name, value, [Between(-(2**31), 2**31 - 1)])
         object.__setattr__(self, "kind", kind)
         values = tuple((name, options.get(name, option.default)) for name, option in allowed.items())
         object.__setattr__(self, "_options", values)
@@ -87,12 +89,13 @@ def _own_options(kind: str) -> dict[str, Option]:
 
 
 def check_parts(config: Any) -> None:
-    """Raise ArgumentError unless every field has its type, and every layer has a kind that its field allows."""
+    """Raise ArgumentError unless every field has its type and range, and every layer has a kind that its field allows."""
     for part, kinds in KINDS.items():
         value = getattr(config, part, None)
         if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
-            raise ArgumentError(part, f"is {value!r}, but must be a LayerConfig of one of the kinds {', '.join(kinds)}.")
+            raise ArgumentError(part, f"is {shown(value)}, but must be a LayerConfig of one of the kinds {', '.join(kinds)}.")
     check_fields(config)
+    check_ranges(config)
 
 
 def parts_to_dict(config: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, st
 def _title(run: Path) -> str:
     """The model of a run and its text, or the folder's name if the record tells neither."""
     try:
-        options = read_record(run)["options"]
+        options = read_record(run).options
     except LineartimeError:
         return run.name
     data = options.get("data") or []

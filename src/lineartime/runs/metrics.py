@@ -5,9 +5,13 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
+from lineartime.checkpoint.contents import Step
 from lineartime.errors import reporting
+from lineartime.fields import Between, decode, shown
 from lineartime.files import write_atomically
+from lineartime.json_files import open_regular, parse
 
 METRICS_FILE = "metrics.jsonl"
 AVERAGED = 20
@@ -15,6 +19,13 @@ AVERAGED = 20
 
 Line = Mapping[str, float]
 """One line of metrics.jsonl."""
+_LONGEST = 1 << 16
+"""The most bytes of a line."""
+_NUMBER = Annotated[float, Between(-1e40, 1e40)]
+"""A number of a line: what fp32 can hold, with room."""
+_COUNT = Annotated[float, Between(0, 1e18)]
+_NUMBERS = {"step": Step, "tokens": _COUNT, "skipped": _COUNT, "seconds": _COUNT, "tokens_per_second": _COUNT}
+"""The numbers of a line that cannot be below zero."""
 
 
 class MetricsLog:
@@ -62,20 +73,33 @@ class MetricsLog:
 def read_metrics(run: str | Path) -> list[dict[str, float]]:
     """The finite numbers in each line of a run's metrics file; OSError if it cannot be read.
 
-    Damaged lines are skipped: a killed process or a full disk leaves a line cut off.
+    Damaged lines are skipped: a killed process or a full disk leaves a line cut off, or holds what no line holds.
     """
     return read_damaged_metrics(run)[0]
 
 
-def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], int]:
-    """The lines of `read_metrics`, and how many were skipped; a last line that is merely cut off does not count."""
-    *texts, last = Path(run, METRICS_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
-    found = [_parse(text) for text in texts]
-    begin = '{"step": '
-    if last[: len(begin)] != begin[: len(last)] or _parse(last) is not None:
-        found.append(_parse(last))
-    lines = [line for line in found if line is not None]
-    return lines, len(found) - len(lines)
+def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[str]]:
+    """The lines of `read_metrics`, and for each that was skipped, a clause that says why.
+
+    A last line that is merely cut off does not count.
+    """
+    lines, problems = [], []
+    with open_regular(Path(run, METRICS_FILE)) as file:
+        number = 0
+        while content := file.readline(_LONGEST):
+            number += 1
+            try:
+                lines.append(_parse(content))
+            except ValueError as error:
+                if content.endswith(b"\n") or not _is_cut_off(content):
+                    problems.append(f"line {number:,}: {error}".rstrip("."))
+    return lines, problems
+
+
+def _is_cut_off(last: bytes) -> bool:
+    """Whether a line without an end is the beginning of one that we write."""
+    begin = b'{"step": '
+    return last[: len(begin)] == begin[: len(last)] and len(last) < _LONGEST
 
 
 def losses(lines: Iterable[Line], name: str) -> dict[int, float]:
@@ -83,12 +107,15 @@ def losses(lines: Iterable[Line], name: str) -> dict[int, float]:
     return {int(line["step"]): line[name] for line in lines if name in line}
 
 
-def _parse(text: str) -> dict[str, float] | None:
-    """The numbers of a line; None for a line that is not an object with a step."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-        return None
-    return {name: value for name, value in line.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+def _parse(content: bytes) -> dict[str, float]:
+    """The numbers of a line; ValueError, with a clause, for anything else."""
+    line = parse(content)
+    if not isinstance(line, dict):
+        raise ValueError(f"it is {shown(line)}, but must be an object")
+    if "step" not in line:
+        raise ValueError("step is missing")
+    for name, value in line.items():
+        usual = type(value) is int or (type(value) is float and name != "step")
+        if not (usual and 0 <= value < 1e9):  # few are not, and runs have many lines
+            decode(_NUMBERS.get(name, _NUMBER), value, name)
+    return line

@@ -3,23 +3,90 @@
 It holds no environment variables and no addresses of repositories: both can contain secrets.
 """
 
+import dataclasses
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
+from lineartime.checkpoint.contents import check_options
 from lineartime.errors import LineartimeError, reporting
 from lineartime.files import write_atomically
 from lineartime.host import installed_version, processor_name
+from lineartime.json_files import read_file
 
 RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Git:
+    """The state of the repository that a process was started in; a branch that is None is none, or none yet."""
+
+    commit: str | None = None
+    branch: str | None = None
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a process ran: system, processor, cores, threads of PyTorch, processes of the run, GPUs, version of CUDA."""
+
+    system: str = ""
+    processor: str = ""
+    cores: int | None = None
+    threads: int | None = None
+    processes: int = 1
+    gpus: tuple[str, ...] = ()
+    cuda: str | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that trained a run.
+
+    Attributes:
+        time: when it started, in the form of ISO 8601.
+        command: the program and its arguments.
+        changed_options: those that differ from the run's, by name.
+        versions: of Python and packages.
+        machine: its processor, system and GPUs.
+        git: None without a repository.
+        error: the sentence of the error that ended it.
+    """
+
+    time: str = ""
+    command: tuple[str, ...] = ()
+    changed_options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: Machine = Machine()
+    git: Git | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run: run.json.
+
+    Attributes:
+        options: those that it was started with, as values for JSON.
+        processes: those that trained it; the first started it.
+        seed: the option of that name.
+    """
+
+    options: dict[str, Any]
+    processes: tuple[Process, ...]
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_options("options", self.options)
 
 
 def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> None:
@@ -32,27 +99,29 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
         LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
     """
     options = json.loads(json.dumps(config))  # as `read_record` returns them
-    record: dict[str, Any] = {"options": options, "seed": options.get("seed"), "processes": []}
+    record = Record(options, (), options.get("seed"))
     if list_checkpoints(run) and (run / RECORD_FILE).exists():
         record = read_record(run)
-    started = record["options"]
-    record["processes"].append(
-        {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": list(command),
-            "changed_options": {name: options[name] for name in options if options[name] != started.get(name)},
-            "versions": _versions(),
-            "machine": _machine(),
-            "git": _git(),
-        }
+    started = record.options
+    process = Process(
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=tuple(command),
+        changed_options={name: options[name] for name in options if options[name] != started.get(name)},
+        versions=_versions(),
+        machine=_machine(),
+        git=_git(),
     )
-    _write(run, record)
+    _write(run, dataclasses.replace(record, processes=(*record.processes, process)))
 
 
-def _write(run: Path, record: Mapping[str, Any]) -> None:
+def _write(run: Path, record: Record) -> None:
+    plain = dataclasses.asdict(record)
+    for process in plain["processes"]:
+        if process["error"] is None:
+            del process["error"]
     with reporting("write", run / RECORD_FILE):
         run.mkdir(parents=True, exist_ok=True)
-        write_atomically(run / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+        write_atomically(run / RECORD_FILE, json.dumps(plain, indent=2) + "\n")
 
 
 class RunRecord:
@@ -65,7 +134,7 @@ class RunRecord:
     def begin(self, config: dict[str, Any], command: Sequence[str]) -> None:
         """As `write_record`."""
         write_record(self._run, config, command)
-        self._entry = len(read_record(self._run)["processes"]) - 1
+        self._entry = len(read_record(self._run).processes) - 1
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -82,29 +151,19 @@ class RunRecord:
         record = read_record(self._run)
         first_line = next(iter(str(error).strip().splitlines()), "")
         kind = "" if isinstance(error, LineartimeError) else type(error).__name__
-        record["processes"][entry]["error"] = ": ".join(filter(None, (kind, first_line)))
-        _write(self._run, record)
+        processes = list(record.processes)
+        processes[entry] = dataclasses.replace(processes[entry], error=": ".join(filter(None, (kind, first_line))))
+        _write(self._run, dataclasses.replace(record, processes=tuple(processes)))
 
 
-def last_error(record: Mapping[str, Any]) -> str | None:
+def last_error(record: Record) -> str | None:
     """The sentence of the error that ended the last process of a run; None if none did, or if the run was resumed since."""
-    entry = record["processes"][-1] if record["processes"] else None
-    error = entry.get("error") if isinstance(entry, dict) else None
-    return error if isinstance(error, str) else None
+    return record.processes[-1].error if record.processes else None
 
 
-def read_record(run: str | Path) -> dict[str, Any]:
-    """The "options", "seed" and "processes" (the first started the run) in run.json; LineartimeError if missing or damaged."""
-    file = Path(run, RECORD_FILE)
-    try:
-        with reporting("read", file):
-            record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        record = None
-    fields = (("options", dict), ("processes", list))
-    if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in fields):
-        raise LineartimeError(f"{file} is damaged: restore it from a copy, or delete it; training does not need it.")
-    return record
+def read_record(run: str | Path) -> Record:
+    """What run.json holds; LineartimeError if it is missing or damaged."""
+    return read_file(Path(run, RECORD_FILE), Record, "restore it from a copy, or delete it; training does not need it")
 
 
 def _versions() -> dict[str, str]:
@@ -115,22 +174,22 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | found | torch_with_build
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Machine:
     import torch
 
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "processes": torch.distributed.get_world_size() if distributed else 1,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
-    }
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        processor=processor_name(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        processes=torch.distributed.get_world_size() if distributed else 1,
+        gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
+        cuda=torch.version.cuda,
+    )
 
 
-def _git() -> dict[str, Any] | None:
+def _git() -> Git | None:
     """Commit, branch and whether tracked files differ, in the working directory; None without git or a repository."""
     try:
         status = subprocess.run(
@@ -145,8 +204,8 @@ def _git() -> dict[str, Any] | None:
     lines = status.splitlines()
     facts = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# "))
     commit, branch = facts.get("branch.oid"), facts.get("branch.head")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "changed": any(not line.startswith("# ") for line in lines),
-    }
+    return Git(
+        commit=None if commit == "(initial)" else commit,
+        branch=None if branch == "(detached)" else branch,
+        changed=any(not line.startswith("# ") for line in lines),
+    )

@@ -12,7 +12,7 @@ from lineartime.errors import LineartimeError, cannot
 from lineartime.runs.claim import is_claimed
 from lineartime.runs.curve import thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
-from lineartime.runs.record import RECORD_FILE, last_error, read_record
+from lineartime.runs.record import RECORD_FILE, Record, last_error, read_record
 
 DEPTH = 3
 """Levels of folders to search for runs."""
@@ -35,7 +35,8 @@ class RunSummary:
         seconds: of training, with evaluations and checkpoints.
         waiting: share of the steps' time spent waiting for data.
         skipped: steps that changed nothing.
-        state: "failed"; "finished"; "running"; "stopped" if its last step is saved; "silent" otherwise.
+        state: "damaged" if its record or its metrics cannot be read; "failed"; "finished"; "running"; "stopped" if its last
+            step is saved; "silent" otherwise.
         error: the sentence of the error that ended a failed run.
         silent_seconds: since its last write.
         lines: its losses, thinned for the plot.
@@ -77,7 +78,8 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """The summary of a run, and a sentence for each damaged file of it."""
     problems: list[str] = []
     record = _record(path, problems)
-    options = record["options"]
+    whole = not problems
+    options = record.options
     failure = last_error(record)
     lines: list[dict[str, float]] = []
     metrics = path / METRICS_FILE
@@ -86,10 +88,11 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
             lines, damaged = read_damaged_metrics(path)
         except OSError as error:
             problems.append(str(cannot("read", metrics, error)))
+            whole = False
         else:
             if damaged:
-                what = "1 damaged line" if damaged == 1 else f"{damaged:,} damaged lines"
-                problems.append(f"{metrics} has {what}, skipped here: restore it from a copy if you have one.")
+                what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
+                problems.append(f"{metrics} has {what}, skipped here ({damaged[0]}): restore it from a copy if you have one.")
     evaluated = [line for line in lines if "validation_loss" in line]
     best = min(evaluated, key=lambda line: line["validation_loss"], default={})
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -109,7 +112,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         seconds=seconds,
         waiting=_waiting(lines),
         skipped=int(_largest(lines, "skipped") or 0),
-        state=_state(path, options.get("steps"), failure, step, seconds, silent),
+        state=_state(path, options.get("steps"), failure, step, seconds, silent) if whole else "damaged",
         error=failure,
         silent_seconds=round(silent, 1),
         lines=thinned(lines),
@@ -117,7 +120,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     return summary, problems
 
 
-def _record(path: Path, problems: list[str]) -> dict[str, Any]:
+def _record(path: Path, problems: list[str]) -> Record:
     """The record of a run, or else one with the options in its last checkpoint, if there are any."""
     if (path / RECORD_FILE).exists():
         try:
@@ -126,10 +129,10 @@ def _record(path: Path, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            return {"options": read_training_state(last_checkpoint(path)).config, "processes": []}
+            return Record(read_training_state(last_checkpoint(path)).config, ())
         except LineartimeError as error:
             problems.append(str(error))
-    return {"options": {}, "processes": []}
+    return Record({}, ())
 
 
 def _largest(lines: list[dict[str, float]], name: str) -> float | None:

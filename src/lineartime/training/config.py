@@ -1,16 +1,16 @@
 """The options of a training run; their docstrings are the help of the command line."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
-from lineartime.fields import check_fields, from_fields
+from lineartime.fields import Between, check_fields, check_ranges, decode
+from lineartime.host import MOST_THREADS
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
     from lineartime.data import Rows
@@ -19,6 +19,13 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
 RecipeName = Literal["quick", "lm-wiki40b", "lm-pg19", "mlm-c4"]
 OptimizerName = Literal["adamw", "muon"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+Steps = Annotated[int, Between(1, 10**9)]
+Size = Annotated[int, Between(1, 2**30)]
+Lanes = Annotated[int, Between(1, 10**5)]
+Positive = Annotated[float, Between(above=0)]
+NotNegative = Annotated[float, Between(0)]
+Decay = Annotated[float, Between(0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class TrainConfig:
     paper's. See docs/training.md."""
     like: Path | None = None
     """Take the defaults of all options from the run in this folder."""
+    init_from: Path | None = None
+    """Start from the weights of a run, checkpoint or saved model, with its model and its tokenizer; all else begins anew."""
     override: tuple[str, ...] = ()
     """Other values for fields of the model, for instance chunk_size=64 dropout=0.1"""
     task: Task = "clm"
@@ -44,63 +53,63 @@ class TrainConfig:
     """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
-    lanes: int = 8
+    lanes: Lanes = 8
     """Parts of a streamed corpus that are read side by side; a multiple of the number of processes."""
     packed: bool = False
     """Keep documents apart: no token attends to another document."""
-    context_length: int = 512
+    context_length: Size = 512
     """Tokens in each training sequence."""
-    batch_size: int = 4
+    batch_size: Size = 4
     """Sequences that each process computes at once; fewer if that divides its share of a step."""
-    tokens_per_batch: int | None = None
+    tokens_per_batch: Size | None = None
     """Tokens in each optimiser step, over all processes and micro-batches; the default is one batch per process."""
-    steps: int = 600
+    steps: Steps = 600
     """Optimiser steps of the whole run."""
     optimizer: OptimizerName = "adamw"
     """adamw, or muon: Muon for the maps inside layers, and AdamW for embeddings, vectors and the rest. See docs/training.md."""
-    learning_rate: float = 3e-3
+    learning_rate: Positive = 3e-3
     """Peak learning rate, at the end of the warm-up."""
-    adamw_ratio: float = 1.0
+    adamw_ratio: Positive = 1.0
     """Muon: the learning rate of what AdamW updates, as a share of the learning rate of the maps."""
-    momentum: float = 0.95
+    momentum: Decay = 0.95
     """Muon: decay of the running mean of gradients (Nesterov's momentum)."""
     schedule: Literal["linear", "cosine"] = "linear"
     """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int, Between(0, 10**9)] | None = None
     """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW: decay of the running mean of gradients."""
-    beta2: float = 0.99
+    beta2: Decay = 0.99
     """AdamW: decay of the running mean of squared gradients."""
-    epsilon: float = 1e-6
+    epsilon: Positive = 1e-6
     """AdamW: small number added to the denominator."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
-    clip_norm: float = 1.0
+    clip_norm: NotNegative = 1.0
     """Largest norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"
     """global: clip the mean gradient of all processes; local: clip each process's own before averaging, as the paper names
     it, without defining it. Local results depend on the number of processes."""
-    clip_tokens: int | None = None
+    clip_tokens: Size | None = None
     """Clip the gradient of every so many tokens before averaging, whatever the number of processes, in place of `clip`: 4096
     does with any number what a local clip does with 64 processes at 2^18 tokens in a step."""
-    max_skipped: int = 10
+    max_skipped: Steps = 10
     """Steps in a row with an infinite loss or gradient, which change nothing, before training stops."""
-    seed: int = 0
+    seed: Annotated[int, Between(0, below=2**63)] = 0
     """Seed of the initial weights, the batches and dropout."""
-    eval_every: int = 100
+    eval_every: Steps = 100
     """Steps between evaluations on held-out text; a checkpoint follows each."""
-    eval_windows: int = 64
+    eval_windows: Size = 64
     """Sequences of held-out text in each evaluation."""
-    keep_every: int | None = None
+    keep_every: Steps | None = None
     """Keep the checkpoint of every so many steps, a multiple of `eval_every`, besides the best and the last two."""
-    max_time: float | None = None
+    max_time: Positive | None = None
     """Minutes after which training stops as by an interrupt: the step is saved, and the run can be resumed."""
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it. Weights are always fp32."""
-    threads: int | None = None
+    threads: Annotated[int, Between(1, MOST_THREADS)] | None = None
     """Threads of the CPU in each process; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
@@ -108,9 +117,9 @@ class TrainConfig:
     """Recompute the activations of blocks in the backward pass: a third more work, far less memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How processes hold the weights: ddp, each all of them; fsdp, each a part."""
-    context_parallel: int = 1
+    context_parallel: Size = 1
     """Processes that share each sequence; only for FLASH."""
-    timeout: float = 600.0
+    timeout: Annotated[float, Between(above=0, most=10**7)] = 600.0
     """Seconds that a process waits for the others before it reports them lost."""
     track: tuple[Tracker, ...] = ("tensorboard",)
     """Trackers to write to besides metrics.jsonl: tensorboard, wandb, trackio; none if empty."""
@@ -147,7 +156,7 @@ class TrainConfig:
         for name in ("override", "track", "data"):
             if isinstance(given[name], list):
                 object.__setattr__(self, name, tuple(given[name]))
-        for name in ("like", "cache", "out"):
+        for name in ("like", "init_from", "cache", "out"):
             if isinstance(given[name], str):
                 object.__setattr__(self, name, Path(given[name]))
         # A resumed run has to find its text from any working directory.
@@ -169,9 +178,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for a value that is not allowed."""
         check_fields(self)
-        for name, allowed, rule in self._rules():
-            if not allowed:
-                raise ArgumentError(name, f"is {getattr(self, name)}, but must be {rule}.")
+        check_ranges(self)
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
             found = f"is {self.warmup_steps}{source}, but must be below "
@@ -202,28 +209,6 @@ class TrainConfig:
         if self.task == "prefix-lm" and self.context_parallel > 1:
             found = "is prefix-lm, whose prefixes cannot be split over processes: leave out "
             raise ArgumentError("task", found, Argument("context_parallel"), ".")
-
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Each argument with a limit, whether its value is within it, and the limit in words."""
-        positive = "context_length batch_size steps eval_every eval_windows lanes context_parallel max_skipped"
-        for name in positive.split():
-            yield name, getattr(self, name) >= 1, "at least 1"
-        for name in ("learning_rate", "adamw_ratio", "beta1", "beta2", "epsilon", "weight_decay", "clip_norm", "timeout"):
-            yield name, math.isfinite(getattr(self, name)), "a finite number"
-        for name in ("warmup_steps", "weight_decay", "clip_norm", "seed"):
-            yield name, (getattr(self, name) or 0) >= 0, "at least 0"
-        for name in ("momentum", "beta1", "beta2"):
-            yield name, 0 <= getattr(self, name) < 1, "at least 0 and below 1"
-        for name in ("learning_rate", "adamw_ratio", "epsilon", "timeout"):
-            yield name, getattr(self, name) > 0, "above 0"
-        yield "timeout", self.timeout <= 1e7, "at most 1e7 seconds"
-        yield (
-            "max_time",
-            self.max_time is None or (math.isfinite(self.max_time) and self.max_time > 0),
-            "a number of minutes above 0",
-        )
-        yield "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1"
-        yield "seed", self.seed < 2**63, "below 2^63"
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
@@ -297,17 +282,23 @@ class TrainConfig:
         """The config that `to_dict` described; missing fields take their defaults.
 
         Raises:
-            ValueError: naming the field, if one is unknown or has the wrong type.
+            ValueError: naming the field, if one is unknown, has the wrong type or is out of range.
         """
-        return from_fields(cls, data, "training")
+        given = data.get("data") or []
+        values = {**data, "data": [given] if isinstance(given, (str, Path)) else given}
+        config: TrainConfig = decode(cls, values if "data" in data else data)
+        check_ranges(config)
+        return config
 
 
 @contextmanager
-def errors_in_override() -> Iterator[None]:
-    """Turn a ValueError about a field of the model into one about the argument `override`."""
+def errors_in_override(*own: str) -> Iterator[None]:
+    """Turn a ValueError about a field of the model into one about the argument `override`; those about `own` options pass."""
     try:
         yield
     except ValueError as error:
+        if isinstance(error, ArgumentError) and error.argument in own:
+            raise
         raise ArgumentError("override", f"does not fit the model: {error}") from None
 
 

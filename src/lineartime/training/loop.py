@@ -14,6 +14,7 @@ import torch
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
 from lineartime.errors import Argument, ArgumentError, LineartimeError, Part, did_you_mean
+from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.machine import choose_device, using_threads
 from lineartime.runs.record import RunRecord
@@ -60,7 +61,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
-            given = {name: value for name, value in given.items() if name not in ("recipe", "like")}
+            given = {name: value for name, value in given.items() if name not in ("recipe", "like", "init_from")}
         options = {**given, **options}
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
@@ -136,7 +137,8 @@ class Trainer:
                 self._restore(start)
         self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
-            restore_moments(start, self.optimizer, self.step - self.skipped, world)
+            with world.failing_together():
+                restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
         if config.task == "prefix-lm":
             self.notes.append("Validation reads the first half of each sequence as its prefix and measures what follows.")
@@ -154,8 +156,14 @@ class Trainer:
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
             )
+        rows = state.step * self.setup.tokens_per_step // self.config.context_length
+        if state.data.rows != rows:
+            raise LineartimeError(
+                f"{start / 'training.json'} is damaged (data.rows is {state.data.rows}, but {state.step} steps read {rows}): "
+                "restore it from a copy, or train again."
+            )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
-        self.text.loader.restore(state.data)
+        self.text.loader.restore(state.data.to_dict())
 
     def run(self) -> TrainingResult:
         """Take the remaining steps, with evaluations and checkpoints in between."""
@@ -281,6 +289,11 @@ class Trainer:
         position = merge_states(self.world.gather(self.text.loader.state()))
         self.writer.begin(
             checkpoints.TrainingState(
-                self.step, self.skipped, self._validation_loss, self.text.identity, position, self.config.to_dict()
+                step=self.step,
+                text=self.text.identity,
+                data=decode(checkpoints.TextPosition, position),
+                config=self.config.to_dict(),
+                skipped=self.skipped,
+                validation_loss=self._validation_loss,
             )
         )

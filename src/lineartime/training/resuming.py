@@ -6,12 +6,20 @@ from pathlib import Path
 
 import torch
 
-from lineartime.checkpoint import is_checkpoint, last_checkpoint, last_whole_checkpoint, read_training_state
+from lineartime.checkpoint import (
+    find_checkpoint,
+    is_checkpoint,
+    last_checkpoint,
+    last_whole_checkpoint,
+    read_model_config,
+    read_training_state,
+)
 from lineartime.choices import Precision
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import faster_precision
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
+from lineartime.training.given_model import options_of
 from lineartime.training.recipes import recipe_config, recipe_preset
 
 _MAY_CHANGE = (
@@ -40,10 +48,16 @@ Reparse = Callable[[TrainConfig], TrainConfig]
 
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The options that a checkpoint's run was started with; LineartimeError if they cannot be read."""
+    state = read_training_state(checkpoint)
     try:
-        return TrainConfig.from_dict(read_training_state(checkpoint).config)
+        config = TrainConfig.from_dict(state.config)
+        if state.step > config.steps:
+            raise ArgumentError("steps", f"is {config.steps}, but step {state.step} was taken.")
     except ValueError as error:
-        raise LineartimeError(f"The options in {checkpoint} are of another version of lineartime: {error}") from None
+        raise LineartimeError(
+            f"The options in {checkpoint} are of another version of lineartime, or damaged: {error}"
+        ) from None
+    return config
 
 
 def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
@@ -86,6 +100,10 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         LineartimeError: if they contradict each other, or the run they name cannot be read.
     """
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
+    if config.resume and config.init_from is not None:
+        raise ArgumentError(
+            "init_from", "starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them."
+        )
     if len(chosen) > 1:
         other = Argument(chosen[1])
         raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
@@ -103,7 +121,19 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, reparse)
+    if config.init_from is not None:
+        defaults = _with_model_of(find_checkpoint(config.init_from), defaults)
+        config = _merging_override(defaults, reparse)
+        config = dataclasses.replace(config, init_from=defaults.init_from)
     return config, defaults
+
+
+def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
+    """These defaults with the model of a checkpoint and its tokenizer; LineartimeError if no run can have such a model."""
+    model = options_of(read_model_config(checkpoint), "clm", all_values=False)
+    del model["override"]["vocab_size"]  # it follows from the tokenizer
+    place = checkpoint.absolute()
+    return dataclasses.replace(defaults, **model, tokenizer=str(place), init_from=place)
 
 
 def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:

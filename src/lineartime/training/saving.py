@@ -15,13 +15,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import Argument, reporting
+from lineartime.errors import Argument, LineartimeError, reporting
 from lineartime.files import synchronise
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
@@ -128,14 +129,43 @@ class CheckpointWriter:
 
 
 def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, world: World) -> None:
-    """Load the moments in a checkpoint into an optimiser that has taken `step` steps, each process its part."""
+    """Load the moments in a checkpoint into an optimiser that has taken `step` steps, each process its part.
+
+    Raises:
+        LineartimeError: if they are damaged, or are not those of this optimiser.
+    """
     folder = checkpoint / OPTIMIZER_FOLDER
-    if not folder.is_dir():  # written before the first step
+    if not folder.is_dir():
+        if step:  # otherwise it was written before the first step
+            raise _unusable(checkpoint, f"{OPTIMIZER_FOLDER} is missing")
         return
+    from torch.distributed.checkpoint.api import CheckpointException
+
     dcp = _engine()
     optimizer.start_at(step)
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    dcp.load(optimizer.moments(), storage_reader=reader, no_dist=world.size == 1)
+    moments = optimizer.moments()
+    try:
+        dcp.load(moments, storage_reader=reader, no_dist=world.size == 1)
+    except dist.DistError:  # another process is lost
+        raise
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # of what a damaged file makes PyTorch and safetensors do, there is no list
+        raise _unusable(checkpoint, next(iter(str(_cause(error)).strip().splitlines()), type(error).__name__)) from None
+    for name, moment in moments.items():
+        own = moment.to_local() if isinstance(moment, DTensor) else moment
+        if not own.isfinite().all():
+            raise _unusable(checkpoint, f"{name} holds numbers that are not finite")
+        if name.startswith("exp_avg_sq") and (own < 0).any():
+            raise _unusable(checkpoint, f"{name} holds negative squares")
+
+
+def _unusable(checkpoint: Path, why: str) -> LineartimeError:
+    what = f"The optimiser's part of the checkpoint {checkpoint} is damaged, or of another optimiser ({why.rstrip('.')}): "
+    new = ("restore it from a copy, or start another run from its weights with ", Argument("init_from", str(checkpoint)), ".")
+    return LineartimeError(what, *new)
 
 
 def _engine() -> Any:

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Tokenizer, default_cache, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
+from lineartime.data import Corpus, Rows, Tokenizer, default_cache, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
 from lineartime.errors import Argument, ArgumentError
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
+from lineartime.models.size import check_memory
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Objective
@@ -75,12 +76,19 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     with world.failing_together():
         model_config = config.model_config(tokenizer.vocab_size)
         slice_unit = _slice_unit(model_config, config)
+        _check_memory(model_config, config, rows, device, world)
         torch.manual_seed(config.seed)
         with errors_in_override():
             model = build_model(model_config).to(device)
         objective = Objective(model, world.context_group)
         if start is not None:
-            model.load_state_dict(checkpoints.load(start).state_dict())
+            checkpoints.load_into(model, start)
+        elif config.init_from is not None:
+            try:
+                checkpoints.load_into(model, config.init_from)
+            except checkpoints.UnfitWeightsError as error:
+                what = f"is {config.init_from}, whose weights are not those of the model that is asked for: {error}."
+                raise ArgumentError("init_from", what) from None
     text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     tokens_per_step = rows.per_step * config.context_length
     precision, compiled = world.share(
@@ -98,6 +106,24 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
     return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step)
+
+
+def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
+    """Raise ArgumentError for a model or a step that needs more memory than the machine has, before anything is allocated."""
+    chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
+    length = -(-config.context_length // chunk_size) * chunk_size  # sequences are filled up to whole chunks
+    with errors_in_override("batch_size"):
+        check_memory(
+            model_config,
+            device,
+            copies=4,  # weights, gradients and the two moments of AdamW
+            processes=world.size if config.parallel == "fsdp" else 1,
+            tokens=rows.at_once * length // world.context_parallel,
+            kept_blocks=1 if config.recompute else model_config.n_blocks,
+            number_bytes=4 if config.precision == "fp32" else 2,
+            blamed="batch_size" if length == config.context_length else "chunk_size",
+            ids=2 * config.context_length * rows.per_step // rows.ranks,  # inputs and targets
+        )
 
 
 def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:

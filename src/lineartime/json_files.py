@@ -1,0 +1,133 @@
+"""JSON files that the library writes and reads back: bounded in size and depth, and never believed before they are checked."""
+
+import errno
+import json
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.fields import decode, shown
+
+Content = TypeVar("Content")
+
+LARGEST = 1 << 26
+"""The most bytes of a JSON file."""
+DEEPEST = 40
+"""The most lists and objects within each other."""
+_DIGITS = 40
+"""The most digits of a whole number; every field allows far fewer."""
+_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+class DamagedFileError(LineartimeError):
+    """A file does not hold what the library writes into it.
+
+    Args:
+        file: the file.
+        what: what is wrong, as a clause: "step is -1, but must be at least 0".
+        advice: what to do.
+    """
+
+    def __init__(self, file: Path, what: str, advice: str = "restore it from a copy") -> None:
+        super().__init__(f"{file} is damaged ({what}): {advice}.")
+        self.args = (file, what, advice)  # from which a copy is made in another process
+        self.file = file
+        self.what = what
+
+
+def read_file(file: Path, content: type[Content], advice: str = "restore it from a copy") -> Content:
+    """A JSON file as a dataclass.
+
+    Args:
+        file: the file.
+        content: the dataclass.
+        advice: what to do if it is damaged.
+
+    Raises:
+        DamagedFileError: naming the field, its value and what is allowed.
+        LineartimeError: if the file cannot be read.
+    """
+    found = read_plain(file, advice)
+    try:
+        return decoded(content, found)
+    except ValueError as error:
+        raise DamagedFileError(file, str(error), advice) from None
+
+
+def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
+    """The object in a JSON file, of which no field is checked; raises as `read_file`."""
+    with reporting("read", file), open_regular(file) as opened:
+        content = opened.read(LARGEST + 1)
+    try:
+        if len(content) > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
+        found = parse(content)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is {shown(found)}, but must be an object")
+    except ValueError as error:
+        raise DamagedFileError(file, str(error), advice) from None
+    return found
+
+
+def open_regular(file: Path) -> IO[bytes]:
+    """Open a file for reading; OSError for a pipe or a device, which could keep us waiting or never end."""
+    kind = file.stat().st_mode
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # what a folder is, `open` says
+        raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(file))
+    return file.open("rb")
+
+
+def parse(content: bytes) -> Any:
+    """The value in a JSON text; ValueError, saying in a clause what is wrong, for anything else.
+
+    Infinities and NaN pass, for `decoded` to name their field.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(text)
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
+    except RecursionError:
+        raise ValueError(f"it has more than {DEEPEST} lists and objects within each other") from None
+
+
+def decoded(content: type[Content], plain: Any) -> Content:
+    """Plain data as a dataclass; ValueError for anything else: a clause that names field, value and what is allowed."""
+    try:
+        found: Content = decode(content, plain)
+    except ArgumentError as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return found
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth > DEEPEST:
+            raise ValueError(f"it has more than {DEEPEST} lists and objects within each other")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has the field {shown(twice)} twice")
+    return found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits):,} digits, but none may have more than {_DIGITS}")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole_number)

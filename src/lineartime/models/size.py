@@ -1,0 +1,126 @@
+"""How large a model is, found on the meta device or by arithmetic, before anything is allocated."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError
+from lineartime.machine import memory_bytes
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import build_model
+from lineartime.models.presets import values_of
+
+_WEIGHT = 4
+"""The bytes of a weight, which is always fp32."""
+_BLOCKS = "backbone.blocks."
+
+
+class Size(NamedTuple):
+    """The tensors of a model: all blocks are alike, so those of the first stand for them.
+
+    Attributes:
+        block: the tensors of a block on the meta device, by their names within it.
+        rest: all others, by their names in the model.
+        n_blocks: the number of blocks.
+    """
+
+    block: dict[str, Tensor]
+    rest: dict[str, Tensor]
+    n_blocks: int
+
+    @property
+    def n_tensors(self) -> int:
+        """The number of tensors."""
+        return len(self.rest) + self.n_blocks * len(self.block)
+
+    @property
+    def numbers(self) -> int:
+        """The numbers in all tensors."""
+        return _numbers(self.rest) + self.n_blocks * _numbers(self.block)
+
+    @property
+    def features(self) -> int:
+        """The features that the maps of a block compute of a token."""
+        return sum(tensor.shape[0] for tensor in self.block.values() if tensor.dim() > 1)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A tensor on the meta device by its name in the model; None if the model has no such tensor."""
+        if name in self.rest:
+            return self.rest[name]
+        number, _, within = name.removeprefix(_BLOCKS).partition(".")
+        if name.startswith(_BLOCKS) and number.isdecimal() and len(number) < 19 and int(number) < self.n_blocks:
+            return self.block.get(within)
+        return None
+
+
+def size_of(config: ModelConfig) -> Size:
+    """The tensors of a model; ArgumentError, naming the largest number in its description, if PyTorch has none so large."""
+    try:
+        with torch.device("meta"):
+            tensors = build_model(config.override(n_blocks=1)).state_dict()
+        numbers = _numbers(tensors)
+    except (RuntimeError, OverflowError, MemoryError):
+        raise too_large(config, "which no tensor can have") from None
+    first = f"{_BLOCKS}0."
+    block = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
+    if numbers > 2**60:
+        raise too_large(config, "which no tensor can have")
+    return Size(block, rest, config.n_blocks)
+
+
+def check_memory(
+    config: ModelConfig,
+    device: torch.device | None = None,
+    *,
+    copies: int = 1,
+    processes: int = 1,
+    tokens: int = 0,
+    kept_blocks: int = 1,
+    number_bytes: int = 4,
+    ids: int = 0,
+    blamed: str = "batch_size",
+) -> None:
+    """Raise ArgumentError, naming what is too large, if a model needs more memory than there is; far less may not fit, too.
+
+    Args:
+        config: the model.
+        device: where it computes; the default is the CPU.
+        copies: how often its weights are there: 4 in training, with gradients and two moments.
+        processes: those that share its weights.
+        tokens: those that it reads at once.
+        kept_blocks: the blocks whose activations are there at the same time.
+        number_bytes: the bytes of an activation.
+        ids: token ids in memory at once.
+        blamed: the argument to name if there are too many tokens.
+    """
+    size = size_of(config)
+    memory = memory_bytes(device or torch.device("cpu"))
+    if memory is None:
+        return
+    weights = size.numbers * _WEIGHT * copies // processes
+    if weights > memory:
+        needed = f"with which the model has {size.numbers:,} parameters and needs at least {_gigabytes(weights)}"
+        raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory")
+    activations = tokens * size.features * kept_blocks * number_bytes + ids * 8
+    if weights + activations > memory:
+        needed = (
+            f"makes {max(tokens, ids):,} tokens at once, for which the model needs at least {_gigabytes(weights + activations)}"
+        )
+        raise ArgumentError(blamed, f"{needed}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
+
+
+def too_large(config: ModelConfig, why: str) -> ArgumentError:
+    """The error for a model that does not fit, which names the largest number in its description."""
+    numbers = {name: value for name, value in values_of(config).items() if type(value) is int}
+    name = max(numbers, key=numbers.__getitem__)
+    return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
+
+
+def _numbers(tensors: dict[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"

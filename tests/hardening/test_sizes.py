@@ -1,0 +1,341 @@
+"""Sizes that no machine has, and weights that are not the model's: each ends at once, in one sentence."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lineartime
+from lineartime import checkpoint as checkpoints
+from lineartime import machine
+from lineartime.checkpoint import is_checkpoint
+from lineartime.cli import main
+from lineartime.data import ByteTokenizer
+from lineartime.errors import LineartimeError
+from lineartime.models import size
+from lineartime.models.presets import presets, resolve
+from lineartime.training.loop import train
+
+SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
+OPTIONS: dict[str, Any] = {
+    "override": SMALL,
+    "context_length": 16,
+    "batch_size": 2,
+    "eval_windows": 2,
+    "steps": 4,
+    "track": (),
+    "device": "cpu",
+    "precision": "fp32",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("Some words, and a few more of them.\n" * 200)
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return train(**OPTIONS, data=str(text), cache=folder / "cache", out=folder / "run").run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return lineartime.save(lineartime.build("flash-tiny", **SMALL), ByteTokenizer(), tmp_path / "model")
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+TOO_LARGE: list[tuple[str, str, str]] = [
+    *[
+        (f"train --override {name}={value}", "--override", name)
+        for name, values in {
+            "n_blocks": (10**9, 10**6, 10**23),
+            "d_model": (10**20, 10**7, 2**24),
+            "d_qk": (10**6, 10**9, 10**20),
+            "expansion": (10**6, 10**12),
+            "chunk_size": (10**9, 10**20),
+            "vocab_size": (10**30,),
+        }.items()
+        for value in values
+    ],
+    *[
+        (f"train --{name} {value}", f"--{name} is {value}", "must be")
+        for name, values in {
+            "steps": (10**12, 10**23, 0, -1),
+            "batch-size": (10**23, 0, -1),
+            "tokens-per-batch": (10**12, 10**30, 0, -5),
+            "context-length": (10**12, 0),
+            "eval-every": (10**23,),
+            "eval-windows": (10**23,),
+            "lanes": (10**9,),
+            "threads": (10**9, 0),
+            "warmup-steps": (10**23,),
+            "clip-tokens": (10**23,),
+            "max-skipped": (10**23,),
+            "seed": (10**30, -1),
+            "timeout": ("1e+30", "nan"),
+            "learning-rate": ("nan", "inf", "-1.0"),
+            "beta1": ("nan", "2.0"),
+            "weight-decay": ("inf",),
+        }.items()
+        for value in values
+    ],
+    (f"train --batch-size {2**25}", "--batch-size makes", "GB"),
+    (f"train --batch-size 1 --context-length {2**29}", "--batch-size makes", "GB"),
+    *[
+        (f"eval RUN --{name} {value}", f"--{name} is {value}", "must be")
+        for name in ("batch-size", "context-length", "stride", "max-tokens", "threads")
+        for value in (10**23, 0, -1)
+    ],
+    *[
+        (f"generate RUN --prompt x --{name} {value}", f"--{name} is {value}", "must be")
+        for name, values in {"samples": (10**12, 0), "seed": (10**30,), "threads": (10**9,), "max-tokens": (0,)}.items()
+        for value in values
+    ],
+]
+
+
+@pytest.mark.parametrize(("command", "argument", "what"), TOO_LARGE, ids=[case[0][:50] for case in TOO_LARGE])
+def test_a_size_that_no_machine_has_is_refused_at_once(
+    command: str,
+    argument: str,
+    what: str,
+    run: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: 32 * 10**9)
+    arguments = [str(run) if word == "RUN" else word for word in command.split()]
+    if arguments[0] == "train":
+        arguments += [
+            "--data",
+            str(text),
+            "--cache",
+            str(tmp_path),
+            "--out",
+            str(tmp_path / "out"),
+            "--device",
+            "cpu",
+            "--track",
+        ]
+    begin = time.perf_counter()
+    assert main(arguments) == 1
+    assert time.perf_counter() - begin < 5  # 2 on a machine that does nothing else
+    shown = capsys.readouterr().err
+    [error] = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert argument in error
+    assert what in error
+    assert len(error) < 600
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n_blocks", value) for value in (10**9, 10**6, 2, 10**30)),
+        *(("d_model", value) for value in (10**20, 32, 2**24)),
+        *(("vocab_size", value) for value in (10**30, 10**9, 259)),
+        *(("d_qk", value) for value in (10**6, 10**9, 16)),
+    ],
+)
+def test_a_description_that_the_weights_do_not_fit_takes_no_memory(saved: Path, name: str, value: int) -> None:
+    description = json.loads((saved / "model.json").read_text())
+    (description["mixer"] if name == "d_qk" else description)[name] = value
+    (saved / "model.json").write_text(json.dumps(description))
+    (saved / "manifest.json").unlink()
+    begin = time.perf_counter()
+    with pytest.raises(LineartimeError, match=r"model.json describes no model|is damaged") as caught:
+        lineartime.load(saved)
+    assert time.perf_counter() - begin < 2
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "transformer-tiny", "performer-tiny", "mc-tfm++-tiny", "gau-multi-head-tiny"])
+def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
+    config = resolve(preset, n_blocks=3)
+    tensors = lineartime.build(config).state_dict()
+    found = size.size_of(config)
+    assert found.n_tensors == len(tensors)
+    assert found.numbers == sum(tensor.numel() for tensor in tensors.values())
+    assert all(found.tensor(name).shape == tensor.shape for name, tensor in tensors.items())  # type: ignore[union-attr]
+    assert found.tensor("backbone.blocks.3.mixer.norm.weight") is None
+    assert found.tensor("other") is None
+
+
+def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    for name, config in presets("clm").items():
+        if name.endswith("-tiny"):
+            size.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def weights_changed(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return spoil
+
+
+NAME = "backbone.embedding.weight"
+WEIGHTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a NaN": (
+        weights_changed(lambda w: w[NAME].view(-1)[5:6].fill_(float("nan"))),
+        f"{NAME} holds numbers that are not finite",
+    ),
+    "an infinity": (weights_changed(lambda w: w[NAME].view(-1)[5:6].fill_(float("-inf"))), "not finite"),
+    "integers": (weights_changed(lambda w: w.update({NAME: w[NAME].int()})), f"{NAME} is of type I32, but must be one of F64"),
+    "booleans": (weights_changed(lambda w: w.update({NAME: w[NAME].bool()})), f"{NAME} is of type BOOL"),
+    "complex": (weights_changed(lambda w: w.update({NAME: w[NAME].to(torch.complex64)})), "C64"),
+    "8 bits": (weights_changed(lambda w: w.update({NAME: w[NAME].to(torch.float8_e4m3fn)})), "F8_E4M3"),
+    "another shape": (weights_changed(lambda w: w.update({NAME: w[NAME].T.contiguous()})), "has the shape [16, 258], but"),
+    "a scalar": (weights_changed(lambda w: w.update({NAME: torch.tensor(1.0)})), "has the shape []"),
+    "one less": (weights_changed(lambda w: w.pop(NAME)), "but a model of n_blocks = 1 has"),
+    "one more": (weights_changed(lambda w: w.update({"x": torch.zeros(1)})), "but a model of n_blocks = 1 has"),
+    "another name": (
+        weights_changed(lambda w: w.update({"x": w.pop(NAME)})),
+        "has the tensor 'x', which is none of the model's",
+    ),
+    "another block": (
+        weights_changed(lambda w: w.update({"backbone.blocks.7.mixer.gamma": w.pop("backbone.blocks.0.mixer.gamma")})),
+        "'backbone.blocks.7.mixer.gamma', which is none",
+    ),
+    "nothing": (lambda folder: (folder / "model.safetensors").write_bytes(b"") and None, "model.safetensors: "),
+    "rubbish": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99) and None, "model.safetensors: "),
+    "a long header": (
+        lambda folder: (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}") and None,
+        "model.safetensors: ",
+    ),
+    "no file": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_are_not_the_models_are_named(saved: Path, kind: str) -> None:
+    spoil, what = WEIGHTS[kind]
+    spoil(saved)
+    (saved / "manifest.json").unlink()
+    with pytest.raises(LineartimeError) as caught:
+        lineartime.load(saved)
+    assert what in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_precision_are_read(saved: Path, dtype: torch.dtype) -> None:
+    weights_changed(lambda w: w.update({name: tensor.to(dtype) for name, tensor in w.items()}))(saved)
+    (saved / "manifest.json").unlink()
+    assert lineartime.load(saved).backbone.embedding.weight.dtype == torch.float32
+
+
+# The optimiser's part, and weights alone ------------------------------------------------------------------------------
+
+
+def moments(run: Path) -> Path:
+    return next((checkpoints.last_checkpoint(run) / "optimizer").iterdir())
+
+
+def moments_changed(change: Callable[[torch.Tensor], torch.Tensor], prefix: str = "exp_avg") -> Callable[[Path], None]:
+    def spoil(run: Path) -> None:
+        from safetensors import safe_open
+
+        with safe_open(moments(run), "pt") as opened:
+            tensors, facts = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+        save_file({n: change(t) if n.startswith(prefix) else t for n, t in tensors.items()}, moments(run), facts)
+
+    return spoil
+
+
+MOMENTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "rubbish": (lambda run: moments(run).write_bytes(b"\xff" * 99) and None, "is damaged, or of another optimiser ("),
+    "nothing": (lambda run: moments(run).write_bytes(b"") and None, "is damaged, or of another optimiser ("),
+    "no file": (lambda run: moments(run).unlink(), "is damaged, or of another optimiser ("),
+    "another shape": (moments_changed(lambda t: torch.zeros(3)), "is damaged, or of another optimiser ("),
+    "a NaN": (moments_changed(lambda t: t * float("nan")), "holds numbers that are not finite"),
+    "negative squares": (moments_changed(lambda t: t * 0 - 1, "exp_avg_sq"), "holds negative squares"),
+}
+
+
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_a_damaged_optimiser_says_how_its_weights_can_be_used(run: Path, tmp_path: Path, kind: str) -> None:
+    import shutil
+
+    from lineartime.files import sha256
+
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    last = checkpoints.last_checkpoint(copy)
+    spoil, what = MOMENTS[kind]
+    spoil(copy)
+    manifest = {f.relative_to(last).as_posix(): sha256(f) for f in last.rglob("*") if f.is_file() and f.name != "manifest.json"}
+    (last / "manifest.json").write_text(json.dumps({"format": 1, **manifest}))
+    with pytest.raises(LineartimeError) as caught:
+        train(out=copy, resume=True)
+    assert what in str(caught.value)
+    assert f"init_from='{last}'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_starts_from_the_weights_of_another_with_its_own_schedule(run: Path, tmp_path: Path, text: Path) -> None:
+    rest = {
+        "data": str(text),
+        "cache": tmp_path / "cache",
+        "context_length": 16,
+        "track": (),
+        "device": "cpu",
+        "eval_windows": 2,
+    }
+    new = train(init_from=run, out=tmp_path / "new", steps=2, learning_rate=1e-9, precision="fp32", **rest)
+    old = lineartime.load(run)
+    assert new.model.config == old.config
+    assert torch.allclose(new.model.backbone.embedding.weight, old.backbone.embedding.weight, atol=1e-6)
+    assert new.step == 2
+    resumed = train(out=tmp_path / "new", resume=True)
+    assert resumed.finished
+
+
+@pytest.mark.parametrize("place", ["run", "checkpoint", "saved", "damaged optimizer", "no training state"])
+def test_weights_are_taken_from_whatever_holds_a_model(
+    run: Path, saved: Path, tmp_path: Path, text: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    last = checkpoints.last_checkpoint(copy)
+    if place == "damaged optimizer":
+        moments(copy).write_bytes(b"?")
+    if place == "no training state":
+        (last / "training.json").unlink()
+        (last / "manifest.json").unlink()
+    start = {"run": copy, "saved": saved}.get(place, last)
+    out = tmp_path / "new"
+    result = train(init_from=start, data=str(text), cache=tmp_path / "c", context_length=16, steps=1, track=(), out=out)
+    assert result.finished
+    assert is_checkpoint(result.checkpoint)
+
+
+def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path, tmp_path: Path, text: Path) -> None:
+    options = {"data": str(text), "context_length": 16, "out": tmp_path / "new", "track": ()}
+    with pytest.raises(LineartimeError, match=r"init_from is .*, whose weights are not those of the model that is asked for: "):
+        train(init_from=run, override={"d_model": 32}, **options)
+    with pytest.raises(LineartimeError, match="init_from starts a new run, and cannot be combined with resume"):
+        train(init_from=run, resume=True, out=run)
+    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
+        train(init_from=tmp_path / "missing", **options)
+    assert not (tmp_path / "new").exists()
