@@ -12,6 +12,7 @@ from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SESSIONS = ("python.md", "tutorial.md", "long-documents.md", "streaming-service.md")
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -31,8 +32,8 @@ def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)  # where runs may be left
     session: dict[str, object] = {"__name__": "__main__"}
     for block in code_blocks(document.read_text()):
-        # Every block stands for itself, but those of the page on Python, which says that they are one session.
-        exec(compile(block, document.name, "exec"), session if document.name == "python.md" else dict(session))
+        # Every block stands for itself, but those of pages which say that they are one session.
+        exec(compile(block, document.name, "exec"), session if document.name in SESSIONS else dict(session))
 
 
 def test_the_page_on_python_shows_every_public_function() -> None:
