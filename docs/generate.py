@@ -157,7 +157,7 @@ def _facts(name: str, system: System) -> str:
         ("causal", "yes" if reason is None else f"no: {reason}"),
         ("prefix language model", "yes" if system.mixer.reads_prefix else "no"),
     ]
-    return _table(("", ""), rows)
+    return "\n".join(f"- {title}: {value}" for title, value in rows)
 
 
 def formula(mixer: type[Any]) -> str:
@@ -167,14 +167,15 @@ def formula(mixer: type[Any]) -> str:
     for module in dict.fromkeys(bases):
         named = re.findall(r"`(lineartime(?:\.\w+)+)`", module.__doc__ or "")
         modules += [module, *(importlib.import_module(name) for name in named)]
-    with_formula = [module for module in dict.fromkeys(modules) if re.search(r"^    \S", module.__doc__ or "", re.MULTILINE)]
-    return "\n\n".join(f"In `{module.__name__}`:\n\n{prose(module)}" for module in with_formula)
+    own, *others = dict.fromkeys(modules)  # the first tells the shapes, even without a formula of its own
+    shown = [own, *(module for module in others if re.search(r"^    \S", module.__doc__ or "", re.MULTILINE))]
+    return "\n\n".join(f"In `{module.__name__}`:\n\n{prose(module)}" for module in shown)
 
 
 def prose(module: Any) -> str:
     """A module's documentation without its sources."""
     text = inspect.cleandoc(module.__doc__ or "")
-    return re.sub(r"^Source: .*?(?=\n\n|\Z)\n*", "", text, flags=re.MULTILINE | re.DOTALL).strip()
+    return re.sub(r"^Source: .*?(?=\n\n|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).strip()
 
 
 def source(mixer: type[Any]) -> str:

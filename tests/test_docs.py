@@ -36,6 +36,12 @@ def generate() -> ModuleType:
     return module
 
 
+def test_a_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -> None:
+    page = generate.formula(SYSTEMS["cosformer"].mixer)
+    assert "\n\n    out[t] = sum over visible j of s(t, j) v[j]" in page
+    assert "arXiv 2202.08791" not in page  # which has a section of its own
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType, name: str) -> None:
     page = generate.system_page(name, costs=False)
