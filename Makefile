@@ -6,7 +6,7 @@ RUN ?= runs/quick
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test tables lint types clean
+.PHONY: train test tables docs lint types clean
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --recipe quick --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume)
@@ -18,6 +18,9 @@ test: $(VENV)/installed
 
 tables: $(VENV)/installed
 	$(BIN)/python benchmarks/systems.py
+
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check
@@ -34,4 +37,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

@@ -12,7 +12,7 @@ from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SESSIONS = ("python.md", "transformers.md")
+SESSIONS = ("python.md", "transformers.md", "tutorial.md", "long-documents.md", "streaming-service.md")
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 

@@ -179,13 +179,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "mixer.kind is 'none'",
     ),
     "wrong type": (lambda f: _change(f / "config.json", d_model="16"), "describes no model .*d_model is '16'"),
-    "absurd width": (lambda f: _change(f / "config.json", d_model=10**8), "but its config.json tells of"),
+    "absurd width": (lambda f: _change(f / "config.json", d_model=10**6), "but its config.json tells of"),
     "absurd depth": (
-        lambda f: _change(f / "config.json", n_blocks=10**12),
-        "2 blocks, but .* of 1000000000000",
+        lambda f: _change(f / "config.json", n_blocks=10**5),
+        "2 blocks, but .* of 100000",
     ),
     "absurd vocabulary": (
-        lambda f: _change(f / "config.json", vocab_size=10**17),
+        lambda f: _change(f / "config.json", vocab_size=2 * 10**9),
         "another model|no model that can",
     ),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),

@@ -40,7 +40,6 @@ ADAPTED: dict[str, dict[str, int]] = {
     "flash-cls": {"d_qk": 32, "chunk_size": 16},
     "gau-multi-head": {"n_heads": 2},  # four heads of 8 are too narrow
     "linformer": {"n_landmarks": 32},
-    "nystromformer": {"n_landmarks": 32},  # 64 learn it too, in twice the time
     "sparse": {"stride": 64},  # two blocks take two steps, and the measured tokens are two steps from the pairs
     "longformer": {"n_global": 8},  # the pairs: a window of 16 loses them
     "reformer": {"n_buckets": 2, "chunk_size": 32},

@@ -136,7 +136,7 @@ def test_a_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everythin
         ({"prefix_lengths": [1, 2]}, "prefix_lengths is a list, but must be a tensor"),
         (
             {"prefix_lengths": torch.ones(3)},
-            r"has shape \[3\] and dtype torch.float32, but must be .*\[B\] = \[2\]",
+            "prefix_lengths has dtype torch.float32, but must be whole numbers",
         ),
         (
             {"prefix_lengths": torch.tensor([3, 6])},
@@ -159,7 +159,7 @@ def test_wrong_prefix_lengths_are_named(options: dict[str, Any], message: str) -
 def test_documents_need_a_length_each_and_a_divisor_that_is_the_same_everywhere() -> None:
     q, k, v = inputs_of(2, 1, 5)
     ends = torch.tensor([0, 2, 5])
-    with pytest.raises(ArgumentError, match=r"prefix_lengths has shape \[1\].*must be whole numbers \[D\] = \[2\]"):
+    with pytest.raises(ArgumentError, match=r"prefix_lengths has shape \[1\], but must be \[D\] = \[2\]"):
         quadratic_attention(q, k, v, causal=True, cu_seqlens=ends, prefix_lengths=torch.tensor([1]))
     with pytest.raises(ArgumentError, match=r"prefix_lengths is \[0, 4\], but must be .* real tokens of each document"):
         quadratic_attention(q, k, v, causal=True, cu_seqlens=ends, prefix_lengths=torch.tensor([0, 4]))

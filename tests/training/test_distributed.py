@@ -271,8 +271,8 @@ if os.environ["RANK"] == "1":
     processes = launch(config(), 3, before=wrong)
     assert processes.wait(30) == [1, 1, 1]  # long before the timeout
     said = processes.errors()
-    assert said[1] == "ArgumentError: batch_size is 0, but must be at least 1."
-    assert said[0] == said[2] == "ReportedError: batch_size is 0, but must be at least 1."
+    assert said[1] == "ArgumentError: batch_size is 0, but must be at least 1 and at most 1,073,741,824."
+    assert said[0] == said[2] == "ReportedError: batch_size is 0, but must be at least 1 and at most 1,073,741,824."
 
 
 def test_killed_at_any_moment_six_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:

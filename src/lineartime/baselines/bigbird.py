@@ -197,7 +197,7 @@ class BigBird(MultiHeadMixer[KVCache]):
     but not learned.
 
     Args:
-        block_size: S.
+        block_size: S, the tokens of a block.
         n_global: n, the number of first blocks that all others read, and that read all others unless the layer is causal.
         n_random: r, the number of random blocks that a block reads.
         **options: those of `MultiHeadMixer`.

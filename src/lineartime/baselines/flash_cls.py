@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
+    o_quad[0] = sum over j in L(0) of softmax over j (q_quad[0].k_quad[j] / sqrt(s) + bias[-j]) v[j]
+
 Softmax replaces the quadratic part of that query; its linear part stays.
 """
 

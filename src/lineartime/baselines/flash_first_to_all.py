@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
+    o_quad[t] = sum over all j of softmax over j (q_quad[t].k_quad[j] / sqrt(s)) v[j]        for the first token t of a chunk
+
 Softmax replaces the quadratic part of those queries; their linear part stays. They get no relative bias, which is defined for
 positions inside a chunk only.
 """

@@ -2,6 +2,8 @@
 
 Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
+
+    out[t] = o_lin[t]
 """
 
 from typing import NamedTuple

@@ -2,6 +2,8 @@
 
 Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "local only".
+
+    out[t] = o_quad[t]
 """
 
 from torch import Tensor

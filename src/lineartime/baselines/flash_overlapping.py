@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names this variant as better and slower.
+
+    L(t) = tokens of t's own chunk and of the chunks beside it; causal: those with j <= t
 """
 
 from typing import NamedTuple

@@ -1,6 +1,7 @@
 """FLASH in parts, so that a variant can replace one of them. `FLASH` itself calls one operation, which a kernel can replace.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
+The definition of both parts is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from torch import Tensor

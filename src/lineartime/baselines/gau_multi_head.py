@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, H heads,
 s query/key width and e value width of all heads together.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "single-head -> multi-head".
+
+    attention = that of each head, with s / H and e / H for s and e, joined
 """
 
 from torch import Tensor

@@ -2,6 +2,8 @@
 
 Shapes: B batch, T tokens, d model width, e = expansion * d.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "no gating": V is 2e wide and Wo maps 2e to d.
+
+    V = silu(x Wv + bv)  [B,T,2e]      out = input + attention(..., V) Wo + bo
 """
 
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Multi-head linear attention by a feature map, which a subclass supplies.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
+The definition is in `lineartime.ops.linear`; its q and k are features(q) and features(k) here.
 """
 
 from abc import abstractmethod

@@ -1,4 +1,9 @@
-"""Linear attention with features elu(x) + 1. Source: "Transformers are RNNs" (arXiv 2006.16236), eq. 7."""
+"""Linear attention with features elu(x) + 1.
+
+Source: "Transformers are RNNs" (arXiv 2006.16236), eq. 7.
+
+    features(x) = elu(x) + 1
+"""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,6 +1,8 @@
 """Linear attention with similarity 1 + cos(q, k), the first two terms of the exponential's series.
 
 Source: Su, "Exploring linear attention" (2020), https://kexue.fm/archives/7546.
+
+    features(x) = (1, x / |x|), so that features(q).features(k) = 1 + cos(q, k)
 """
 
 import torch.nn.functional as F

@@ -2,6 +2,8 @@
 
 Shapes: B batch, T tokens, d model width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "add gating".
+
+    out = input + (silu(x Wu + bu) * (o of all heads)) Wo + bo
 """
 
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from lineartime.layers.multi_head import HeadOptions
 class MHSAGated(Attention):
     """Softmax multi-head attention with a gate on its output.
 
-    out = input + (silu(x Wu + bu) * heads) Wo + bo. Options are those of `MultiHeadMixer`.
+    Options are those of `MultiHeadMixer`.
     """
 
     name = "mhsa-gated"

@@ -2,6 +2,8 @@
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "softmax -> relu^2".
+
+    o[t] = sum over visible j of relu(q[t].k[j] / sqrt(h))^2 v[j]  /  n        n: how many keys are visible
 """
 
 from torch import Tensor
@@ -16,7 +18,7 @@ from lineartime.ops.quadratic.stream import quadratic_attention_extend
 class MHSARelu2(MultiHeadMixer[KVCache]):
     """Multi-head attention with relu^2 instead of softmax.
 
-    Heads attend as a GAU does, by relu(q.k / sqrt(h))^2 / n. Options are those of `MultiHeadMixer`.
+    Heads attend as a GAU does. Options are those of `MultiHeadMixer`.
     """
 
     name = "mhsa-relu2"

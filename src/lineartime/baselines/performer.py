@@ -1,6 +1,8 @@
 """Performer with its ReLU kernel, in the two causal forms that the FLASH paper times.
 
 Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention with features relu(x) + eps.
+
+    features(x) = relu(x) + 0.001
 """
 
 from typing import Literal, get_args

@@ -2,6 +2,10 @@
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
 R rows (one for each document), L tokens of the longest.
+
+    q, k, v = rope(x Wq + bq), rope(x Wk + bk), x Wv + bv, cut into H heads        x = norm(input)
+    o[t] = sum over visible j of softmax over j (q[t].k[j] / sqrt(h)) v[j]
+    out = input + (o of all heads) Wo + bo
 """
 
 from contextlib import nullcontext

@@ -1,6 +1,7 @@
 """FLASH: the gated unit with mixed chunk attention, linear in the length of the sequence.
 
 Shapes: B batch, T tokens, N new tokens of a stream, C chunk size, s query/key width, e value width.
+The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence

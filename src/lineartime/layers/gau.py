@@ -2,6 +2,7 @@
 
 Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, s query/key width,
 e value width, R rows (one for each document).
+The definition of its attention is in `lineartime.ops.quadratic.reference`.
 """
 
 from functools import partial

@@ -1,0 +1,247 @@
+"""Pages that are made when the site is built, by a hook of mkdocs.yml: a page for each system, and the API reference.
+
+All they say is read from the table of systems, the constructors and the docstrings, so that a new system has a page.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from typing import Any, get_args
+
+from griffe import Docstring, DocstringSectionParameters
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import lineartime
+from lineartime.layers.options import constructor_options
+from lineartime.models.cost import Cost, cost
+from lineartime.models.presets import PRESETS, SIZES, model_of
+from lineartime.models.systems import SYSTEMS, System
+
+COSTS = (("tiny", 512), ("tiny", 4096), ("base", 512))
+"""The sizes, and tokens of context, for which a page shows the cost."""
+
+ROOMS = ("layers", "ops", "models", "generation", "text_generation", "evaluation", "filling", "checkpoint", "training")
+"""The packages and modules of the API reference, besides the public names."""
+
+IN_TRAINING = ("config.TrainConfig", "loop.train", "result.TrainingResult")
+"""Training lists no public names in its package, because importing it must be cheap."""
+
+
+# Where mkdocs calls ---------------------------------------------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages where the navigation has `systems/` and `api/`."""
+    nav: list[dict[str, Any]] = config.nav or []
+    for entry in nav:
+        for title, pages in entry.items():
+            if isinstance(pages, list):
+                entry[title] = [made for page in pages for made in _generated_entries(page)]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages. `costs: false` below `extra` leaves out the costs, which take the most time."""
+    for path, content in pages(costs=config.extra.get("costs", True)).items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def _generated_entries(page: Any) -> list[Any]:
+    if page == "systems/":
+        return [{name: system_path(name)} for name in SYSTEMS]
+    if page == "api/":
+        return [{"lineartime": "api/index.md"}, *({f"lineartime.{room}": f"api/{room}.md"} for room in (*ROOMS, "baselines"))]
+    return [page]
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+
+def pages(costs: bool = True) -> dict[str, str]:
+    """All generated pages, by their paths below docs/."""
+    made = {system_path(name): system_page(name, costs) for name in SYSTEMS}
+    made |= {"api/index.md": public_names_page(), "api/baselines.md": baselines_page()}
+    return made | {f"api/{room}.md": room_page(room) for room in ROOMS}
+
+
+def system_path(name: str) -> str:
+    """Where the page of a system is; a + would have to be escaped in addresses."""
+    return f"systems/{name.replace('+', 'p')}.md"
+
+
+def system_page(name: str, costs: bool) -> str:
+    """What a system is, its formula, cost, options and source."""
+    system = SYSTEMS[name]
+    parts = [
+        f"# {name}\n\n{system.describe()}.\n\n{_facts(name, system)}",
+        f"## Formula\n\n{formula(system.mixer)}",
+        f"## Cost\n\n{_costs(name, system)}" if costs else "",
+        f"## Options\n\n{_options(system)}",
+        f"## Source\n\n{source(system.mixer)}\n\nWhere it leaves a choice: [Systems](../systems.md).",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def public_names_page() -> str:
+    """The names of `lineartime` itself, each from its home."""
+    homes = [_home(value) for value in map(_public, lineartime.__all__) if value is not None]
+    return "\n\n".join(["# lineartime", inspect.getdoc(lineartime) or "", *map(_member, homes)]) + "\n"
+
+
+def room_page(room: str) -> str:
+    """The public names of a package or module; what is shown with the public names is linked from here."""
+    module = importlib.import_module(f"lineartime.{room}")
+    parts = [f"# lineartime.{room}", prose(module)]
+    shown = {id(_public(name)) for name in lineartime.__all__}
+    for path in _names_of(room):
+        parent, _, name = path.rpartition(".")
+        value = getattr(importlib.import_module(parent), name)
+        if id(value) in shown:
+            parts.append(f"{_link(value)}: see [lineartime](index.md).")
+        else:
+            parts.append(_member(_home(value) if inspect.isclass(value) or inspect.isfunction(value) else path))
+    return "\n\n".join(parts) + "\n"
+
+
+def baselines_page() -> str:
+    """The layers of all systems that are not in `lineartime.layers`."""
+    module = importlib.import_module("lineartime.baselines")
+    mixers = dict.fromkeys(system.mixer for system in SYSTEMS.values())
+    homes = [_home(mixer) for mixer in mixers if mixer.__module__.startswith(module.__name__)]
+    return "\n\n".join([f"# {module.__name__}", prose(module), *map(_member, homes)]) + "\n"
+
+
+def _home(value: Any) -> str:
+    return f"{value.__module__}.{value.__name__}"
+
+
+def _link(value: Any) -> str:
+    """A link to the place of a class or function in the reference."""
+    return f"[`{value.__name__}`][{_home(value)}]"
+
+
+def _names_of(room: str) -> list[str]:
+    if room == "training":
+        return [f"lineartime.training.{name}" for name in IN_TRAINING]
+    module = importlib.import_module(f"lineartime.{room}")
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        values = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        listed = [name for name in values if not name.startswith("_")]
+    return [f"{module.__name__}.{name}" for name in listed]
+
+
+def _public(name: str) -> Any:
+    """A class or function of `lineartime.__all__`; None for a plain value, which has no documentation of its own."""
+    value = getattr(lineartime, name)
+    return value if inspect.isclass(value) or inspect.isfunction(value) else None
+
+
+def _member(path: str) -> str:
+    return f"::: {path}"
+
+
+# Parts of the page of a system ----------------------------------------------------------------------------------------
+
+
+def _facts(name: str, system: System) -> str:
+    presets = ", ".join(f"`{preset}`" for preset, (of, _) in PRESETS.items() if of == name)
+    reason = system.mixer.why_not_causal
+    rows = [
+        ("layer", _link(system.mixer)),
+        ("feed-forward after it", "none" if system.feed_forward is None else _link(system.feed_forward)),
+        ("presets", presets),
+        ("causal", "yes" if reason is None else f"no: {reason}"),
+        ("prefix language model", "yes" if system.mixer.reads_prefix else "no"),
+    ]
+    return "\n".join(f"- {title}: {value}" for title, value in rows)
+
+
+def formula(mixer: type[Any]) -> str:
+    """The documentation of the modules that define a mixer: its own, those that it names, and those of its bases."""
+    bases = [sys.modules[base.__module__] for base in mixer.__mro__ if base.__module__.startswith("lineartime.")]
+    modules = []
+    for module in dict.fromkeys(bases):
+        named = re.findall(r"`(lineartime(?:\.\w+)+)`", module.__doc__ or "")
+        modules += [module, *(importlib.import_module(name) for name in named)]
+    own, *others = dict.fromkeys(modules)  # the first tells the shapes, even without a formula of its own
+    shown = [own, *(module for module in others if re.search(r"^    \S", module.__doc__ or "", re.MULTILINE))]
+    return "\n\n".join(f"In `{module.__name__}`:\n\n{prose(module)}" for module in shown)
+
+
+def prose(module: Any) -> str:
+    """A module's documentation without its sources."""
+    text = inspect.cleandoc(module.__doc__ or "")
+    return re.sub(r"^Source: .*?(?=\n\n|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).strip()
+
+
+def source(mixer: type[Any]) -> str:
+    """Where a mixer is published: the nearest source that its class, its module or its bases state."""
+    for base in mixer.__mro__:
+        module = sys.modules[base.__module__] if base.__module__.startswith("lineartime.") else None
+        for text in (inspect.cleandoc(base.__doc__ or ""), "" if module is None else inspect.cleandoc(module.__doc__ or "")):
+            found = re.search(r"^Source: (.*?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+            if found:
+                return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", found[1])
+    return ""
+
+
+def _costs(name: str, system: System) -> str:
+    task = "clm" if system.mixer.why_not_causal is None else "mlm"
+    rows = []
+    for size, length in COSTS:
+        config = model_of(system, SIZES[size], task)
+        longest = config.longest_sequence
+        if longest is not None and length > longest:
+            cells = (f"reads at most {longest:,} tokens", "", "")
+        else:
+            cells = _cost_cells(cost(config, length))
+        rows.append((f"`{name}-{size}`", f"{length:,}", *cells))
+    table = _table(("preset", "tokens", "parameters", "operations per token", "state of a stream"), rows)
+    return f"{table}\n\nCounted by [`lineartime.models.cost`](../api/models.md), as `lineartime presets` counts."
+
+
+def _cost_cells(found: Cost) -> tuple[str, str, str]:
+    state = "looks both ways only" if found.state_bytes is None else f"{found.state_bytes / 2**20:,.1f} MiB"
+    return f"{found.parameters / 1e6:,.1f} M", f"{found.flops_per_token / 1e6:,.1f} M", state
+
+
+def _options(system: System) -> str:
+    described = described_options(system.mixer)
+    tiny, base = (system.mixer_options(SIZES[size]) for size in ("tiny", "base"))
+    rows = []
+    for name, option in constructor_options(system.mixer).items():
+        cells = [_code(value) for value in (option.default, tiny.get(name, option.default), base.get(name, option.default))]
+        rows.append((f"`{name}`", _type_name(option.type), *cells, described.get(name, "")))
+    return _table(("option", "type", "default of the layer", "tiny", "base", "what it is"), rows)
+
+
+def described_options(mixer: type[Any]) -> dict[str, str]:
+    """The description of each option, from the nearest class that describes it."""
+    found: dict[str, str] = {}
+    for base in reversed(mixer.__mro__):
+        sections = Docstring(inspect.getdoc(base) or "").parse("google", warnings=False) if "__doc__" in vars(base) else []
+        for section in sections:
+            if isinstance(section, DocstringSectionParameters):
+                for parameter in section.value:
+                    found |= dict.fromkeys(parameter.name.split(", "), " ".join(parameter.description.split()))
+    return found
+
+
+def _type_name(annotation: Any) -> str:
+    choices = get_args(annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return ", ".join(_code(choice) for choice in choices)
+    return f"`{annotation.__name__ if inspect.isclass(annotation) else annotation}`"
+
+
+def _code(value: object) -> str:
+    return f"`{value!r}`"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)

@@ -1,0 +1,141 @@
+"""The site: its generated pages are complete, it builds without a warning, and its how-to pages do what they say."""
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lineartime
+from lineartime.layers.options import constructor_options
+from lineartime.models.systems import SYSTEMS
+
+pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -> None:
+    page = generate.formula(SYSTEMS["cosformer"].mixer)
+    assert "\n\n    out[t] = sum over visible j of s(t, j) v[j]" in page
+    assert "arXiv 2202.08791" not in page  # which has a section of its own
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType, name: str) -> None:
+    page = generate.system_page(name, costs=False)
+    formula, options, source = (re.split(r"^## ", page, flags=re.MULTILINE)[part] for part in (1, 2, 3))
+    assert re.search(r"^    \S.*=", formula, re.MULTILINE), "neither its module nor one that it names has a formula"
+    assert re.search(r"arxiv\.org|https://|ours", source), "no module or class in its line states a source"
+    rows = {row.split(" | ")[0].strip("| `"): row for row in options.splitlines() if row.startswith("| `")}
+    assert set(rows) == set(constructor_options(SYSTEMS[name].mixer))
+    for row in rows.values():
+        assert len(row.split(" | ")[-1].strip("| ")) > 10, f"no documentation describes {row}"
+
+
+def test_the_page_of_a_system_shows_its_cost(generate: ModuleType) -> None:
+    assert "| `flash-tiny` | 4,096 | 3.4 M |" in generate.system_page("flash", costs=True)
+    assert "reads at most 512 tokens" in generate.system_page("linformer", costs=True)
+
+
+def test_the_reference_holds_every_public_class_and_function(generate: ModuleType) -> None:
+    page = generate.public_names_page()
+    for name in set(lineartime.__all__) - {"__version__"}:
+        assert re.search(rf"^::: lineartime\..*\b{name}$", page, re.MULTILINE), name
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
+    script = """
+import sys
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+build(load_config("mkdocs.yml", strict=True, site_dir=sys.argv[1], extra={"costs": False}))
+"""
+    # Python's warnings are those of mkdocs' plugins; a broken link or reference ends the build.
+    command = [sys.executable, "-c", script, str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    built = {file.relative_to(tmp_path / "site").as_posix(): file.read_text() for file in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "tutorial.html", "systems/flash.html", "api/layers.html"} <= set(built)
+    assert "generate.py" not in {file.name for file in tmp_path.rglob("*")}
+    for name, page in built.items():
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)|<link[^>]*stylesheet[^>]*>", page)
+        assert not [address for address in loaded if address.startswith(("http", "//"))], name
+
+
+def blocks(page: str, title: str | None = None) -> list[str]:
+    heading = "" if title is None else f' title="{re.escape(title)}"'
+    return re.findall(rf"```python{heading}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_a_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: Path) -> None:
+    package = shutil.copytree(Path(lineartime.__file__).parent, tmp_path / "src" / "lineartime")
+    contract = Path(shutil.copy(ROOT / "tests" / "layers" / "test_mixer_contract.py", tmp_path))
+    page = "adding-a-mechanism.md"
+
+    (file,) = blocks(page, "src/lineartime/baselines/linear_relu2.py")
+    (package / "baselines" / "linear_relu2.py").write_text(file)
+    for where, before, title in (
+        (package / "models" / "systems.py", "from lineartime.baselines.linear_taylor import", "import"),
+        (package / "models" / "systems.py", '    "linear-taylor": System', "row"),
+        (contract, '    "linear-taylor": [', "contract"),
+    ):
+        (added,) = blocks(page, title)
+        text = where.read_text()
+        assert text.count(before) == 1
+        where.write_text(text.replace(before, added + before))
+
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "linear-relu2"]
+    result = subprocess.run([*tests, contract], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) > 20
+    command = [sys.executable, "-m", "lineartime", "presets", "linear-relu2"]
+    listed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "linear-relu2-tiny" in listed.stdout
+
+
+def test_a_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    session: dict[str, Any] = {"__name__": "service"}
+    for block in blocks("streaming-service.md")[:2]:
+        exec(block, session)
+    written: list[str] = []
+
+    def slow(*_: Any) -> Iterator[str]:
+        for _ in range(2000):
+            time.sleep(0.001)
+            written.append("a")
+            yield "a"
+
+    monkeypatch.setattr(lineartime, "generate_text", slow)
+
+    async def leave() -> None:
+        async with aclosing(session["stream"]("", 10)) as pieces:
+            async for _ in pieces:
+                break
+
+    asyncio.run(leave())  # waits for the thread
+    assert 0 < len(written) < 2000
