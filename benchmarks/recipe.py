@@ -88,7 +88,7 @@ def main() -> None:
         wanted = not options.report and (not options.only or name in options.only)
         if wanted or (out / "measured.json").exists():
             rows.append(measure(name, replace(config, threads=options.threads), out))
-    save("recipe", rows, pieces_table(rows) + "\n" + width_table(rows))
+    save("recipe", rows, "\n".join(filter(None, (pieces_table(rows), width_table(rows)))))
 
 
 def pieces_table(rows: list[dict[str, Any]]) -> str:
@@ -108,8 +108,10 @@ def pieces_table(rows: list[dict[str, Any]]) -> str:
 
 
 def width_table(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte by width and rate."""
-    found = {row["variant"]: f"{row['bits_per_byte']:.3f}" for row in rows}
+    """Bits per byte by width and rate; nothing if none was measured."""
+    found = {row["variant"]: f"{row['bits_per_byte']:.3f}" for row in rows if row["variant"].startswith("width")}
+    if not found:
+        return ""
     lines = [[f"{width}", *(found.get(f"width {width} at {rate:g}", "-") for rate in RATES)] for width in WIDTHS]
     return markdown([f"d_model, {WIDTH_STEPS} steps", *(f"rate {rate:g}" for rate in RATES)], lines)
 

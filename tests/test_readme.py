@@ -69,7 +69,10 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
     assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("document", "result"), [("training", "training"), ("data", "data"), ("context-parallel", "context")])
+@pytest.mark.parametrize(
+    ("document", "result"),
+    [("training", "training"), ("training", "recipe"), ("data", "data"), ("context-parallel", "context")],
+)
 def test_tables_in_the_documents_are_those_of_the_benchmarks(document: str, result: str) -> None:
     table = (ROOT / "benchmarks" / "results" / f"{result}.md").read_text()
     assert table in (ROOT / "docs" / f"{document}.md").read_text()
