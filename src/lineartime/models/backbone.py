@@ -65,8 +65,8 @@ class Block(nn.Module):
         """The mixer, as one that steps; ValueError if it does not."""
         if not isinstance(self.mixer, SteppingMixer):
             raise ValueError(
-                f"{type(self.mixer).__name__} continues streams at one position only: generate from one prompt at a time, or "
-                "use FLASH."
+                f"{type(self.mixer).__name__} continues streams at one position only: continue each with extend, or use FLASH; "
+                "generate_batch works with both."
             )
         return self.mixer
 
