@@ -11,14 +11,21 @@ from torch import Tensor
 
 from lineartime.training.config import TrainConfig
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
+if "PYTEST_XDIST_WORKER" in os.environ:  # at least as many processes as cores: one thread for each, and for those it starts
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell: tests of interrupts need them
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("deterministic", derandomize=True)
 settings.load_profile("deterministic")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many processes more than cores: tests that wait for other processes leave a core idle."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + cores // 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
