@@ -26,6 +26,7 @@ TINY = Scale(
     budget=0.1,
     tuning=0.02,
     speed_steps=3,
+    speed_rounds=2,
     evaluations=4,
     validation_tokens=256,
     test_tokens=512,

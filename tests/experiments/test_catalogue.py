@@ -43,7 +43,7 @@ def test_every_run_has_options_of_training_that_make_its_model(scale: ScaleName)
             ):
                 config = TrainConfig.from_dict(dict(job.options))
                 config.check()
-                assert config.model_config(258) == entry.model
+                assert config.model_config(plan.scale.vocab_size) == entry.model
                 assert config.rows(0, 1).per_step * config.context_length >= plan.scale.tokens_per_batch
 
 

@@ -50,7 +50,7 @@ def test_an_interrupted_experiment_resumes_where_it_was_and_reports_everything(
         patch.setattr(Trainer, "take_step", take_and_interrupt)
         progress = run_all(plan, ignore, here)
     assert progress.interrupted
-    assert done == ["speed", "tune", "tune", "speed", "tune", "tune", "run"]
+    assert done == ["speed"] * 4 + ["tune"] * 4 + ["run"]  # speeds in two rounds, before anything else
 
     file, report, _ = write_report(plan)
     assert not report["complete"]
@@ -101,8 +101,12 @@ def test_every_system_reads_the_same_batches_for_the_time_of_the_budget(options:
     same = ("tokens_per_batch", "context_length", "data", "seed", "beta2", "weight_decay", "schedule", "warmup_steps")
     assert [runs[0].options[name] for name in same] == [runs[1].options[name] for name in same]
     for run, entry in zip(runs, plan.entries, strict=True):
-        speeds = [read_run(plan.tuning_job(entry, "adamw", rate)).speed or 0.0 for rate in (1e-3, 1e-2)]
+        speeds = [read_run(plan.speed_job(entry, "adamw", number)).speed or 0.0 for number in (0, 1)]
         assert run.options["steps"] == max(2, round(0.1 * sum(speeds) / 2 / 128))  # the median of two
+    for row in collect(plan)["settings"][0]["rows"]:  # what the machine does during a run does not change its time
+        done = row["runs"][0]
+        assert done["seconds"] == pytest.approx(done["steps"] * 128 / row["tokens_per_second"])
+        assert done["curve"][-1][1] == done["seconds"]
 
 
 def test_a_run_in_its_own_process_stops_after_its_step_when_it_is_interrupted(options: Options, tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ def test_a_failed_run_is_told_and_the_others_go_on(options: Options, done: list[
 def test_a_killed_run_is_told_and_the_report_is_still_made(options: Options) -> None:
     plan = make_plan(options(seeds=1))
     progress = run_all(plan, ignore, lambda job, message: -9)
-    assert any("wikipedia-64/flash/adamw-speed ended with status -9: see" in problem for problem in progress.problems)
+    assert any("wikipedia-64/flash/adamw-speed-0 ended with status -9: see" in problem for problem in progress.problems)
     file, report, _ = write_report(plan)
     assert not report["complete"]
     assert "flash" in file.read_text()
@@ -244,7 +248,7 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
 def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     command.reproduce(options(list=True))
     shown = capsys.readouterr().out
-    assert "3 runs, 4 tuning runs, 2 measurements of speed, of which 0 have ended" in shown
+    assert "3 runs, 4 tuning runs, 4 measurements of speed, of which 0 have ended" in shown
     assert "an estimate" in shown
     command.reproduce(options("", list=True))
     shown = capsys.readouterr().out
@@ -262,9 +266,10 @@ def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, her
         return 1
 
     problems = run_all(plan, ignore, do).problems
-    assert problems[0].startswith("wikipedia-64/flash/adamw-speed did not start: override does not fit the model: d_model is 0")
+    start = "wikipedia-64/flash/adamw-speed-0 did not start: override does not fit the model: d_model is 0"
+    assert problems[0].startswith(start)
     assert run_all(plan, ignore, here).problems == ()
-    assert done == ["speed", "tune", "tune", "run"]
+    assert done == ["speed", "speed", "tune", "tune", "run"]
 
 
 def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +277,7 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
     monkeypatch.setitem(catalogue.OPTIMIZERS, "second", second)
     plan = make_plan(options(seeds=1, systems=("transformer++",)))
     assert run_all(plan, ignore, here).problems == ()
-    assert done == ["speed", "tune", "tune", "speed", "tune", "tune", "run"]  # only the better one is trained
+    assert done == ["speed"] * 4 + ["tune"] * 4 + ["run"]  # only the better one is trained
     row = collect(plan)["settings"][0]["rows"][1]
     losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
     best = min(losses, key=lambda each: losses[each])

@@ -44,7 +44,6 @@ def test_the_rate_and_the_optimiser_with_the_lowest_loss_are_chosen() -> None:
     chosen = choose([adamw, muon])
     assert chosen is muon
     assert (muon.best, adamw.best) == (1e-3, 1e-2)
-    assert adamw.tokens_per_second == 20.0
     waiting = Tuning("muon", {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
     assert choose([adamw, waiting]) is None  # not before all have had their turn
     assert choose([Tuning("adamw", {1e-3: run(None)})]) is None

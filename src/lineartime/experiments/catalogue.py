@@ -26,7 +26,7 @@ SCALES: dict[ScaleName, Scale] = {
         test_tokens=2048,
     ),
     "cpu": Scale(
-        "3 million parameters, hours on 2 cores",
+        "4 million parameters, hours on 2 cores",
         {
             "main": SIZES["tiny"],
             "128": replace(SIZES["tiny"], d_model=128, n_heads=2),
@@ -36,7 +36,8 @@ SCALES: dict[ScaleName, Scale] = {
         tokens_per_batch=4096,
         tokens_at_once=4096,
         budget=600.0,
-        tuning=45.0,
+        tuning=60.0,
+        tokenizer="bpe-4096",
     ),
     "gpu": Scale(
         "40 million parameters, at most 8 minutes a run on one H200-class GPU",

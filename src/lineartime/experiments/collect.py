@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from lineartime.experiments.folder import identity
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
-from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_tuning, seconds_to
+from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_speed, read_tuning, seconds_to
 from lineartime.runs.curve import default_text
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
@@ -127,6 +127,7 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
     target = plan.entries_of(entry.setting)[0].parameters
     several = plan.experiment.each_optimizer and len(plan.optimizers) > 1
     rate = runs[0].options.get("learning_rate") if runs[0].options else None
+    speed = read_speed(plan, entry, optimizer) if plan.tunes else None
     if chosen is not None:
         rate = chosen.best
     return {
@@ -140,7 +141,8 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "rate": rate,
         "rate_at_edge": chosen is not None and rate in (min(chosen.runs), max(chosen.runs)),
         "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
-        "runs": [_run(run, seed) for seed, run in enumerate(runs)],
+        "tokens_per_second": speed,
+        "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
         "chunk_size": entry.model.mixer.options.get("chunk_size"),
         "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
         "paper_loss": paper_loss(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
@@ -152,20 +154,23 @@ def _cell(run: Run) -> Any:
     return run.final.loss if run.final is not None else run.state
 
 
-def _run(run: Run, seed: int) -> Row:
+def _run(run: Run, seed: int, speed: float | None) -> Row:
+    """A run; its seconds are those at the speed that was measured alone, if there is one."""
     final = run.final
+    tokens_per_batch: int = run.options.get("tokens_per_batch") or 0
+    points = [replace(point, seconds=point.step * tokens_per_batch / speed) if speed else point for point in run.points]
     return {
         "seed": seed,
         "folder": run.job.folder.name,
         "state": run.state,
         "steps": run.options.get("steps"),
-        "tokens": None if final is None else final.step * run.options["tokens_per_batch"],
+        "tokens": None if final is None else final.step * tokens_per_batch,
         "planned_seconds": run.job.seconds,
-        "seconds": run.seconds if final is not None else None,
-        "tokens_per_second": run.speed,
+        "seconds": None if final is None else points[-1].seconds,
+        "taken_seconds": None if final is None else run.seconds,
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
-        "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in run.points],
+        "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in points],
         "tests": [asdict(test) for test in run.tests],
     }
 

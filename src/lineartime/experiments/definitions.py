@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lineartime.choices import ScaleName, Task, TextName
+from lineartime.models.presets import BYTE_VOCABULARY
 from lineartime.models.systems import Size
 from lineartime.training.config import RecipeName
 
@@ -97,7 +98,9 @@ class Scale:
         tokens_at_once: computed together; a step of more accumulates gradients.
         budget: of a run; None if the recipe has the steps.
         tuning: of a run that tries a learning rate; None if none is tried.
-        speed_steps: steps of the run that measures how fast a model trains, before it is tuned.
+        tokenizer: as training names it.
+        speed_steps: steps of a run that measures how fast a model trains, before any is tuned.
+        speed_rounds: how often all models are measured, in turn.
         evaluations: on held-out text during a run.
         validation_tokens: of each of them.
         test_tokens: at the end, from the beginning of the test split.
@@ -110,11 +113,18 @@ class Scale:
     tokens_at_once: int
     budget: float | None
     tuning: float | None
+    tokenizer: str = "bytes"
     speed_steps: int = 8
+    speed_rounds: int = 3
     evaluations: int = 12
     validation_tokens: int = 32_768
     test_tokens: int = 262_144
     compile: Literal["on", "off"] = "off"
+
+    @property
+    def vocab_size(self) -> int:
+        """That of its tokenizer."""
+        return BYTE_VOCABULARY if self.tokenizer == "bytes" else int(self.tokenizer.rpartition("-")[2])
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Entry, Job]]:
             continue
         for entry in entries:
             for optimizer in plan.optimizers if plan.tunes else ():
-                yield entry, plan.speed_job(entry, optimizer)
+                yield from ((entry, plan.speed_job(entry, optimizer, number)) for number in range(plan.scale.speed_rounds))
                 for rate in plan.rates(optimizer):
                     yield entry, plan.tuning_job(entry, optimizer, rate)
             for optimizer in plan.final_optimizers(plan.optimizers[0]):

@@ -10,22 +10,21 @@ from lineartime.choices import Task
 from lineartime.experiments.definitions import Arm, Setting
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
-from lineartime.models.presets import BYTE_VOCABULARY, model_of, resolve, values_of
+from lineartime.models.presets import model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
 
 TOLERANCE = 0.03
 """How far the parameters of compared models may be apart, as a share of the first one's."""
 
 
-def model_at(arm: Arm, size: Size, task: Task, context: int) -> ModelConfig:
+def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int) -> ModelConfig:
     """The model of an arm at a size; learned positions reach as far as the context."""
-    config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=BYTE_VOCABULARY, **arm.override)
-    return config if config.max_positions is None else config.override(max_positions=context)
+    config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=vocab_size, **arm.override)
+    return config if config.max_positions is None else config.override(max_positions=setting.context)
 
 
-def matched(arm: Arm, size: Size, task: Task, context: int, target: int) -> ModelConfig:
-    """The model of an arm with the width that brings its parameters nearest to a target, if they are not within 3 % of it."""
-    config = model_at(arm, size, task, context)
+def matched(config: ModelConfig, size: Size, target: int) -> ModelConfig:
+    """A model with the width that brings its parameters nearest to a target, if they are not within 3 % of it."""
     if abs(parameters(config) - target) <= TOLERANCE * target:
         return config
     unit = 2 * size.n_heads  # an even number of features for each head

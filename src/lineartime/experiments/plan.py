@@ -129,12 +129,12 @@ class Plan:
         """The grid of learning rates of an optimiser."""
         return catalogue.OPTIMIZERS[optimizer].rates[self.config.scale]
 
-    def speed_job(self, entry: Entry, optimizer: str) -> Job:
-        """The job that measures how fast an entry trains."""
+    def speed_job(self, entry: Entry, optimizer: str, number: int = 0) -> Job:
+        """The job that measures how fast an entry trains, in one of the rounds."""
         steps = self.scale.speed_steps
         rates = self.rates(optimizer)
         options = self._training(entry, optimizer, rates[len(rates) // 2], 0, steps) | {"eval_every": steps, "eval_windows": 1}
-        return Job(entry.folder / f"{optimizer}-speed", "speed", options)
+        return Job(entry.folder / f"{optimizer}-speed-{number}", "speed", options)
 
     def tuning_job(self, entry: Entry, optimizer: str, rate: float, steps: int = 1) -> Job:
         """The job that tries a learning rate."""
@@ -233,10 +233,11 @@ def _entries(
                 yield Entry(arm, setting, model, {**options, **running, **(data if data["data"] else {})}, folder)
                 continue
             size = scale.sizes.get(setting.size, scale.sizes["main"])
-            if target is None:
-                target = parameters(model_at(arm, size, experiment.task, setting.context))
-            model = matched(arm, size, experiment.task, setting.context, target)
-            yield Entry(arm, setting, model, {**training_options(arm, model), **running, **data}, folder)
+            model = model_at(arm, size, experiment.task, setting, scale.vocab_size)
+            target = target or parameters(model)
+            model = matched(model, size, target)
+            options = {**training_options(arm, model), "tokenizer": scale.tokenizer, **running, **data}
+            yield Entry(arm, setting, model, options, folder)
 
 
 def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:

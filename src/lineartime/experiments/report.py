@@ -95,7 +95,10 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         columns["parameters"] = [_parameters_of(row) for row in rows]
         columns["optimiser, rate"] = [_rate(row) for row in rows]
         columns["steps"] = [_each(row, "steps", ",.0f") for row in rows]
-        columns["training (s)"] = [_each(row, "seconds", ",.1f") for row in rows]
+        columns["tokens/s"] = [
+            NOT_THERE if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}" for row in rows
+        ]
+        columns["training (s)"] = [_each(row, "seconds", ",.0f") for row in rows]
         columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, metric, ".4f") for row in rows]
         name = "test nats per masked token" if masked else "**test bits/byte**"
         columns[name] = [_values(values_of_row(row, test_value("", metric))) for row in rows]

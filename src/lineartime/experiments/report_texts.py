@@ -18,7 +18,8 @@ APPROXIMATION = (
     "The difference of the test losses of the first seed, after the same time of training; the paper's after the same steps."
 )
 CURVES = (
-    "Loss on held-out text by the time of training, without evaluations and compilation. Dotted: the final quality of {base}, "
+    "Loss on held-out text by the time of training, without evaluations and compilation, at the speed that was measured alone. "
+    "Dotted: the final quality of {base}, "
     "which the speed-up refers to. Thin lines are further seeds."
 )
 
@@ -53,8 +54,10 @@ def equal_treatment(plan: Plan, parameters: str) -> str:
             f"- **Learning rates.** Each system's is tuned over the same grid, {plan.tuning:g} s of training each. The loss on "
             "held-out text chooses rate and optimiser. The tables below show every trial.",
             f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule "
-            "must know its length: the tuning runs measure the tokens a second, and the steps are that speed times the budget. "
-            "*training (s)* is what a run really took.",
+            "must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are measured "
+            f"before anything else, by {plan.scale.speed_rounds} runs of {plan.scale.speed_steps} steps for each system and "
+            "optimiser, in turn; the median counts. *training (s)* and the curves are at this speed: what else the machine "
+            "does later changes nothing.",
             f"- **Parameters.** {parameters}",
             "- **Not equalised.** Each system has the initialisation, the norm and the other options of its published form.",
         ]

@@ -167,17 +167,18 @@ class Tuning:
         best = None if self.best is None else self.runs[self.best].final
         return float("inf") if best is None else best.loss
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The median over the runs."""
-        speeds = [run.speed for run in self.runs.values() if run.state == "finished" and run.speed]
-        return statistics.median(speeds) if speeds else None
-
 
 def read_tuning(plan: Plan, entry: Entry, optimizer: str) -> Tuning:
     """What was tried for an entry with an optimiser."""
     runs = {rate: read_run(plan.tuning_job(entry, optimizer, rate)) for rate in plan.rates(optimizer)}
     return Tuning(optimizer, runs)
+
+
+def read_speed(plan: Plan, entry: Entry, optimizer: str) -> float | None:
+    """The tokens of a second of an entry with an optimiser: the median of the rounds that were measured; None before."""
+    runs = [read_run(plan.speed_job(entry, optimizer, number)) for number in range(plan.scale.speed_rounds)]
+    speeds = [run.speed for run in runs if run.state == "finished" and run.speed]
+    return statistics.median(speeds) if speeds else None
 
 
 def choose(tunings: Sequence[Tuning]) -> Tuning | None:

@@ -17,7 +17,7 @@ from lineartime.data.splits import missing_split
 from lineartime.errors import ArgumentError
 from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
-from lineartime.experiments.results import Run, Tuning, choose, read_run, read_tuning
+from lineartime.experiments.results import Run, Tuning, choose, read_run, read_speed, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
 from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.claim import claim
@@ -104,9 +104,10 @@ class _Runner:
         return Progress(False, tuple(self._problems))
 
     def _setting(self, entries: list[Entry]) -> None:
-        """Tune all arms, then train the first seed of all, then the others."""
+        """Measure the speed of all arms, tune them, then train the first seed of all, then the others."""
         plan = self._plan
         if plan.tunes:
+            self._measure_speeds(entries)
             for entry in entries:
                 for optimizer in plan.optimizers:
                     self._tune(entry, optimizer)
@@ -116,9 +117,16 @@ class _Runner:
                 if seed < plan.seeds(entry.arm):
                     self._final(entry, seed)
 
+    def _measure_speeds(self, entries: list[Entry]) -> None:
+        """Measure all arms in rounds: what slows the machine for a while slows all. Time decides nothing after that."""
+        for number in range(self._plan.scale.speed_rounds):
+            for entry in entries:
+                for optimizer in self._plan.optimizers:
+                    self._do(self._plan.speed_job(entry, optimizer, number))
+
     def _tune(self, entry: Entry, optimizer: str) -> None:
         plan = self._plan
-        speed = self._do(plan.speed_job(entry, optimizer)).speed
+        speed = read_speed(plan, entry, optimizer)
         if speed is None:
             return
         for rate in plan.rates(optimizer):
@@ -140,7 +148,7 @@ class _Runner:
             self._train(entry, tunings[optimizer], seed)
 
     def _train(self, entry: Entry, tuning: Tuning, seed: int) -> None:
-        speed, rate = tuning.tokens_per_second, tuning.best
+        speed, rate = read_speed(self._plan, entry, tuning.optimizer), tuning.best
         if speed is None or rate is None:
             return
         job = self._plan.final_job(entry, tuning.optimizer, seed, rate)
