@@ -18,6 +18,7 @@ from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
+from lineartime.ops.precision import acc_dtype
 
 
 class FLASH(
@@ -42,7 +43,7 @@ class FLASH(
 
     def plan(self) -> LayoutPlan:
         """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""
-        plan = super().plan()
+        plan = super().plan()._replace(normalization=self.normalization)
         return plan._replace(chunk_size=None) if torch.compiler.is_exporting() else plan
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
@@ -72,13 +73,20 @@ class FLASH(
         """Join streams at different positions."""
         return stream.mixed_chunk_streams(states)
 
+    def step_layout(self, positions: Tensor) -> Layout:
+        """The layout of a step, with what all layers would work out of the chunks that the new tokens stand in."""
+        dtype = acc_dtype(self.to_output.weight)
+        return super().step_layout(positions)._replace(open_chunk=stream.open_chunk(positions, self.options, dtype))
+
     def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
         """One more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+        chunk = layout.open_chunk
+        assert chunk is not None  # step_layout makes it
         row: Tensor | None = None
         if self.bias is not None:
             slots = torch.arange(self.chunk_size, device=normed.device)
-            row = self.bias(streams.position % self.chunk_size, slots, layout.place_rotations)
-        attended = stream.step(maps, v, row, self.options, streams)
+            row = self.bias(chunk.slot, slots, layout.place_rotations)
+        attended = stream.step(maps, v, row, self.options, streams, chunk)
         out: Tensor = self.to_output(self.gate(gate, attended))
         return out

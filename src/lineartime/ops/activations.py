@@ -60,6 +60,7 @@ def attention_weights(
     bias: Tensor | None,
     activation: Activation,
     published_length: float | Tensor | None,
+    share: Tensor | None = None,
 ) -> Tensor:
     """Turn products q.k into attention weights.
 
@@ -72,6 +73,7 @@ def attention_weights(
         published_length: None divides relu2 and laplace weights by the number of visible keys. A number n
             follows the published pseudo-code instead: the score is q.k / n + bias, without a division afterwards.
             Softmax has its own normaliser and ignores this.
+        share: `visible_share` of the two arguments above, if the caller has it already.
 
     Returns:
         [..., Q, K] in float32 (float64 for float64 products); a row that sees no key is all zeros.
@@ -85,13 +87,9 @@ def attention_weights(
         scores = products / published_length
     if bias is not None:
         scores = scores + bias
-    # A float to divide by; [..., Q or 1, 1].
-    count = scores.new_full((), products.shape[-1]) if visible is None else visible.sum(-1, keepdim=True)
-    count = count.clamp(min=1).to(scores.dtype)
-
     if is_softmax:
         if activation == "softmax_plus":
-            scores = scores * (count.log() / math.log(512))
+            scores = scores * (_visible_count(visible, scores).log() / math.log(512))
         if visible is None:
             return torch.softmax(scores, -1)
         # The second mask is for rows that see nothing: there, softmax of equal numbers is uniform, not zero.
@@ -99,6 +97,20 @@ def attention_weights(
         return torch.softmax(scores, -1).masked_fill(~visible, 0.0)
 
     weights = scores.relu().square() if activation == "relu2" else laplace(scores)
+    if share is None:
+        share = visible_share(visible, published_length, weights)
+    return weights if share is None else weights * share
+
+
+def visible_share(visible: Tensor | None, published_length: float | Tensor | None, like: Tensor) -> Tensor | None:
+    """What relu2 and laplace weights [..., Q, K] are multiplied with: zero where a key is not visible; None for nothing."""
     if published_length is not None:
-        return weights if visible is None else weights * visible
-    return weights / count if visible is None else weights * (visible / count)
+        return visible
+    count = _visible_count(visible, like)
+    return 1 / count if visible is None else visible / count
+
+
+def _visible_count(visible: Tensor | None, like: Tensor) -> Tensor:
+    """How many of the keys of `like` [..., Q, K] a query may read, at least 1, in the dtype of `like`: [..., Q or 1, 1]."""
+    count = like.new_full((), like.shape[-1]) if visible is None else visible.sum(-1, keepdim=True)
+    return count.clamp(min=1).to(like.dtype)

@@ -5,13 +5,14 @@ A document is a row of the batch or, with `cu_seqlens`, one of the sequences pac
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.activations import Normalization
 from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row
 from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks, Slots
@@ -20,6 +21,9 @@ from lineartime.ops.packs import similar_documents
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.token_shift import previous_tokens
+
+if TYPE_CHECKING:  # it stands above this module
+    from lineartime.ops.mixed_chunk.stream import OpenChunk
 
 
 class Parts(NamedTuple):
@@ -58,6 +62,7 @@ class Layout(NamedTuple):
         context: the processes that hold every sequence together; None where this process holds whole sequences.
         prefix: the layout of the prefixes alone, whose mask is True for their tokens (None where all tokens are a prefix); None
             for a batch without prefixes.
+        open_chunk: where the next token of each stream stands in its chunk, for a step of a mixer with chunks; None for others.
         parts: a pack as smaller ones, each of which an attention reads by itself (`by_part`) and which have rotations, rows,
             chunks and prefixes of their own; None for anything else.
         plan: what it was made for; a mixer with another plan cannot use it.
@@ -75,6 +80,7 @@ class Layout(NamedTuple):
     chunks: Chunks | None = None
     context: ContextGroup | None = None
     prefix: "Layout | None" = None
+    open_chunk: "OpenChunk | None" = None
     parts: Parts | None = None
     plan: "LayoutPlan | None" = None
 
@@ -136,6 +142,7 @@ class LayoutPlan(NamedTuple):
         bias_width: the width of the vectors of a rotary relative bias; None without one.
         bias_places: how many places such a bias spans; None for as many as a row is long.
         chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
+        normalization: how a mixer with chunks divides scores and sums, for its steps; None for others.
         longest: the most tokens that a row can have; None for no limit.
         token_shift: whether tokens take half of their features from the token before.
         dtype: of the rotations.
@@ -145,6 +152,7 @@ class LayoutPlan(NamedTuple):
     bias_width: int | None = None
     bias_places: int | None = None
     chunk_size: int | None = None
+    normalization: Normalization | None = None
     longest: int | None = None
     token_shift: bool = False
     dtype: torch.dtype = torch.float32

@@ -76,7 +76,8 @@ def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
     dtype = acc_dtype(x)
     cos, sin = rotations.to(dtype).unbind(0)
     x1, x2 = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+    turned = torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def over_heads(rotations: Tensor | None) -> Tensor | None:

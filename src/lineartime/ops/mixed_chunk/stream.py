@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import Activation, Normalization, attention_weights
+from lineartime.ops.activations import Activation, Normalization, attention_weights, visible_share
 from lineartime.ops.chunks import exclusive_cumsum, fill
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -179,7 +179,43 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
     return MixedChunkStreams(sums, torch.stack([k_quad, k_lin], 1), v, torch.tensor(positions, device=v.device))
 
 
-def step(maps: Tensor, v: Tensor, bias: Tensor | None, options: MixedChunkOptions, streams: MixedChunkStreams) -> Tensor:
+class OpenChunk(NamedTuple):
+    """Where the next token of each stream stands in its chunk, and what it reads: the same for all layers of a model.
+
+    Attributes:
+        slot: int64 [B], the place of the token in its chunk.
+        visible: bool [B, 1, C], True for the token and those before it in its chunk.
+        share: [B, 1, C], what weights are multiplied with: see `visible_share`.
+        summary_share: [B, 1, 1], what the sum over the chunks before is multiplied with; zero in the first chunk.
+        open_share: [B, 1, C], the same for the visible tokens, which that sum must not hold.
+    """
+
+    slot: Tensor
+    visible: Tensor
+    share: Tensor
+    summary_share: Tensor
+    open_share: Tensor
+
+
+def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype) -> OpenChunk:
+    """The open chunk of streams that have read `position` tokens, int64 [B]; `dtype` is that of their state."""
+    slot = position % options.chunk_size
+    visible = (torch.arange(options.chunk_size, device=position.device) <= slot[:, None])[:, None]
+    share = visible_share(visible, options.published_length, visible.to(dtype))
+    assert share is not None  # not everything is visible
+    read = position - slot
+    summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
+    return OpenChunk(slot, visible, share.to(dtype), summary_share, visible * summary_share)
+
+
+def step(
+    maps: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    options: MixedChunkOptions,
+    streams: MixedChunkStreams,
+    chunk: OpenChunk | None = None,
+) -> Tensor:
     """Continue every stream by one token; the outputs equal those of `extend` for each stream alone.
 
     Args:
@@ -188,6 +224,7 @@ def step(maps: Tensor, v: Tensor, bias: Tensor | None, options: MixedChunkOption
         bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
         options: as for the other forms.
         streams: what came before; updated in place.
+        chunk: where the new tokens stand, if a layer before has worked it out.
 
     Returns:
         [B, 1, e].
@@ -195,24 +232,23 @@ def step(maps: Tensor, v: Tensor, bias: Tensor | None, options: MixedChunkOption
     sums, keys, values, position = streams
     dtype, result_dtype = sums.dtype, output_dtype(v, matmul_dtype(maps, v))
     with without_autocast(v):
+        chunk = chunk or open_chunk(position, options, dtype)
         queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(dtype), v.to(dtype)
-        row, slot = torch.arange(len(v), device=v.device), position % options.chunk_size
-        keys[row, :, slot] = new[:, :, 0]
-        values[row, slot] = v[:, 0]
-        sums.baddbmm_(new[:, 1].mT, v)
-        visible = (torch.arange(options.chunk_size, device=v.device) <= slot[:, None])[:, None]
+        keys.scatter_(2, chunk.slot[:, None, None, None].expand_as(new), new)
+        values.scatter_(1, chunk.slot[:, None, None].expand_as(v), v)
+        sums.addcmul_(new[:, 1].mT, v)
         quadratic, linear = (queries @ keys.mT).unbind(1)
         weights = attention_weights(
             quadratic,
             d_qk=maps.shape[-1],
-            visible=visible,
+            visible=chunk.visible,
             bias=None if bias is None else bias[:, None],
             activation=options.activation,
             published_length=options.published_length,
+            share=chunk.share,
         )
         # The linear part reads complete chunks: take the open one out of the sums, by way of the weights.
-        read = position - slot
-        share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
-        out = torch.baddbmm((queries[:, 1] * share) @ sums, weights - linear * (visible * share), values)
+        weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
+        out = torch.baddbmm((queries[:, 1] * chunk.summary_share) @ sums, weights, values)
         position += 1
         return out.to(result_dtype)
