@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lineartime.cli import main
+from lineartime.models.backbone import Backbone
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -36,6 +37,28 @@ def test_the_text_is_alone_on_standard_output_and_the_precision_is_told_on_stand
         shown = capsys.readouterr()
         assert (shown.out.startswith("the"), "cpu" in shown.out) == (True, False)
         assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_a_compiled_step_gives_the_same_text_and_what_cannot_be_compiled_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr()
+    assert main([*arguments, "--compile"]) == 0
+    compiled = capsys.readouterr()
+    assert compiled.out == plain.out
+    assert compiled.err.endswith("cpu, fp32, compiled\n")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main([*arguments, "--compile"]) == 0
+    without = capsys.readouterr()
+    assert without.out == plain.out
+    assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
+    monkeypatch.setattr(Backbone, "steps_in_place", False)
+    assert main([*arguments, "--compile"]) == 0
+    assert capsys.readouterr().err.endswith("not compiled: the memory of this system grows with the text\n")
 
 
 def test_generation_computes_in_the_precision_and_with_the_threads_that_are_asked_for(

@@ -47,3 +47,22 @@ def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_a
     for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
         with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_compilation_for_all_blocks_and_positions() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = lineartime.build("flash-next-tiny", d_model=16, n_blocks=3, vocab_size=30, d_qk=8, chunk_size=4).eval()
+    ids = torch.randint(0, 30, (2, 14))
+    with torch.no_grad():
+        states = [model.extend(ids[row : row + 1, : 2 + row], model.init_state(1))[1] for row in (0, 1)]
+        texts = []
+        for compiled in (False, True):
+            if compiled:
+                model.compile_step()
+            streams = model.join_streams(states)
+            texts.append(torch.cat([model.step(ids[:, place : place + 1], streams) for place in range(9)], 1))
+    torch.testing.assert_close(texts[1], texts[0], atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(counters["graph_break"].values()) == 0

@@ -8,6 +8,7 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
+from lineartime.models.grouped import GroupedStreams
 from lineartime.models.presets import PRESETS, resolve
 
 TINY = {"d_model": 16, "n_blocks": 2, "vocab_size": 50}
@@ -116,6 +117,38 @@ def test_dropout_and_position_switches_reach_the_model() -> None:
     assert not torch.equal(dropping(ids), dropping(ids))
     assert torch.equal(dropping.eval()(ids), dropping(ids))
     assert lineartime.build("flash-tiny", **FLASH, absolute_position="none").backbone.position is None
+
+
+@every_causal_preset
+def test_streams_at_different_positions_are_continued_together_as_each_would_be_alone(name: str) -> None:
+    model, ids, lengths = causal(name), torch.randint(0, 50, (4, 30)), [9, 3, 17, 3]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        states = [model.extend(ids[row : row + 1, :length], model.init_state(1))[1] for row, length in enumerate(lengths)]
+        streams = model.join_streams(states)
+        for step in range(8):
+            at = torch.tensor(lengths) + step
+            logits = model.step(ids[range(4), at][:, None], streams)
+            for row, place in enumerate(at.tolist()):
+                alone = model(ids[row : row + 1, : place + 1])[0, -1]
+                torch.testing.assert_close(logits[row, 0], alone, atol=1e-4, rtol=1e-4)
+        for row, length in enumerate(lengths):  # what was joined stays as it was
+            again, _ = model.extend(ids[row : row + 1, length : length + 1], states[row])
+            torch.testing.assert_close(again[0, 0], model(ids[row : row + 1, : length + 1])[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_joined_streams_know_their_positions_and_their_number(name: str) -> None:
+    model = causal(name)
+    states = [model.extend(torch.zeros(count, 2 + count, dtype=torch.long), model.init_state(count))[1] for count in (2, 1)]
+    streams: Any = model.join_streams(states)
+    assert (streams if isinstance(streams, GroupedStreams) else streams[0]).position.tolist() == [4, 4, 3]
+    model.step(torch.zeros(3, 1, dtype=torch.long), streams)
+    assert (streams if isinstance(streams, GroupedStreams) else streams[0]).position.tolist() == [5, 5, 4]
+    for shape in ((2, 1), (3, 2)):
+        with pytest.raises(ArgumentError, match=r"ids has shape .*, but must be \[3, 1\], a token each"):
+            model.step(torch.zeros(shape, dtype=torch.long), streams)
 
 
 def test_states_that_are_none_of_this_model_are_named() -> None:

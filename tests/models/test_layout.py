@@ -49,12 +49,6 @@ def test_a_step_of_joined_streams_makes_one_layout(made: list[str]) -> None:
     assert made == ["step_layout"]
 
 
-def test_a_mixer_that_cannot_step_says_so_when_streams_are_joined() -> None:
-    model = build("transformer++-tiny")
-    with pytest.raises(ValueError, match="Attention continues streams at one position only"):
-        model.join_streams([model.init_state(1)])
-
-
 @pytest.mark.parametrize("other", [{"chunk_size": 4}, {"kind": "gau"}])
 def test_blocks_with_other_mixers_get_layouts_of_their_own(other: dict[str, Any]) -> None:
     """A stack of different mixers reads padding, packs and streams as each mixer does."""

@@ -17,6 +17,8 @@ from lineartime.errors import Argument, ArgumentError, reporting
 if TYPE_CHECKING:
     import torch
 
+    from lineartime.models.heads import CausalLM
+
 
 @dataclass(frozen=True)
 class Options:
@@ -47,7 +49,9 @@ class Options:
     device: Device = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of matrix products. Token by token, bf16 is seldom faster than fp32."""
+    """Precision of weights and matrix products; bf16 reads half as much memory for each token."""
+    compile: bool = False
+    """Compile the step of a token first, which takes some seconds: for long texts."""
     threads: int | None = None
     """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
     json: bool = False
@@ -59,26 +63,25 @@ def run(options: Options) -> None:
 
     A note on how they are computed goes to standard error.
     """
-    from lineartime.machine import autocast, choose_device, using_threads
+    from lineartime.machine import choose_device, using_threads
 
     prompt, device = _prompt(options), choose_device(options.device)
-    with using_threads(options.threads), autocast(device, options.precision == "bf16"):
+    with using_threads(options.threads):
         _generate(options, prompt, device)
 
 
 def _generate(options: Options, prompt: str, device: "torch.device") -> None:
-    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.checkpoint import find_checkpoint, load_tokenizer
     from lineartime.generation import Sampling
-    from lineartime.models.heads import CausalLM, check_model
     from lineartime.text_generation import generate_samples, generate_text
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     checkpoint = find_checkpoint(options.run, options.checkpoint)
-    model = check_model(load(checkpoint, device), CausalLM, "generate")
+    model, how = _model(options, checkpoint, device)
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
-    note = f"{checkpoint}: {device.type}, {options.precision}"
+    note = f"{checkpoint}: {device.type}, {how}"
     if options.samples == 1 and not options.json:
         pieces = generate_text(model, tokenizer, prompt, options.max_tokens, sampling, options.stop)
         print(note, file=sys.stderr, flush=True)
@@ -98,6 +101,28 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)
         else:
             print(f"--- sample {number} of {options.samples} ---\n{prompt}{sample.text}", flush=True)
+
+
+def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple[CausalLM, str]":
+    """The model, as the options say it should compute, and how it does in words."""
+    import torch
+
+    from lineartime.checkpoint import load
+    from lineartime.machine import compiler_missing
+    from lineartime.models.heads import CausalLM, check_model
+
+    model = check_model(load(checkpoint, device), CausalLM, "generate")
+    if options.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    if not options.compile:
+        return model, options.precision
+    why_not = compiler_missing(device)
+    if not model.steps_in_place:
+        why_not = "the memory of this system grows with the text"
+    if why_not:
+        return model, f"{options.precision}, not compiled: {why_not}"
+    model.compile_step()
+    return model, f"{options.precision}, compiled"
 
 
 def _prompt(options: Options) -> str:

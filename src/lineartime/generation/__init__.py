@@ -70,8 +70,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue several prompts of any lengths together; no text depends on the other prompts.
 
-    The model reads each prompt by itself, and equal prompts once; then every step adds a token to each text. A model that can
-    step (`model.can_step`), as FLASH can, computes all texts at once, in the same time and memory however long they are, on a
+    The model reads each prompt by itself, and equal prompts once; then every step adds a token to each text. A model that
+    `steps_in_place`, as FLASH does, computes all texts at once, in the same time and memory however long they are, on a
     GPU as a CUDA graph. Others compute the texts of equally long prompts at once, one group after another.
 
     Args:

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineartime.layers.streams import join_groups, tensors_of
+from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneState
+from lineartime.models.grouped import GroupedStreams
 from lineartime.models.heads import CausalLM
 
 PREFILL = 1024
@@ -41,39 +42,17 @@ def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneSta
 
 
 def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
-    """Continue texts token by token: in place if the model can step, which CUDA records as one graph.
+    """Continue texts token by token; where that happens in place, CUDA records it as one graph.
 
     Args:
         model: the model.
         states: of one text each, as `prefill` returns them; they stay as they are.
     """
-    if not model.can_step:
-        return _by_position(model, states)
-    streams = model.join_streams(states)
-    device = streams[0].position.device
-    step = recorded_step(model, streams, len(states)) if device.type == "cuda" else partial(model.step, streams=streams)
+    streams, device = model.join_streams(states), next(model.parameters()).device
+    step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
+    if device.type == "cuda" and not isinstance(streams, GroupedStreams):
+        step = recorded_step(model, streams, len(states))
     return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
-
-
-def _by_position(model: CausalLM, states: Sequence[BackboneState]) -> Next:
-    """Continue the texts at each position together: texts of equally long prompts stay together to their ends."""
-    device = next(model.parameters()).device
-    positions = [state[0].position for state in states]
-    groups = []
-    for position in sorted(set(positions)):
-        rows = [row for row, found in enumerate(positions) if found == position]
-        joined = tuple(join_groups(parts) for parts in zip(*(states[row] for row in rows), strict=True))
-        groups.append((torch.tensor(rows), joined))
-
-    def read_next(tokens: Tensor) -> Tensor:
-        logits = torch.empty(len(states), model.config.vocab_size, device=device)
-        for place, (rows, state) in enumerate(groups):
-            new, state = model.extend(tokens[rows, None].to(device), state)
-            logits[rows.to(device)] = new[:, 0].float()
-            groups[place] = rows, state
-        return logits
-
-    return read_next
 
 
 def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:

@@ -14,9 +14,9 @@ from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import PREFILL
-from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import RaggedState, extend_ragged, take_streams, tensors_of
 from lineartime.models.backbone import Backbone, BackboneState
+from lineartime.models.grouped import GroupedStreams
 
 
 class Streams(NamedTuple):
@@ -135,7 +135,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         state, first = self.state, self.state is None
         if state is None:
             state = Streams(backbone.init_state(len(embedded)))
-        if isinstance(state, RaggedState) and not self._recording and not torch.is_grad_enabled() and _steps(backbone):
+        if isinstance(state, RaggedState) and not self._recording and not torch.is_grad_enabled() and backbone.steps_in_place:
             state = _joined(backbone, state)
         if isinstance(state, JoinedStreams):
             self.state = state
@@ -304,13 +304,10 @@ def _prefix_reader(backbone: Backbone, every: bool) -> Read:
     return read
 
 
-def _steps(backbone: Backbone) -> bool:
-    return all(isinstance(block.mixer, SteppingMixer) for block in backbone.blocks)
-
-
 def _joined(backbone: Backbone, state: RaggedState) -> JoinedStreams:
     """Streams at positions of their own, in the order of the batch, to be continued together."""
     joined = backbone.join_streams([group.blocks for group in state.states])
+    assert not isinstance(joined, GroupedStreams)  # it steps in place
     order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
     return JoinedStreams(take_streams(joined, order))
 

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
+from lineartime.models.grouped import GroupedStreams
 from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
 from lineartime.ops.layout import Layout
 
 BackboneState = tuple[Any, ...]
 """One mixer state for each block."""
+JoinedStates = BackboneState | GroupedStreams
+"""What `join_streams` returns."""
 
 
 class Block(nn.Module):
@@ -65,8 +69,7 @@ class Block(nn.Module):
         """The mixer, as one that steps; ValueError if it does not."""
         if not isinstance(self.mixer, SteppingMixer):
             raise ValueError(
-                f"{type(self.mixer).__name__} continues streams at one position only: continue each with extend, or use FLASH; "
-                "generate_batch works with both."
+                f"{type(self.mixer).__name__} cannot step streams at different positions in place: join them with join_streams."
             )
         return self.mixer
 
@@ -184,27 +187,45 @@ class Backbone(nn.Module):
             states.append(block_state)
         return self.norm(x), tuple(states)
 
-    def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
-        """Join streams at different positions, for `step`; ValueError for mixers that cannot step, or other states."""
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether all mixers can step streams at different positions together, in memory that stays where it is."""
+        return all(isinstance(block.mixer, SteppingMixer) for block in self.blocks)
+
+    def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
+        """Join streams at different positions, for `step`; ArgumentError for states of anything else."""
         if not states:
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:
             self._check_states("states", state)
+        if not self.steps_in_place:
+            return GroupedStreams(states, self.embedding.weight.device)
         return tuple(
             block.stepping_mixer.join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
-    def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
+    def compile_step(self) -> None:
+        """Have torch.compile make `step` faster: see `CausalLM.compile_step`."""
+        compiled = torch.compile(Block.step, fullgraph=True)
+        for block in self.blocks if self.steps_in_place else ():
+            block.step = partial(compiled, block)  # type: ignore[method-assign]
+
+    def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
         self.check_ids(ids)
-        return self.read_step(self.embedding(ids), streams)
+        embedded = self.embedding(ids)
+        if isinstance(streams, GroupedStreams):
+            _check_one_each(ids, streams.position)
+            return streams.step(embedded, self.read_next)
+        return self.read_step(embedded, streams)
 
     def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
-        """`step` for tokens that are embedded already; `inputs` gets what each block reads."""
+        """`step` in place for tokens that are embedded already; `inputs` gets what each block reads."""
         self._check_states("streams", streams)
         if not isinstance(streams[0].position, Tensor):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
+        _check_one_each(embedded, streams[0].position)
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._add_positions(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -240,3 +261,9 @@ class Backbone(nn.Module):
                 raise ArgumentError(
                     argument, f"holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
                 )
+
+
+def _check_one_each(tokens: Tensor, positions: Tensor) -> None:
+    """Raise ArgumentError unless there is one token for each stream."""
+    if tokens.shape[:2] != (len(positions), 1):
+        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{len(positions)}, 1], a token each.")

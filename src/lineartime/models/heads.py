@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
-from lineartime.layers.stepping import SteppingMixer
-from lineartime.models.backbone import Backbone, BackboneState
+from lineartime.models.backbone import Backbone, BackboneState, JoinedStates
 from lineartime.models.config import ModelConfig
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
@@ -148,22 +147,32 @@ class CausalLM(LanguageModel):
         return self.logits(hidden), state
 
     @property
-    def can_step(self) -> bool:
-        """Whether streams at different positions can be continued together: see `join_streams`."""
-        return all(isinstance(block.mixer, SteppingMixer) for block in self.backbone.blocks)
+    def steps_in_place(self) -> bool:
+        """Whether `step` computes streams at different positions at once, in memory that stays where it is, as FLASH does.
 
-    def join_streams(self, states: Sequence[BackboneState]) -> BackboneState:
+        Others compute the streams of each position at once, one group after another, and their memory may grow.
+        """
+        return self.backbone.steps_in_place
+
+    def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
         """Bring streams that stand at different positions together, to continue them token by token with `step`.
 
         Args:
             states: as `extend` returns them, of one or more streams each; they stay as they are.
 
         Raises:
-            ValueError: if the mixer of this model cannot do that.
+            ArgumentError: for states of another model.
         """
         return self.backbone.join_streams(states)
 
-    def step(self, ids: Tensor, streams: BackboneState) -> Tensor:
+    def compile_step(self) -> None:
+        """Have torch.compile make `step` faster, in place, if this model `steps_in_place`; the first step compiles it.
+
+        As with `compile_blocks`, the blocks share the code of the first one. PyTorch keeps it on disk for other processes.
+        """
+        self.backbone.compile_step()
+
+    def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> logits [B, 1, V]; `streams` is brought up to date in place."""
         return self.logits(self.backbone.step(ids, streams))
 

@@ -5,12 +5,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SMALLEST_ROOM = 64
+"""Tokens that a cache has room for when it first grows."""
 
-class KVCache(NamedTuple):
-    """Keys [..., T, s] and values [..., T, e] of the T tokens so far; the leading dimensions are streams, and perhaps heads."""
 
+class _KeysAndValues(NamedTuple):
     k: Tensor
     v: Tensor
+
+
+class KVCache(_KeysAndValues):
+    """Keys [..., T, s] and values [..., T, e] of the T tokens so far; the leading dimensions are streams, and perhaps heads."""
+
+    _room: "_Room | None" = None
+    """Memory that the tensors are the beginning of; not a field, for it is no part of what was read."""
 
     @property
     def position(self) -> int:
@@ -18,10 +26,53 @@ class KVCache(NamedTuple):
         return self.k.shape[-2]
 
     def append(self, k: Tensor, v: Tensor) -> "KVCache":
-        """The cache after more tokens; this one stays as it is."""
-        return KVCache(torch.cat([self.k, k.to(self.k.dtype)], -2), torch.cat([self.v, v.to(self.v.dtype)], -2))
+        """The cache after more tokens; this one stays as it is.
+
+        Memory grows by doubling, and where nobody has used the room behind this cache, its tokens are not copied.
+        """
+        k, v = k.to(self.k.dtype), v.to(self.v.dtype)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self.k, self.v))
+        if differentiated or torch.compiler.is_compiling():  # both need results that nothing is written into
+            return KVCache(torch.cat([self.k, k], -2), torch.cat([self.v, v], -2))
+        start, stop = self.position, self.position + k.shape[-2]
+        room = self._room
+        if room is None or not room.claim(self.k, start, stop):
+            capacity = max(SMALLEST_ROOM, stop, 2 * start)
+            room = _Room(_with_capacity(self.k, capacity), _with_capacity(self.v, capacity), stop)
+        for memory, new in ((room.k, k), (room.v, v)):
+            memory.narrow(-2, start, stop - start).copy_(new)
+        grown = KVCache(room.k.narrow(-2, 0, stop), room.v.narrow(-2, 0, stop))
+        grown._room = room
+        return grown
 
     def visible(self, new: int) -> Tensor:
         """Which keys each of the last `new` tokens reads, bool [new, T]: itself and all before."""
         total = self.position
         return torch.ones(new, total, dtype=torch.bool, device=self.k.device).tril(total - new)
+
+
+class _Room:
+    """Memory of several caches, each the beginning of the next: the first to continue the last one gets what is behind it."""
+
+    def __init__(self, k: Tensor, v: Tensor, used: int) -> None:
+        self.k, self.v = k, v
+        self._used = [used]  # at most one number: taking it out is atomic, so that threads cannot claim the same place
+
+    def claim(self, k: Tensor, start: int, stop: int) -> bool:
+        """Whether the places from `start` to `stop` are given to the caller, whose keys `k` are the `start` tokens before."""
+        if k.data_ptr() != self.k.data_ptr() or stop > self.k.shape[-2]:  # taken from another cache, or no more room
+            return False
+        try:
+            used = self._used.pop()
+        except IndexError:
+            return False
+        granted = used == start
+        self._used.append(stop if granted else used)
+        return granted
+
+
+def _with_capacity(x: Tensor, capacity: int) -> Tensor:
+    """Memory for `capacity` tokens, the first of which are those of x [..., T, f]."""
+    memory = x.new_empty(*x.shape[:-2], capacity, x.shape[-1])
+    memory.narrow(-2, 0, x.shape[-2]).copy_(x)
+    return memory

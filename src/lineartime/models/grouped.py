@@ -1,0 +1,51 @@
+"""Streams at different positions, for models whose mixers cannot step them together: one group for each position.
+
+Shapes: B streams, d model width.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.layers.streams import join_groups
+
+Extend = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+class GroupedStreams:
+    """Streams of a model by their positions; streams that stand at one position stay together for good.
+
+    Args:
+        states: of the model, each of one or more streams at one position; they stay as they are.
+        device: of the model.
+    """
+
+    def __init__(self, states: Sequence[Any], device: torch.device) -> None:
+        sizes = [len(next(iter(state[0]))) for state in states]
+        of_row = [place for place, size in enumerate(sizes) for _ in range(size)]
+        positions = [state[0].position for state in states]
+        self._device = device
+        self._states: list[Any] = []
+        self._rows: list[Tensor] = []
+        for position in sorted(set(positions)):
+            chosen = [state for state, found in zip(states, positions, strict=True) if found == position]
+            self._states.append(tuple(join_groups(parts) for parts in zip(*chosen, strict=True)))
+            rows = [row for row, place in enumerate(of_row) if positions[place] == position]
+            self._rows.append(torch.tensor(rows, device=device, dtype=torch.long))
+        self._order = torch.cat(self._rows).argsort()
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [B], the number of tokens that each stream has read."""
+        counts = [torch.full_like(rows, state[0].position) for rows, state in zip(self._rows, self._states, strict=True)]
+        return torch.cat(counts)[self._order]
+
+    def step(self, x: Tensor, extend: Extend) -> Tensor:
+        """Continue every stream by one token, [B, 1, d] -> [B, 1, d], as `extend` continues those of a group."""
+        outputs = []
+        for place, rows in enumerate(self._rows):
+            out, self._states[place] = extend(x[rows], self._states[place])
+            outputs.append(out)
+        return torch.cat(outputs)[self._order]
