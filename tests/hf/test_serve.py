@@ -1,0 +1,64 @@
+"""The server of transformers with a model of lineartime."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from lineartime.data import ByteTokenizer
+from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, fast_tokenizer
+
+Tiny = Callable[..., LineartimeConfig]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server(tiny: Tiny, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a server of a tiny model of bytes, and the folder of the model."""
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    LineartimeForCausalLM(tiny(vocab_size=258)).save_pretrained(folder)
+    fast_tokenizer(ByteTokenizer()).save_pretrained(folder)
+    command = [sys.executable, "-m", "lineartime.hf", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    output, environment = tmp_path / "log.txt", {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with output.open("w") as log, subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+    ) as process:  # fmt: skip
+        try:
+            yield _address(process, output), folder
+        finally:
+            process.kill()
+
+
+def _address(process: "subprocess.Popen[bytes]", output: Path) -> str:
+    """Where the server listens, as soon as it does."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"running on (http://\S+)", output.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    pytest.fail(output.read_text())
+
+
+def test_a_client_of_openais_protocol_gets_the_text_that_generate_gives(server: tuple[str, Path]) -> None:
+    address, folder = server
+    model = LineartimeForCausalLM.from_pretrained(folder)
+    prompt = torch.tensor([list(b"the text")])
+    drawn = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    expected = bytes(drawn.tolist()).decode(errors="replace")
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        ask = partial(client.completions.create, model=str(folder), prompt="the text", max_tokens=12)
+        assert ask().choices[0].text == expected
+        with ask(stream=True) as pieces:
+            streamed = "".join(piece.choices[0].text for piece in pieces if piece.choices)
+        # Bytes at the end that are no whole character are not streamed.
+        assert streamed.rstrip("\ufffd") == expected.rstrip("\ufffd")
