@@ -85,8 +85,7 @@ class FLASH(
         assert chunk is not None  # step_layout makes it
         row: Tensor | None = None
         if self.bias is not None:
-            slots = torch.arange(self.chunk_size, device=normed.device)
-            row = self.bias(chunk.slot, slots, layout.place_rotations)
+            row = self.bias(chunk.slot, chunk.slots, layout.place_rotations)
         attended = stream.step(maps, v, row, self.options, streams, chunk)
         out: Tensor = self.to_output(self.gate(gate, attended))
         return out

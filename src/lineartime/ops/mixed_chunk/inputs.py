@@ -114,7 +114,7 @@ class Projected(NamedTuple):
 
 def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:
     """rope(Z * gamma_i + beta_i) for every i: [B, T, s], [maps, s], [maps, s] -> [B, maps, T, s]."""
-    maps = z[..., None, :, :] * gamma[:, None] + beta[:, None]
+    maps = torch.addcmul(beta[:, None], z[..., None, :, :], gamma[:, None])
     return rotate(maps, over_heads(rotations))
 
 

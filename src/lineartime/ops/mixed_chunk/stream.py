@@ -183,13 +183,15 @@ class OpenChunk(NamedTuple):
     """Where the next token of each stream stands in its chunk, and what it reads: the same for all layers of a model.
 
     Attributes:
-        slot: int64 [B], the place of the token in its chunk.
+        slots: int64 [C], the places of a chunk.
+        slot: int64 [B], that of the token.
         visible: bool [B, 1, C], True for the token and those before it in its chunk.
         share: [B, 1, C], what weights are multiplied with: see `visible_share`.
         summary_share: [B, 1, 1], what the sum over the chunks before is multiplied with; zero in the first chunk.
         open_share: [B, 1, C], the same for the visible tokens, which that sum must not hold.
     """
 
+    slots: Tensor
     slot: Tensor
     visible: Tensor
     share: Tensor
@@ -199,13 +201,13 @@ class OpenChunk(NamedTuple):
 
 def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype) -> OpenChunk:
     """The open chunk of streams that have read `position` tokens, int64 [B]; `dtype` is that of their state."""
-    slot = position % options.chunk_size
-    visible = (torch.arange(options.chunk_size, device=position.device) <= slot[:, None])[:, None]
+    slots, slot = torch.arange(options.chunk_size, device=position.device), position % options.chunk_size
+    visible = (slots <= slot[:, None])[:, None]
     share = visible_share(visible, options.published_length, visible.to(dtype))
     assert share is not None  # not everything is visible
     read = position - slot
     summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
-    return OpenChunk(slot, visible, share.to(dtype), summary_share, visible * summary_share)
+    return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, visible * summary_share)
 
 
 def step(
@@ -234,10 +236,12 @@ def step(
     with without_autocast(v):
         chunk = chunk or open_chunk(position, options, dtype)
         queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(dtype), v.to(dtype)
-        keys.scatter_(2, chunk.slot[:, None, None, None].expand_as(new), new)
-        values.scatter_(1, chunk.slot[:, None, None].expand_as(v), v)
+        place = chunk.slot[:, None, None]
+        keys.scatter_(2, place[:, None].expand_as(new), new)
+        values.scatter_(1, place.expand_as(v), v)
         sums.addcmul_(new[:, 1].mT, v)
-        quadratic, linear = (queries @ keys.mT).unbind(1)
+        products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+        quadratic, linear = products.view(len(v), 2, *products.shape[1:]).unbind(1)
         weights = attention_weights(
             quadratic,
             d_qk=maps.shape[-1],
@@ -249,6 +253,6 @@ def step(
         )
         # The linear part reads complete chunks: take the open one out of the sums, by way of the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
-        out = torch.baddbmm((queries[:, 1] * chunk.summary_share) @ sums, weights, values)
+        out = torch.bmm(queries[:, 1] * chunk.summary_share, sums).baddbmm_(weights, values)
         position += 1
         return out.to(result_dtype)
