@@ -271,7 +271,7 @@ class Run:
 
                 steps: dict[str, Callable[[], object]] = {"extend": by_extend, "step": by_step}
                 if self.device.type == "cuda":
-                    recorded = recorded_step(model, model.join_streams([state]), 1)
+                    recorded = recorded_step(model, model.join_streams([state]))
                     same = torch.allclose(recorded(token), model.extend(token, state)[0], atol=1e-3)
                     self.expect(same, f"generation at {position}: the CUDA graph gives the logits of extend")
                     steps["graph"] = partial(recorded, token)

@@ -291,6 +291,23 @@ def test_states_are_as_large_as_they_are_after_so_many_tokens() -> None:
     assert states == [2 * 2 * n * 16 * 4 for n in (10, 20)]  # keys and values of two blocks, of one stream of the three
 
 
+def test_decode_is_compiled_where_the_model_steps_in_place(options: Callable[..., BenchConfig]) -> None:
+    presets = ("flash-tiny", "transformer++-tiny")
+    plan = make_plan(options(presets=presets, measure=("decode",), positions=(8,), modes=("eager", "compiled")))
+    [(_, subjects)] = plan.cells
+    assert list(map(str, subjects)) == ["flash-tiny", "flash-tiny compiled", "transformer++-tiny"]
+
+
+def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
+    for name, dtype, expected in (("flash-tiny", "bf16", torch.bfloat16), ("transformer++-tiny", "fp32", torch.float32)):
+        ready = prepare(subject(name), Case("decode", 10, dtype, 2), CPU)
+        first, second = ready.step(), ready.step()
+        assert isinstance(first, torch.Tensor)
+        assert isinstance(second, torch.Tensor)
+        assert (first.shape, first.dtype) == ((2, 20), expected)
+        assert not torch.equal(first, second)  # the same token again, one place later
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -43,9 +43,9 @@ class BenchConfig:
     decode_batch: int = 1
     """Streams that prefill and decode continue at once."""
     dtypes: tuple[Precision, ...] = ("auto",)
-    """Precision of matrix products; auto: the faster one here, as in training. bf16 is autocast: weights are always fp32."""
+    """Precision of matrix products; auto: the faster one here, as in training. bf16 is autocast, in decode bf16 weights."""
     modes: tuple[Mode, ...] = ("eager",)
-    """eager: as it is; compiled: by torch.compile, for train and forward. Streams are always eager."""
+    """eager: as it is; compiled: by torch.compile, for train, forward, and decode of models that step in place."""
     peers: tuple[Peer, ...] = ()
     """Other implementations to compare with, at the sizes of the first preset that has d_qk and chunk_size."""
     rounds: int = 5

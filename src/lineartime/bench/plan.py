@@ -9,6 +9,7 @@ from lineartime.bench.config import STREAMED, BenchConfig, Dtype, Measure
 from lineartime.bench.peers import PEERS, check_peer
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import Argument, ArgumentError, did_you_mean
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
@@ -126,9 +127,13 @@ def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> No
 def _subjects(
     options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig], device: torch.device
 ) -> tuple[Subject, ...]:
-    if measure in STREAMED:
-        return tuple(Subject(name, "eager", config) for name, config in configs.items())
     modes = tuple(dict.fromkeys(options.modes))
+    if measure in STREAMED:
+        return tuple(
+            Subject(name, mode, config)
+            for name, config in configs.items()
+            for mode in (modes if measure == "decode" and issubclass(config.mixer.layer, SteppingMixer) else ("eager",))
+        )
     subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
     for peer in dict.fromkeys(options.peers):
         if peer == "fla" and options.task != "clm":

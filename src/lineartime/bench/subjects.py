@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.peers import build_peer
-from lineartime.generation.streams import read
+from lineartime.generation.streams import continuing, read
 from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
@@ -100,8 +100,14 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         assert isinstance(model, CausalLM)
         if case.measure == "prefill":
             return Ready(model, partial(infer, read, model, context))
-        state = infer(state_after, model, context)
-        return Ready(model, partial(infer, model.extend, ids[:, -1:], state), state_bytes(state) // case.batch)
+        if bf16:
+            model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
+        if subject.mode == "compiled":
+            model.compile_step()
+        with torch.no_grad():
+            state = state_after(model, context)
+            read_next = torch.no_grad()(continuing(model, [state]))
+        return Ready(model, partial(read_next, ids[:, -1]), state_bytes(state) // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
         compile_model()

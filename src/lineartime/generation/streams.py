@@ -46,18 +46,18 @@ def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
 
     Args:
         model: the model.
-        states: of one text each, as `prefill` returns them; they stay as they are.
+        states: of one or more texts each, as `prefill` returns them; they stay as they are.
     """
     streams, device = model.join_streams(states), next(model.parameters()).device
     step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
     if device.type == "cuda" and not isinstance(streams, GroupedStreams):
-        step = recorded_step(model, streams, len(states))
+        step = recorded_step(model, streams)
     return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
 
 
-def recorded_step(model: CausalLM, streams: BackboneState, batch: int) -> Callable[[Tensor], Tensor]:
+def recorded_step(model: CausalLM, streams: BackboneState) -> Callable[[Tensor], Tensor]:
     """`model.step` as a CUDA graph, which launches the hundreds of kernels of a token at once."""
-    ids = torch.zeros(batch, 1, dtype=torch.long, device=streams[0].position.device)
+    ids = torch.zeros_like(streams[0].position[:, None])
     before = [tensor.clone() for tensor in tensors_of(streams)]
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
