@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineartime.layers.streams import tensors_of
-from lineartime.models.backbone import BackboneState
+from lineartime.models.backbone import BackboneState, JoinedStates
 from lineartime.models.grouped import GroupedStreams
 from lineartime.models.heads import CausalLM
 
@@ -50,13 +50,14 @@ def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
     """
     streams, device = model.join_streams(states), next(model.parameters()).device
     step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
-    if device.type == "cuda" and not isinstance(streams, GroupedStreams):
+    if device.type == "cuda" and model.steps_in_place:
         step = recorded_step(model, streams)
     return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
 
 
-def recorded_step(model: CausalLM, streams: BackboneState) -> Callable[[Tensor], Tensor]:
-    """`model.step` as a CUDA graph, which launches the hundreds of kernels of a token at once."""
+def recorded_step(model: CausalLM, streams: JoinedStates) -> Callable[[Tensor], Tensor]:
+    """`model.step` in place as a CUDA graph, which launches the hundreds of kernels of a token at once."""
+    assert not isinstance(streams, GroupedStreams)
     ids = torch.zeros_like(streams[0].position[:, None])
     before = [tensor.clone() for tensor in tensors_of(streams)]
     aside = torch.cuda.Stream()

@@ -1,0 +1,103 @@
+"""How fast models generate, one token after another: `python benchmarks/generation.py` (about 6 minutes on 2 cores).
+
+Times are of `prepare(...).step` for a token of each of B streams, eager and compiled, after `position` tokens, all subjects
+taking turns. The first call of a compiled step is timed in a process of its own, twice: the second finds code on the disk.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import markdown, save
+
+from lineartime.bench.measure import median_seconds, synchronized
+from lineartime.bench.subjects import Case, Subject, prepare
+from lineartime.machine import choose_precision
+from lineartime.models.presets import resolve
+
+CPU = torch.device("cpu")
+SUBJECTS = (
+    ("flash-tiny", "eager"),
+    ("flash-tiny", "compiled"),
+    ("flash-next-tiny", "compiled"),
+    ("transformer++-tiny", "eager"),
+)
+CASES = ((1024, 1), (65_536, 1), (1024, 32))
+GOALS = {
+    ("flash-tiny", "eager", "fp32", 1024, 1): 500,
+    ("flash-tiny", "compiled", "fp32", 1024, 1): 1000,
+    ("flash-tiny", "compiled", "bf16", 1024, 1): 1600,
+    ("flash-tiny", "compiled", "bf16", 1024, 32): 8000,
+}
+"""Tokens a second."""
+
+
+def first_call(dtype: str, cache: str) -> float:
+    """Seconds of the first compiled step in a fresh process, with its code in a folder."""
+    code = f"import generation; print(generation.time_first({dtype!r}))"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    output = subprocess.run(command, cwd=Path(__file__).parent, env=environment, check=True, capture_output=True, text=True)
+    return float(output.stdout.split()[-1])
+
+
+def time_first(dtype: Any) -> float:
+    """Seconds of the first compiled step in this process."""
+    ready = prepare(Subject("flash-tiny", "compiled", resolve("flash-tiny")), Case("decode", 1024, dtype, 1), CPU)
+    start = time.perf_counter()
+    ready.step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="timings of each case, of which the median is taken")
+    rounds = parser.parse_args().rounds
+    dtypes: tuple[Any, ...] = ("fp32", "bf16") if choose_precision("auto", CPU) == "bf16" else ("fp32",)
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        for position, batch in CASES:
+            case = Case("decode", position, dtype, batch)
+            steps = {(name, mode): prepare(Subject(name, mode, resolve(name)), case, CPU).step for name, mode in SUBJECTS}  # type: ignore[arg-type]
+            for step in steps.values():
+                step()  # compile
+            seconds = median_seconds(steps, rounds, partial(synchronized, CPU), min_seconds=0.05)
+            rows += [
+                {"preset": name, "mode": mode, "dtype": dtype, "position": position, "streams": batch, "seconds": value}
+                for (name, mode), value in seconds.items()
+            ]
+            print(json.dumps(rows[-len(SUBJECTS) :]), flush=True)
+        with tempfile.TemporaryDirectory() as cache:
+            rows += [{"first_call": number, "dtype": dtype, "seconds": first_call(dtype, cache)} for number in (1, 2)]
+    save("generation", rows, table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second, with the goals."""
+    lines = []
+    for row in rows:
+        if "first_call" in row:
+            continue
+        key = (row["preset"], row["mode"], row["dtype"], row["position"], row["streams"])
+        goal = f"{GOALS[key]:,}" if key in GOALS else "-"
+        speed = f"{row['streams'] / row['seconds']:,.0f}" if row["seconds"] else "-"
+        lines.append([f"`{key[0]}`", key[1], key[2], f"{key[3]:,}", str(key[4]), f"{1e3 * row['seconds']:.2f}", speed, goal])
+    header = ["model", "step", "precision", "position", "streams", "ms", "tokens/s", "goal"]
+    starts = [
+        [row["dtype"], "empty" if row["first_call"] == 1 else "filled before", f"{row['seconds']:.1f} s"]
+        for row in rows
+        if "first_call" in row
+    ]
+    return markdown(header, lines) + "\n" + markdown(["compiling the step, precision", "cache on disk", "first token"], starts)
+
+
+if __name__ == "__main__":
+    main()
