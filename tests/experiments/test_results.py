@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lineartime.experiments.plan import Job
-from lineartime.experiments.report import table
+from lineartime.experiments.report import begun, table
 from lineartime.experiments.results import Point, Run, Tuning, choose, seconds_to, training_seconds
 
 
@@ -52,3 +52,11 @@ def test_the_rate_and_the_optimiser_with_the_lowest_loss_are_chosen() -> None:
 
 def test_a_table_has_no_empty_columns() -> None:
     assert table({"system": ["a|b"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a\\|b | 1 |"
+
+
+def test_a_setting_of_which_nothing_has_run_has_no_tables() -> None:
+    def setting(tried: str | float, run: str) -> dict[str, Any]:
+        return {"rows": [{"grid": {"adamw": {"0.1": tried}}, "runs": [{"state": run}]}]}
+
+    settings = [setting("missing", "missing"), setting(3.0, "missing"), setting("missing", "finished")]
+    assert begun({"settings": settings}) == settings[1:]

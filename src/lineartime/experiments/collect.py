@@ -75,7 +75,7 @@ def _machines(run: Run) -> list[tuple[str, str | None]]:
     """Where each process that did a run ran, and when it started."""
     if run.job.kind == "latency":
         found = run.outcome.machine
-        where = found.get("gpu") or f"{found.get('cpu')}, {found.get('threads')} threads"
+        where = found.get("gpu") or f"{found.get('cpu')}, {_threads(found.get('threads'))}"
         return [(_described(where, found), run.outcome.time)] if found else []
     if run.state == "damaged" or not (run.job.folder / RECORD_FILE).exists():
         return []
@@ -84,7 +84,11 @@ def _machines(run: Run) -> list[tuple[str, str | None]]:
 
 
 def _where(machine: Machine) -> str:
-    return ", ".join(machine.gpus) or f"{machine.processor}, {machine.threads} threads"
+    return ", ".join(machine.gpus) or f"{machine.processor}, {_threads(machine.threads)}"
+
+
+def _threads(count: object) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
 
 
 def _described(where: object, versions: Mapping[str, object]) -> str:

@@ -88,7 +88,7 @@ def _incomplete(report: dict[str, Any]) -> str:
 def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
     masked, words = plan.experiment.task == "mlm", plan.experiment.words
     metric = "loss" if masked else "bits_per_byte"
-    for setting in report["settings"]:
+    for setting in begun(report):
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         rows = setting["rows"]
         columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
@@ -121,10 +121,20 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield from _pairs_table(plan, report)
 
 
+def begun(report: dict[str, Any]) -> list[Row]:
+    """The settings of which anything has run."""
+    return [setting for setting in report["settings"] if any(_has_begun(row) for row in setting["rows"])]
+
+
+def _has_begun(row: Row) -> bool:
+    tried = [cell for grid in row["grid"].values() for cell in grid.values()]
+    return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
+
+
 def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
     """Measurements that differ from training: columns are the tests."""
     unit = "bits per byte" if metric == "bits_per_byte" else "nats"
-    for setting in report["settings"]:
+    for setting in begun(report):
         columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
         for name in report["tests"]:
             columns[name or "as trained"] = [_values(values_of_row(row, test_value(name, metric))) for row in setting["rows"]]
@@ -166,7 +176,7 @@ def _equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield PAPER_TREATMENT
         return
     yield equal_treatment(plan, _parameters(report))
-    for setting in report["settings"]:
+    for setting in begun(report):
         for optimizer in plan.optimizers:
             rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
             rows = list({row["arm"]: row for row in rows}.values())
