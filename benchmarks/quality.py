@@ -1,0 +1,67 @@
+"""The README's table of quality, from what `lineartime reproduce lm` measured: `python benchmarks/quality.py [FOLDER]`.
+
+With the folder of an experiment, its report and pictures are copied to `benchmarks/results/reproduce` first. See its
+`report.md` for how all systems were treated alike.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, markdown
+
+REPORTS = RESULTS / "reproduce"
+LANGUAGE_MODELS = REPORTS / "lm-cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", help="of an experiment, with report.json")
+    folder = parser.parse_args().folder
+    if folder is not None:
+        copy(folder)
+    report = json.loads((LANGUAGE_MODELS / "report.json").read_text())
+    table = quality_table(report)
+    (RESULTS / "quality.md").write_text(table)
+    print(table)
+
+
+def copy(folder: Path) -> None:
+    """Bring the report of an experiment into the repository, without its runs."""
+    into = REPORTS / folder.resolve().name
+    into.mkdir(parents=True, exist_ok=True)
+    for file in (folder / "report.json", folder / "report.md", *sorted(folder.glob("*.png"))):
+        shutil.copy(file, into)
+
+
+def quality_table(report: dict[str, Any]) -> str:
+    """Each system's test bits per byte, both seeds, and its tokens a second, in every setting that has results."""
+    settings = [setting for setting in report["settings"] if any(map(measured, setting["rows"]))]
+    header = ["model"]
+    for setting in settings:
+        name = setting["name"][0].upper() + setting["name"][1:]
+        header += [f"{name}: test bits per byte", "tokens/s", "the paper's perplexity"]
+    lines = []
+    for index, row in enumerate(settings[0]["rows"]):
+        rows = [setting["rows"][index] for setting in settings]
+        if not any(map(measured, rows)):
+            continue
+        cells = [f"`{row['name']}`"]
+        for each in rows:
+            speed, paper = each["tokens_per_second"], each["paper"].get("pplx")
+            cells.append(" / ".join(f"{value:.3f}" for value in measured(each)) or "-")
+            cells += [f"{speed:,.0f}" if speed else "-", f"{paper:.2f}" if paper else "-"]
+        lines.append(cells)
+    kept = [place for place in range(len(header)) if any(line[place] != "-" for line in lines)]
+    return markdown([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
+
+
+def measured(row: dict[str, Any]) -> list[float]:
+    """The test bits per byte of all seeds that have ended."""
+    return [test["bits_per_byte"] for run in row["runs"] for test in run["tests"] if test["name"] == ""]
+
+
+if __name__ == "__main__":
+    main()
