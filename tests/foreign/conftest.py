@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +55,14 @@ def assert_agree() -> Callable[..., None]:
             torch.testing.assert_close(one, two, atol=tolerance * size, rtol=0)
 
     return check
+
+
+@pytest.fixture
+def formulas() -> Any:
+    """The module gau_alpha.py beside this file."""
+    spec = spec_from_file_location("formulas", Path(__file__).with_name("gau_alpha.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -148,7 +148,7 @@ def _check(values: Mapping[str, Any]) -> None:
             )
     sizes = {
         "hidden_act": values["hidden_act"] in ("swish", "silu"),
-        "normalization": values["normalization"] in _ACTIVATIONS,
+        "normalization": values["normalization"] in list(_ACTIVATIONS),  # also what has no hash
         "embedding_size": values["embedding_size"] in (None, values["hidden_size"]),
         "intermediate_size": values["intermediate_size"] % values["hidden_size"] == 0,
         "attention_key_size": values["attention_key_size"] % 2 == 0,
