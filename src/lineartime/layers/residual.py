@@ -23,8 +23,7 @@ from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
-READ_PREFIX = "GAU, FLASH and softmax attention"
-"""The mixers that can read a prefix, in words."""
+READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, in words
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -97,20 +96,18 @@ class ResidualLayer(nn.Module):
 
     def before(self, x: Tensor) -> Tensor:
         """What f reads: x, normed if the norm stands before it."""
-        normed: Tensor = self.norm(x) if self.norm_position == "pre" else x
-        return normed
+        return self.norm(x) if self.norm_position == "pre" else x
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the layer, given that of f: x + dropout(out), normed if the norm stands behind it."""
-        total: Tensor = x + self.dropout(out)
-        return total if self.norm_position == "pre" else self.norm(total)
+        out = x + self.dropout(out)
+        return out if self.norm_position == "pre" else self.norm(out)
 
     def extra_repr(self) -> str:
         """Its options, apart from those that its parts show."""
         shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
+        shown += ["norm_position"] * (self.norm_position != "pre")
         values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
-        if self.norm_position != "pre":
-            values["norm_position"] = self.norm_position
         options = [f"{name}={value!r}" for name, value in values.items()]
         return ", ".join(filter(None, [*options, super().extra_repr()]))
 
@@ -315,11 +312,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             check_state(part, self._no_streams, type(self).__name__)
             if part[0].device != x.device:
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
-        made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
-        if batch != made_for:
-            raise ArgumentError(
-                "x", f"has batch size {batch}, but its state was made for {made_for}: call init_state({batch})."
-            )
+        own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
+        if batch != own:
+            raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
 
     @cached_property
     def _no_streams(self) -> State | ShiftedState:
