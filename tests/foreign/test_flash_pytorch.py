@@ -159,7 +159,8 @@ def test_an_option_that_flash_pytorch_does_not_have_is_named(options: dict[str, 
         (lambda w: w.clear(), {}, "of no model or layer of FLASH-pytorch"),
         (lambda w: None, {"reduce_group_non_causal_attn": False}, "reduce_group_non_causal_attn is False"),
         (lambda w: None, {"add_residual": False}, "add_residual is False"),
-        (lambda w: None, {"group_size": 0}, "chunk_size is 0, but must be at least 1"),
+        (lambda w: None, {"group_size": 0}, "group_size is 0, but must be at least 1"),
+        (lambda w: None, {"causal": 1}, "causal is 1, but must be"),
     ],
 )
 def test_weights_of_something_else_are_named(

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.fields import check_type
 from lineartime.foreign.weights import StateDict, interleaved_order
+from lineartime.layers.checks import check_positive
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import Norm
@@ -62,6 +64,12 @@ def from_flash_pytorch(
         LineartimeError: for weights of something else.
     """
     state = StateDict(weights, PACKAGE)
+    switches = {"causal": causal, "laplace_attn_fn": laplace_attn_fn, "add_residual": add_residual}
+    switches["reduce_group_non_causal_attn"] = reduce_group_non_causal_attn
+    for name, value in switches.items():
+        check_type(name, value, bool)
+    check_type("shift_tokens", shift_tokens, bool | None)
+    check_positive(group_size=group_size, **({} if sequence_length is None else {"sequence_length": sequence_length}))
     if not causal and not reduce_group_non_causal_attn:
         raise ArgumentError(
             "reduce_group_non_causal_attn",

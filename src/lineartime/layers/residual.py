@@ -49,7 +49,7 @@ class ResidualLayer(nn.Module):
         d_model: d, the width of inputs and outputs.
         norm: "layernorm", "scalenorm" or "rmsnorm".
         norm_eps: what is added to the mean square, or the variance, that the norm divides by.
-        norm_position: "pre", before f; or "post", behind the residual.
+        norm_position: "pre", before f; or "post", behind the residual, for layers whose input is normed already.
         dropout: probability of dropping an output before the residual.
         device, dtype: where parameters are made, and in which dtype, as in torch.nn; None for PyTorch's defaults.
 
