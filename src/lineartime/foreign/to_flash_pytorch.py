@@ -42,7 +42,6 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
         _require("norm", config.norm, "layernorm", "before the logits: train with final_norm=layernorm")
     if config.task == "prefix-lm":
         raise ArgumentError("task", f"is 'prefix-lm', but {PACKAGE} reads no prefix in both directions.")
-    layers = [block.mixer for block in backbone.blocks]
     width = config.mixer.options["d_qk"]
     if not config.mixer.options["rope"]:
         raise ArgumentError("rope", f"is False, but a model of {PACKAGE} has rotary positions.")
@@ -55,9 +54,9 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     half = torch.arange(0, config.d_model, 2) / config.d_model
     weights = {"token_emb.weight": embedding, "abs_pos_emb.scale": position, "abs_pos_emb.inv_freq": 10000.0**-half}
     arguments: dict[str, Any] = {}
-    for block, layer in enumerate(layers):
-        own, arguments = _flash(layer)  # type: ignore[arg-type]
-        weights |= {f"layers.{block}.{name}": tensor for name, tensor in own.items()}
+    for place, block in enumerate(backbone.blocks):
+        own, arguments = _flash(block.mixer)  # type: ignore[arg-type] # its kind is that of FLASH
+        weights |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
     weights |= {f"to_logits.0.{kind}": tensor for kind, tensor in norm.items()}
     weights |= {f"to_logits.1.{kind}": tensor for kind, tensor in logits.items()}
     arguments.pop("rotary_dim")
