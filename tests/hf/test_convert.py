@@ -173,7 +173,7 @@ def _index(folder: Path, name: str) -> None:
 NORM = "model.backbone.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other type": (lambda f: _change(f / "config.json", model_type="llama"), "model of type 'llama': only models of type"),
-    "untied": (lambda f: _change(f / "config.json", tie_word_embeddings=False), "weights of their own"),
+    "untied": (lambda f: _change(f / "config.json", tie_word_embeddings=False), "lacks lm_head.weight"),
     "unknown layer": (
         lambda f: _change(f / "config.json", mixer={"kind": "none"}),
         "mixer.kind is 'none'",

@@ -88,6 +88,8 @@ OTHER: dict[str, Any] = {
     "expansion": 3,
     "activation": "softmax",
     "norm": "scalenorm",
+    "norm_eps": 0.9,
+    "norm_position": "post",
     "dropout": 0.5,
 }
 

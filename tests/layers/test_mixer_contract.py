@@ -37,9 +37,20 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"normalization": "paper"},
         {"normalization": "paper_sum"},
         {"activation": "softmax"},
-        {"chunk_size": 513},
-    ],  # 513: the rotary bias
-    "gau": [{}, {"max_length": 128}, {"normalization": "paper"}, {"activation": "softmax_plus"}, {"activation": "laplace"}],
+        {"chunk_size": 513},  # the rotary bias
+        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_sum"},
+        {"norm_position": "post", "norm": "scalenorm"},
+    ],
+    "gau": [
+        {},
+        {"max_length": 128},
+        {"normalization": "paper"},
+        {"activation": "softmax_plus"},
+        {"activation": "laplace"},
+        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_bias"},
+        {"normalization": "paper_bias", "activation": "laplace"},
+        {"norm_position": "post", "norm": "scalenorm"},
+    ],
     "attention": [{}],
     "flash-local": [{}],
     "flash-global": [{}, {"normalization": "paper_sum"}],
@@ -47,7 +58,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "flash-weighted": [{}],
     "flash-first-to-all": [{}],
     "flash-cls": [{}],
-    "gau-multi-head": [{}],
+    "gau-multi-head": [{}, {"rotary_width": 2}],
     "gau-ungated": [{}],
     "mhsa-relu2": [{}],
     "mhsa-gated": [{}],
@@ -345,7 +356,10 @@ def test_no_tokens_and_no_real_tokens_give_finite_zeros(name: str, causal: bool)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_autocast_stays_finite_on_large_inputs(name: str, causal: bool, dtype: torch.dtype) -> None:
     mixer = build(name, causal)
-    x = (1e3 * torch.randn(2, LENGTH, D_MODEL)).requires_grad_()
+    x = 1e3 * torch.randn(2, LENGTH, D_MODEL)
+    if mixer.norm_position == "post":  # it reads what the norm of the layer before has made small
+        x = mixer.norm(x).detach()
+    x.requires_grad_()
     mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [5]])
     with torch.autocast("cpu", dtype=dtype):
         y = mixer(x, mask=mask)

@@ -115,6 +115,8 @@ def test_options_defaults_and_types_are_those_of_constructors() -> None:
     options = constructor_options(LayerConfig("combiner").layer)  # all of them belong to its bases
     assert {name: option.default for name, option in options.items()} == {
         "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "norm_position": "pre",
         "dropout": 0.0,
         "device": None,
         "dtype": None,

@@ -191,3 +191,62 @@ def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_tar
     torch.testing.assert_close(model.total_loss(ids, targets), expected)
     torch.testing.assert_close(model.loss(ids, targets), expected / (targets != -100).sum())
     assert model.loss(ids, torch.full_like(targets, -100)) == 0
+
+
+OTHER_ENDS = {
+    "tie_word_embeddings": False,
+    "token_types": 2,
+    "embedding_norm": True,
+    "norm": "scalenorm",
+    "norm_eps": 1e-8,
+    "norm_position": "post",
+    "final_norm": "layernorm",
+}
+
+
+def test_logits_of_their_own_types_and_norms_at_both_ends_are_the_formula() -> None:
+    model = lineartime.build("flash-tiny", "mlm", **FLASH, **OTHER_ENDS).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    ids, types, targets = (torch.randint(0, size, (2, 9)) for size in (50, 2, 50))
+    backbone, head = model.backbone, model.lm_head
+    assert head is not None
+    x = backbone.embedding(ids) + backbone.token_types.weight[types] + backbone.position(torch.arange(9))
+    for layer in (backbone.embedding_norm, *(block.mixer for block in backbone.blocks), backbone.norm):
+        x = layer(x)
+    logits = x @ head.weight.T + head.bias
+    torch.testing.assert_close(model(ids, token_types=types), logits, atol=1e-12, rtol=0)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model.loss(ids, targets, token_types=types), loss, atol=1e-12, rtol=0)
+    first = torch.zeros_like(types)
+    assert torch.equal(model(ids), model(ids, token_types=first))
+    assert not torch.allclose(model(ids), model(ids, token_types=first + 1))
+
+
+def test_a_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
+    model = lineartime.build("flash-tiny", **FLASH, **OTHER_ENDS).double().eval()
+    ids = torch.randint(0, 50, (2, 21))
+    state, pieces = model.init_state(2), []
+    for start, stop in pairwise((0, 7, 8, 20)):
+        logits, state = model.extend(ids[:, start:stop], state)
+        pieces.append(logits)
+    pieces.append(model.step(ids[:, 20:], model.join_streams([state])))
+    torch.testing.assert_close(torch.cat(pieces, 1), model(ids), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (torch.zeros(2, 3), "token_types has dtype torch.float32"),
+        (torch.zeros(2, 4, dtype=torch.long), r"token_types has shape \[2, 4\], but must be \[B, T\] = \[2, 3\]"),
+        (torch.full((2, 3), 2), "token_types holds 2, but must be from 0 to token_types - 1 = 1"),
+    ],
+)
+def test_types_that_do_not_fit_are_named(types: torch.Tensor, message: str) -> None:
+    model = lineartime.build("flash-tiny", "mlm", **FLASH, token_types=2)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ArgumentError, match=message):
+        model(ids, token_types=types)
+    with pytest.raises(ArgumentError, match="token_types is given, but this model has none: leave it out"):
+        masked("flash-tiny")(ids, token_types=ids)

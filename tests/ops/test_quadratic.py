@@ -31,7 +31,7 @@ def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Te
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper", 7])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_bias", 7])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_parallel_form_is_the_definition(
@@ -297,3 +297,18 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
 def test_what_cannot_be_computed_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quadratic_attention(*make_inputs(1, 5), **options)
+
+
+def test_a_bias_that_is_divided_too_is_that_of_a_document_of_its_length() -> None:
+    q, k, v = make_inputs(2, 9)
+    bias, mask = torch.randn(9, 9, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [5]])
+    out = quadratic_attention(q, k, v, bias=bias, mask=mask, normalization="paper_bias")
+    for row, length in enumerate((9, 5)):
+        own = [x[row, :length] for x in (q, k, v)]
+        weights = ((own[0] @ own[1].mT + bias[:length, :length]) / length).relu().square()
+        torch.testing.assert_close(out[row, :length], weights @ own[2], atol=1e-12, rtol=0)
+
+
+def test_a_form_that_cannot_divide_the_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch', 'oracle'"):
+        quadratic_attention(*make_inputs(1, 3), normalization="paper_bias", backend="tiled")

@@ -219,3 +219,8 @@ def test_one_process_fails_with_its_own_error() -> None:
     assert caught.value is error
     assert World().share(lambda: 3) == 3
     assert dataclasses.replace(World(), rank=1, size=2).said_once(error) is not error
+
+
+def test_the_word_none_is_a_value_of_a_final_norm() -> None:
+    config = TrainConfig(override=("final_norm=none", "token_types=2")).model_config(258)
+    assert (config.final_norm, config.token_types) == ("none", 2)

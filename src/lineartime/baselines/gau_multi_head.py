@@ -16,6 +16,7 @@ from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 
@@ -23,7 +24,8 @@ from lineartime.ops.positions import over_heads, rotate
 class GAUMultiHead(GAU):
     """GAU with several heads.
 
-    It has as many parameters as a `GAU`. The relative bias is the rotary form, and the same for all heads.
+    It has as many parameters as a `GAU`. The relative bias is the rotary form, and the same for all heads; `rotary_width` is
+    that of a head.
 
     Args:
         n_heads: H, which must divide d_qk and expansion * d.
@@ -40,6 +42,7 @@ class GAUMultiHead(GAU):
             if width % n_heads:
                 raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
         check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
+        check_rotary_width(self.rotary_width, self.d_qk // n_heads)
         self.n_heads = n_heads
 
     def plan(self) -> LayoutPlan:

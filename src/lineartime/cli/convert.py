@@ -1,28 +1,44 @@
-"""`lineartime convert`: a model for transformers, and back."""
+"""`lineartime convert`: a model for transformers or FLASH-pytorch, and from these and GAU-alpha."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from lineartime.checkpoint import Which
+from lineartime.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class Options:
-    """Convert a trained model into a folder for the transformers library, or such a folder back into one of lineartime."""
+    """Convert a trained model for another library, or a model of another library into one of lineartime."""
 
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
-    """Folder of a run, of a checkpoint, or of a model that transformers saved."""
+    """Folder of a run, of a checkpoint, of a model that transformers saved, or of GAU-alpha; or weights of FLASH-pytorch."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
-    """Folder to write."""
+    """Folder to write; a file for FLASH-pytorch."""
     checkpoint: Which | None = None
     """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    to: Literal["auto", "flash-pytorch"] = "auto"
+    """What to write: auto is transformers for a model of lineartime, and lineartime for others."""
+    flash_pytorch: tuple[str, ...] = ()
+    """Arguments NAME=VALUE that a model of FLASH-pytorch was built with, if not its defaults: causal=true group_size=128."""
+    tokenizer: str | None = None
+    """Tokenizer of a model of FLASH-pytorch: bytes, hub:NAME, or the path of a tokenizer.json."""
 
 
 def run(options: Options) -> None:
     """Convert the model, and say how to load it."""
+    if options.to == "flash-pytorch":
+        _write_flash_pytorch(options)
+        return
+    from lineartime.foreign import is_foreign
+
+    if is_foreign(options.source):
+        _read_foreign(options)
+        return
+    _refuse(options, "flash_pytorch", "tokenizer")
     from lineartime.hf.convert import convert
     from lineartime.hf.folder import CONFIG
 
@@ -30,4 +46,47 @@ def run(options: Options) -> None:
     if (folder / CONFIG).exists():
         print(f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`")
     else:
-        print(f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read")
+        _say_ours(folder)
+
+
+def _read_foreign(options: Options) -> None:
+    from lineartime.data.tokenizers import named_tokenizer
+    from lineartime.foreign import convert
+
+    _refuse(options, "checkpoint")
+    arguments = dict(_read(item) for item in options.flash_pytorch)
+    tokenizer = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
+    _say_ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
+
+
+def _write_flash_pytorch(options: Options) -> None:
+    from lineartime.checkpoint import load
+    from lineartime.foreign import write_flash_pytorch
+
+    _refuse(options, "flash_pytorch", "tokenizer")
+    arguments = write_flash_pytorch(load(options.source, checkpoint=options.checkpoint), options.destination)
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    print(f"{options.destination}: the state_dict of FLASHTransformer({shown})")
+
+
+def _refuse(options: Options, *names: str) -> None:
+    """Raise ArgumentError for options that this conversion does not read."""
+    for name in names:
+        value = getattr(options, name)
+        if value:
+            raise ArgumentError(name, f"is given, but converting {options.source} needs none: leave it out.")
+
+
+def _say_ours(folder: Path) -> None:
+    print(f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read")
+
+
+def _read(item: str) -> tuple[str, Any]:
+    """The name and the value in NAME=VALUE: a whole number, true or false."""
+    name, _, text = item.partition("=")
+    words = {"true": True, "false": False}
+    if text.lower() in words:
+        return name, words[text.lower()]
+    if text.isdecimal() and len(text) < 10:
+        return name, int(text)
+    raise ArgumentError("flash_pytorch", f"contains {item!r}, which is not NAME=VALUE with true, false or a whole number.")

@@ -249,6 +249,13 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
     return JsonTokenizer(definition, choice)
 
 
+def named_tokenizer(choice: str) -> Tokenizer:
+    """The tokenizer "bytes", one of the hub, or that of a path; LineartimeError if there is none."""
+    if choice == "bytes":
+        return ByteTokenizer()
+    return hub_tokenizer(choice) if names_hub_tokenizer(choice) else read_tokenizer(Path(choice))
+
+
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a file, or in a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 

@@ -34,8 +34,13 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     mixer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"kind": "flash"})
     feed_forward: dict[str, Any] | None = None
     norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    norm_position: str = "pre"
+    final_norm: str = "same"
+    embedding_norm: bool = False
     absolute_position: str = "scaled_sin"
     max_positions: int | None = None
+    token_types: int = 0
     dropout: float = 0.0
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None

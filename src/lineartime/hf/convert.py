@@ -67,6 +67,8 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         with torch.device("meta"):
             made = (LineartimeForMaskedLM if model.config.task == "mlm" else LineartimeForCausalLM)(config)
         made.model.backbone = model.backbone
+        if model.lm_head is not None:
+            made.lm_head = model.lm_head
         made.tie_weights()
         with _without_progress_bars():
             made.save_pretrained(folder)
@@ -129,8 +131,6 @@ def _read_config(source: Path) -> ModelConfig:
             f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
             "lineartime.hf saves, can be converted."
         )
-    if data.get("tie_word_embeddings") is False:
-        raise LineartimeError(f"{source} has embeddings and logits with weights of their own, which lineartime does not have.")
     try:
         return ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
     except ValueError as error:
@@ -143,7 +143,7 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
     shapes: dict[str, list[int]] = {}
     for file in weight_files(source):
         found = read_shapes(file)
-        names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS}
+        names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS or not config.tie_word_embeddings}
         shapes |= {name: found[stored] for stored, name in names[file].items()}
     blocks = {place[1] for name in shapes if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     if config.n_blocks != len(blocks):  # before so many blocks are built, even without memory for their parameters

@@ -25,7 +25,7 @@ class LanguageHead(LineartimePreTrainedModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
         self.model = LineartimeModel(config)
-        self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=not config.tie_word_embeddings)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

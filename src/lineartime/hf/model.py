@@ -111,6 +111,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read whole sequences, or continue those of a cache.
@@ -128,6 +129,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, as the collators of
                 transformers call them; preferred to position_ids in compiled code.
             prefix_lengths: int [B], for a model of task "prefix-lm": so many first tokens are read in both directions.
+            token_type_ids: int [B, T], for a model with types of tokens; others ignore it. Not with a cache.
             **kwargs: ignored, but for output_attentions.
 
         Raises:
@@ -146,7 +148,8 @@ class LineartimeModel(LineartimePreTrainedModel):
             mask = checked_mask(attention_mask, embedded)
             if cu_seq_lens_q is None and position_ids is not None:
                 cu_seq_lens_q = document_boundaries(position_ids, mask, embedded)
-            hidden = self.backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every)
+            types = token_type_ids if self.config.token_types else None
+            hidden = self.backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
         else:
             past_key_values = self._cache(past_key_values, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())

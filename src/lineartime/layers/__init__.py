@@ -1,4 +1,4 @@
-"""Layers to drop into any network: [B, T, d] -> [B, T, d], with pre-norm and residual inside."""
+"""Layers to drop into any network: [B, T, d] -> [B, T, d], with norm and residual inside."""
 
 from lineartime.layers.attention import Attention
 from lineartime.layers.cross import CrossGAU
@@ -7,7 +7,7 @@ from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import set_backend
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import RMSNorm, ScaleNorm
-from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
+from lineartime.layers.positions import BucketBias, LearnedPositions, RotaryBias, ScaledSin, TableBias
 
 __all__ = [
     "FLASH",
@@ -15,6 +15,7 @@ __all__ = [
     "GLU",
     "MLP",
     "Attention",
+    "BucketBias",
     "CrossGAU",
     "LearnedPositions",
     "RMSNorm",

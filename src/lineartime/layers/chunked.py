@@ -12,13 +12,12 @@ from typing_extensions import Unpack
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
-from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, build_relative_bias
 from lineartime.layers.residual import State
-from lineartime.ops.activations import CHUNK_NORMALIZATIONS
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS, check_choice
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
-from lineartime.ops.precision import acc_dtype
 
 
 class ChunkedUnit(GatedUnit[State]):
@@ -26,8 +25,9 @@ class ChunkedUnit(GatedUnit[State]):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        relative_bias: whether a learned bias by distance is added to the scores of the quadratic part: a table for chunks of
-            up to 512 tokens, the rotary form beyond.
+        relative_bias: whether a learned bias by distance is added to the scores of the quadratic part.
+        bias_form: of the relative bias: "auto" is a table for chunks of up to 512 tokens, the rotary form beyond; "buckets" has
+            one value for each of T5's 32 buckets of distances.
         **options: those of `GatedUnit`; the activation is that of the quadratic part.
     """
 
@@ -42,15 +42,20 @@ class ChunkedUnit(GatedUnit[State]):
         *,
         chunk_size: int = 256,
         relative_bias: bool = True,
+        bias_form: BiasForm = "auto",
         **options: Unpack[GatedOptions],
     ) -> None:
         super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
         self.chunk_size = chunk_size
         self.relative_bias = relative_bias
-        self.bias: TableBias | RotaryBias | None = None
+        check_choice("bias_form", bias_form, BIAS_FORMS)
+        self.bias_form: BiasForm = bias_form
+        self.bias: RelativeBias | None = None
         if relative_bias:
-            self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
+            self.bias = build_relative_bias(
+                bias_form, self.bias_chunks * chunk_size, self.d_qk, self.causal, **factory(options)
+            )
 
     @property
     def options(self) -> MixedChunkOptions:
@@ -61,11 +66,9 @@ class ChunkedUnit(GatedUnit[State]):
         """Chunks with rotations, also of their slots for a rotary bias."""
         plan = super().plan()
         return plan._replace(
-            rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             bias_places=self.bias_chunks * self.chunk_size,
             chunk_size=self.chunk_size,
-            dtype=acc_dtype(self.gamma),
         )
 
     def chunk_bias(self, layout: Layout) -> Tensor | None:

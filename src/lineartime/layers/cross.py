@@ -121,10 +121,10 @@ class CrossGAU(ResidualLayer):
         if x.shape[0] != state.k.shape[0]:
             raise ArgumentError("x", f"has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
         x = zero_padding(x, mask)
-        gate, base = F.silu(self.to_gate_query(self.norm(x))).split([self.d_value, self.d_qk], dim=-1)
+        gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_value, self.d_qk], dim=-1)
         q = self._split_heads(base * self.gamma[0] + self.beta[0])
         attended = cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation)
-        return zero_padding(x + self.dropout(self.to_output(gate * merge_heads(attended))), mask)
+        return zero_padding(self.after(x, self.to_output(gate * merge_heads(attended))), mask)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """[B, T, f] -> [B, H, T, f / H]."""

@@ -29,8 +29,7 @@ class MLP(ResidualLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, d], each token on its own."""
         self.check_input(x)
-        out: Tensor = x + self.dropout(self.to_output(F.gelu(self.to_hidden(self.norm(x)))))
-        return out
+        return self.after(x, self.to_output(F.gelu(self.to_hidden(self.before(x)))))
 
 
 class GLU(ResidualLayer):
@@ -56,6 +55,5 @@ class GLU(ResidualLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, d], each token on its own."""
         self.check_input(x)
-        gate, value = self.to_gate_value(self.norm(x)).chunk(2, dim=-1)
-        out: Tensor = x + self.dropout(self.to_output(F.gelu(gate) * value))
-        return out
+        gate, value = self.to_gate_value(self.before(x)).chunk(2, dim=-1)
+        return self.after(x, self.to_output(F.gelu(gate) * value))

@@ -50,10 +50,10 @@ class FLASH(
         """All between the two dense maps as one operation."""
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
         if torch.compiler.is_exporting() and layout.context is None:
-            attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.rope, self.backend)
+            attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.backend)
             both_ways = self.options.both_ways
             return layout.with_prefix(
-                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.rope, self.backend)
+                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.backend)
             )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 

@@ -21,8 +21,10 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.residual import Mixer, MixerOptions, State
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
-from lineartime.ops.layout import Layout
+from lineartime.ops.checks import check_rotary_width
+from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
+from lineartime.ops.precision import acc_dtype
 
 InitialScores = Literal["small", "unit"]
 
@@ -35,6 +37,7 @@ class GatedOptions(MixerOptions, total=False):
     activation: Activation
     normalization: Normalization
     rope: bool
+    rotary_width: int | None
     initial_scores: InitialScores
 
 
@@ -47,6 +50,7 @@ class GatedUnit(Mixer[State]):
         activation: of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; for others, see the subclass.
         rope: whether queries and keys are rotated by their position.
+        rotary_width: how many of their s features are rotated, half of them in each half; None for all.
         initial_scores: "small" draws gamma from N(0, 0.02) and sets beta to 0, as published. "unit" sets gamma to 1 and beta to
             s^(-1/4) for the queries and keys of a quadratic part: q.k / sqrt(s) starts near 1, and RoPE lets it fall with
             distance. The published values suit normalization="paper"; with "count", attention that starts small learns late.
@@ -67,6 +71,7 @@ class GatedUnit(Mixer[State]):
         activation: Activation = "relu2",
         normalization: Normalization = "count",
         rope: bool = True,
+        rotary_width: int | None = None,
         initial_scores: InitialScores = "small",
         **options: Unpack[MixerOptions],
     ) -> None:
@@ -76,12 +81,14 @@ class GatedUnit(Mixer[State]):
         check_choice("initial_scores", initial_scores, get_args(InitialScores))
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("rotary positions turn pairs of features", d_qk=d_qk)
+        check_rotary_width(rotary_width, d_qk)
         self.d_qk = d_qk
         self.expansion = expansion
         self.d_gate, self.d_value = self.gate_and_value_widths(expansion * d_model)
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
+        self.rotary_width = rotary_width
         self.initial_scores: InitialScores = initial_scores
         self.to_gate_value_base = Dense(d_model, self.d_gate, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
@@ -96,6 +103,11 @@ class GatedUnit(Mixer[State]):
         if self.initial_scores == "unit":  # the maps of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
             nn.init.constant_(self.beta[:2], self.d_qk**-0.25)
+
+    def plan(self) -> LayoutPlan:
+        """Rotations of queries and keys."""
+        width = self.d_qk if self.rope else None
+        return super().plan()._replace(rotary_width=width, rotated=self.rotary_width, dtype=acc_dtype(self.gamma))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """How wide U and V are, given e = expansion * d."""

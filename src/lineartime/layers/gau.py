@@ -16,9 +16,10 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
-from lineartime.layers.positions import RotaryBias, TableBias, build_relative_bias
+from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops import exported
+from lineartime.ops.activations import QUADRATIC_NORMALIZATIONS, check_choice
 from lineartime.ops.cache import KVCache
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import FactoredBias
@@ -36,10 +37,12 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
 
     Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
     published relu(q.k / n + bias)^2: n is the number of real tokens, or, in a causal layer, the constant `max_length` (512 if
-    none is stated).
+    none is stated). With "paper_bias" that is relu((q.k + bias) / n)^2, as in a published port.
 
     Args:
         relative_bias: whether a learned bias by distance is added to the scores.
+        bias_form: of the relative bias: "auto", see `max_length`, or "buckets", one value for each of T5's 32 buckets of
+            distances, which has no limit.
         max_length: the longest sequence the layer will see, or None. Up to 512 the relative bias is a table, and longer input
             an error; above, or with None, it is the rotary form, which has no limit.
         **options: those of `GatedUnit`.
@@ -48,16 +51,27 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     """
 
     name = "gau"
+    normalizations = QUADRATIC_NORMALIZATIONS
 
     def __init__(
-        self, d_model: int, *, relative_bias: bool = True, max_length: int | None = None, **options: Unpack[GatedOptions]
+        self,
+        d_model: int,
+        *,
+        relative_bias: bool = True,
+        bias_form: BiasForm = "auto",
+        max_length: int | None = None,
+        **options: Unpack[GatedOptions],
     ) -> None:
         super().__init__(d_model, **options)
         if max_length is not None:
             check_positive(max_length=max_length)
         self.max_length = max_length
         self.relative_bias = relative_bias
-        self.bias = build_relative_bias(max_length, self.d_qk, **factory(options)) if relative_bias else None
+        check_choice("bias_form", bias_form, BIAS_FORMS)
+        self.bias_form: BiasForm = bias_form
+        self.bias: RelativeBias | None = None
+        if relative_bias:
+            self.bias = build_relative_bias(bias_form, max_length, self.d_qk, self.causal, **factory(options))
 
     @property
     def longest_sequence(self) -> int | None:
@@ -68,10 +82,8 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
         """Rows with rotations, also of places for a rotary bias."""
         plan = super().plan()
         return plan._replace(
-            rotary_width=self.d_qk if self.rope else None,
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
             longest=self.longest_sequence,
-            dtype=acc_dtype(self.gamma),
         )
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
@@ -89,7 +101,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
         """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
         places = torch.arange(q.shape[1], device=q.device)
         bias: Tensor | FactoredBias | None
-        if isinstance(self.bias, RotaryBias):
+        if isinstance(self.bias, RotaryBias) and not self._divides_bias:
             bias = self.bias.factors(places, places, layout.place_rotations)
         else:
             bias = self._bias(places, places, layout)
@@ -100,7 +112,15 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
 
     def _constant_normalization(self) -> int | Literal["count"]:
         """The divisor of a causal layer, which must not change with the current length."""
-        return "count" if self.normalization == "count" else self.max_length or PUBLISHED_LENGTH
+        return "count" if self.normalization == "count" else self._constant_length
+
+    @property
+    def _constant_length(self) -> int:
+        return self.max_length or PUBLISHED_LENGTH
+
+    @property
+    def _divides_bias(self) -> bool:
+        return QuadraticOptions(self.causal, self.activation, self.normalization).divides_bias
 
     def _bias(self, query_positions: Tensor, key_positions: Tensor, layout: Layout) -> Tensor | None:
         if isinstance(self.bias, TableBias) and key_positions.shape[0] > self.bias.max_length:
@@ -109,7 +129,10 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
                 f"is {self.bias.max_length}, the length of this GAU's table of relative biases, but the sequence has "
                 f"{key_positions.shape[0]} tokens: build it with a larger max_length, or with None for no limit.",
             )
-        return None if self.bias is None else self.bias(query_positions, key_positions, layout.place_rotations)
+        if self.bias is None:
+            return None
+        bias: Tensor = self.bias(query_positions, key_positions, layout.place_rotations)
+        return bias / self._constant_length if self.causal and self._divides_bias else bias
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""

@@ -1,4 +1,4 @@
-"""The norms that stand before every layer. Shapes: d model width."""
+"""The norms of layers. Shapes: d model width."""
 
 from typing import Literal
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.activations import check_choice
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
+NormPosition = Literal["pre", "post"]
 NORMS: tuple[str, ...] = ("layernorm", "scalenorm", "rmsnorm")
 
 
@@ -61,9 +63,11 @@ class RMSNorm(nn.Module):
         return (wide * scale * self.weight).to(x.dtype)
 
 
-def build_norm(norm: Norm, d_model: int, **factory: Unpack[FactoryOptions]) -> nn.Module:
-    """The norm of that name for inputs [..., d_model]; ValueError for an unknown name."""
+def build_norm(norm: Norm, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> nn.Module:
+    """The norm of that name for inputs [..., d_model]; ArgumentError for an unknown name, or an eps that is not positive."""
     check_choice("norm", norm, NORMS)
+    if not 0 < eps < 1:
+        raise ArgumentError("norm_eps", f"is {eps}, but must be above 0 and below 1.")
     if norm == "layernorm":
-        return nn.LayerNorm(d_model, **factory)
-    return ScaleNorm(**factory) if norm == "scalenorm" else RMSNorm(d_model, **factory)
+        return nn.LayerNorm(d_model, eps, **factory)
+    return ScaleNorm(eps, **factory) if norm == "scalenorm" else RMSNorm(d_model, eps, **factory)

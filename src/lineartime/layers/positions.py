@@ -1,7 +1,9 @@
-"""Learned parts of positions: the two relative biases, the scaled sinusoid and the table of absolute positions.
+"""Learned parts of positions: the three relative biases, the scaled sinusoid and the table of absolute positions.
 
 Shapes: Q queries, K keys, s query/key width, d model width.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,10 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.checks import is_readable
-from lineartime.ops.positions import FactoredBias, rotary_bias, sinusoid, table_bias
+from lineartime.ops.positions import N_BUCKETS, FactoredBias, bucket_bias, rotary_bias, sinusoid, table_bias
+
+BiasForm = Literal["auto", "buckets"]
+BIAS_FORMS: tuple[str, ...] = ("auto", "buckets")
 
 LARGEST_TABLE = 512
 """The longest length for which relative biases are a table; beyond it they are rotary (arXiv 2202.10447)."""
@@ -58,8 +63,33 @@ class RotaryBias(nn.Module):
         return rotary_bias(self.a, self.b, query_positions, key_positions, table)
 
 
-def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> TableBias | RotaryBias:
-    """A table where a `max_length` of at most 512 is stated, otherwise the rotary form, which has no limit."""
+class BucketBias(nn.Module):
+    """A learned relative bias of any length by buckets of distances, as in T5: see `distance_buckets`."""
+
+    def __init__(self, causal: bool, **factory: Unpack[FactoryOptions]) -> None:
+        super().__init__()
+        self.causal = causal
+        self.values = nn.Parameter(torch.empty(N_BUCKETS, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the values anew."""
+        nn.init.normal_(self.values, std=0.02)
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for positions [Q] and [K]; `table` is for the rotary form."""
+        return bucket_bias(self.values, query_positions, key_positions, self.causal)
+
+
+RelativeBias = TableBias | RotaryBias | BucketBias
+
+
+def build_relative_bias(
+    form: BiasForm, max_length: int | None, d_qk: int, causal: bool, **factory: Unpack[FactoryOptions]
+) -> RelativeBias:
+    """The bias of a form: "auto" is a table where a `max_length` of at most 512 is stated, otherwise the rotary form."""
+    if form == "buckets":
+        return BucketBias(causal, **factory)
     if max_length is not None and max_length <= LARGEST_TABLE:
         return TableBias(max_length, **factory)
     return RotaryBias(d_qk, **factory)

@@ -1,11 +1,11 @@
-"""What every layer has in common: a norm before it and a residual around it; and the contract of a mixer.
+"""What every layer has in common: a norm and a residual around it; and the contract of a mixer.
 
 Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,24 @@ from typing_extensions import Self, Unpack
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.checks import check_options, check_positive, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
-from lineartime.layers.norms import Norm, build_norm
+from lineartime.layers.norms import Norm, NormPosition, build_norm
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
-READ_PREFIX = "GAU, FLASH and softmax attention"
-"""The mixers that can read a prefix, in words."""
+READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, in words
 
 
 class LayerOptions(FactoryOptions, total=False):
     """What every layer takes: see `ResidualLayer`."""
 
     norm: Norm
+    norm_eps: float
+    norm_position: NormPosition
     dropout: float
 
 
@@ -41,11 +43,13 @@ class MixerOptions(LayerOptions, total=False):
 
 
 class ResidualLayer(nn.Module):
-    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f.
+    """Base of all layers: y = x + dropout(f(norm(x))), or norm(x + dropout(f(x))); a subclass supplies f.
 
     Args:
         d_model: d, the width of inputs and outputs.
         norm: "layernorm", "scalenorm" or "rmsnorm".
+        norm_eps: what is added to the mean square, or the variance, that the norm divides by.
+        norm_position: "pre", before f; or "post", behind the residual, for layers whose input is normed already.
         dropout: probability of dropping an output before the residual.
         device, dtype: where parameters are made, and in which dtype, as in torch.nn; None for PyTorch's defaults.
 
@@ -66,6 +70,8 @@ class ResidualLayer(nn.Module):
         d_model: int,
         *,
         norm: Norm = "layernorm",
+        norm_eps: float = 1e-5,
+        norm_position: NormPosition = "pre",
         dropout: float = 0.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -75,7 +81,9 @@ class ResidualLayer(nn.Module):
         if not 0 <= dropout < 1:
             raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
-        self.norm = build_norm(norm, d_model, device=device, dtype=dtype)
+        check_choice("norm_position", norm_position, get_args(NormPosition))
+        self.norm_position: NormPosition = norm_position
+        self.norm = build_norm(norm, d_model, norm_eps, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
     def init_own(self) -> None:
@@ -86,9 +94,19 @@ class ResidualLayer(nn.Module):
         reset_parts(self)
         self.init_own()
 
+    def before(self, x: Tensor) -> Tensor:
+        """What f reads: x, normed if the norm stands before it."""
+        return self.norm(x) if self.norm_position == "pre" else x
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The output of the layer, given that of f: x + dropout(out), normed if the norm stands behind it."""
+        out = x + self.dropout(out)
+        return out if self.norm_position == "pre" else self.norm(out)
+
     def extra_repr(self) -> str:
         """Its options, apart from those that its parts show."""
         shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
+        shown += ["norm_position"] * (self.norm_position != "pre")
         values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
         options = [f"{name}={value!r}" for name, value in values.items()]
         return ", ".join(filter(None, [*options, super().extra_repr()]))
@@ -108,7 +126,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
     Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
-    `stream_layout` and `read_next`. The norm before a mixer and the residual around it are here. A subclass supplies what is
+    `stream_layout` and `read_next`. The norm of a mixer and the residual around it are here. A subclass supplies what is
     between them, `mix`, `mix_next` and `init_own_state`, and, if it uses more of a layout than positions and rows, `plan`.
 
     Args:
@@ -212,10 +230,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
         self._check_layout(layout)
         x = zero_padding(x, layout.mask)
-        normed = self.norm(x)
+        normed = self.before(x)
         if self.token_shift:
             normed = shift_tokens(normed, layout.previous, layout.context)
-        return zero_padding(x + self.dropout(layout.by_part(self.mix, normed)), layout.mask)
+        return zero_padding(self.after(x, layout.by_part(self.mix, normed)), layout.mask)
 
     def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -280,13 +298,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`read_next` without its checks."""
-        normed = self.norm(x)
+        normed = self.before(x)
         if isinstance(state, ShiftedState):
             normed, last = shift_next(normed, state.last)
             out, own = self.mix_next(normed, state.own, layout)
-            return x + self.dropout(out), ShiftedState(last, own)
+            return self.after(x, out), ShiftedState(last, own)
         out, state = self.mix_next(normed, state, layout)
-        return x + self.dropout(out), state
+        return self.after(x, out), state
 
     def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
         batch = x.shape[0]
@@ -294,11 +312,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             check_state(part, self._no_streams, type(self).__name__)
             if part[0].device != x.device:
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
-        made_for = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
-        if batch != made_for:
-            raise ArgumentError(
-                "x", f"has batch size {batch}, but its state was made for {made_for}: call init_state({batch})."
-            )
+        own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
+        if batch != own:
+            raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
 
     @cached_property
     def _no_streams(self) -> State | ShiftedState:

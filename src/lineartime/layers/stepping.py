@@ -72,10 +72,9 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
 
     def read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
         """`step` with a layout."""
-        normed = self.norm(x)
+        normed = self.before(x)
         if isinstance(streams, ShiftedState):
             normed, last = shift_next(normed, streams.last)
             streams.last.copy_(last)
         own: Streams = streams.own if isinstance(streams, ShiftedState) else streams
-        out: Tensor = x + self.dropout(self.mix_step(normed, own, layout))
-        return out
+        return self.after(x, self.mix_step(normed, own, layout))

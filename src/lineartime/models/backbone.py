@@ -34,14 +34,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mixer: Mixer[Any] = config.mixer.build(
-            config.d_model, causal=config.task != "mlm", norm=config.norm, dropout=config.dropout
-        )
+        options = config.layer_options
+        self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
         if config.task == "prefix-lm":
             self.mixer.check_prefix()
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
-            self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
+            self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
     def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
         """[B, T, d] -> [B, T, d]; with `recompute`, the backward pass keeps only x and computes the block again."""
@@ -89,9 +88,20 @@ class Backbone(nn.Module):
             self.position = ScaledSin(config.d_model)
         elif config.max_positions is not None:
             self.position = LearnedPositions(config.max_positions, config.d_model)
+        self.token_types: nn.Embedding | None = None
+        if config.token_types:
+            self.token_types = nn.Embedding(config.token_types, config.d_model)
+            nn.init.normal_(self.token_types.weight, std=0.02)
+        self.embedding_norm: nn.Module = nn.Identity()
+        if config.embedding_norm:
+            self.embedding_norm = build_norm(config.norm, config.d_model, config.norm_eps)
         # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
         self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
-        self.norm = build_norm(config.norm, config.d_model)
+        self.norm: nn.Module = nn.Identity()
+        if config.final_norm == "same":
+            self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
+        elif config.final_norm != "none":
+            self.norm = build_norm(config.final_norm, config.d_model)
 
     def forward(
         self,
@@ -101,10 +111,12 @@ class Backbone(nn.Module):
         prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
         self.check_ids(ids)
-        return self.read(self.embedding(ids), mask, cu_seqlens, prefix_lengths, context=context)
+        embedded = self.embedding(ids)
+        return self.read(embedded, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
 
     def read(
         self,
@@ -115,6 +127,7 @@ class Backbone(nn.Module):
         *,
         context: ContextGroup | None = None,
         inputs: list[Tensor] | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """`forward` for tokens that are embedded already, [B, T, d] -> [B, T, d]; `inputs` gets what each block reads."""
         layouts = self._layouts(
@@ -124,7 +137,7 @@ class Backbone(nn.Module):
         )
         if context is not None:
             check_equal_slices(embedded.shape[:2], context, embedded.device)
-        x = self._add_positions(embedded, layouts[0].positions)
+        x = self._first_input(embedded, layouts[0].positions, token_types)
         for block, layout in zip(self.blocks, layouts, strict=True):
             if inputs is not None:
                 inputs.append(x)
@@ -178,7 +191,7 @@ class Backbone(nn.Module):
         inputs: list[Tensor] | None,
     ) -> tuple[Tensor, BackboneState]:
         layouts = self._layouts(make)
-        x = self._add_positions(embedded, layouts[0].positions)
+        x = self._first_input(embedded, layouts[0].positions)
         states = []
         for block, block_state, layout in zip(self.blocks, state, layouts, strict=True):
             if inputs is not None:
@@ -227,7 +240,7 @@ class Backbone(nn.Module):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
         _check_one_each(embedded, streams[0].position)
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
-        x = self._add_positions(embedded, layouts[0].positions)
+        x = self._first_input(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
             if inputs is not None:
                 inputs.append(x)
@@ -235,8 +248,25 @@ class Backbone(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def _add_positions(self, embedded: Tensor, positions: Tensor) -> Tensor:
-        return embedded if self.position is None else embedded + self.position(positions)
+    def _first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """What the first block reads: [B, T, d] at positions [T] or [B, T], of types int [B, T], all 0 if None."""
+        x = embedded if self.position is None else embedded + self.position(positions)
+        if token_types is not None:
+            self._check_types(token_types, embedded)
+        if self.token_types is not None:
+            x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
+        normed: Tensor = self.embedding_norm(x)
+        return normed
+
+    def _check_types(self, token_types: Tensor, embedded: Tensor) -> None:
+        """Raise ArgumentError unless these are the types of tokens [B, T, d], and the model has types."""
+        if self.token_types is None:
+            raise ArgumentError("token_types", "is given, but this model has none: leave it out.")
+        check_whole("token_types", token_types)
+        if token_types.shape != embedded.shape[:2]:
+            wanted = list(embedded.shape[:2])
+            raise ArgumentError("token_types", f"has shape {list(token_types.shape)}, but must be [B, T] = {wanted}.")
+        self._check_range("token_types", token_types, self.token_types, "token_types")
 
     def _check_states(self, argument: str, given: object) -> None:
         """Raise ArgumentError unless this holds a state for each block."""
@@ -253,13 +283,17 @@ class Backbone(nn.Module):
         check_whole(argument, ids)
         if ids.dim() != 2:
             raise ArgumentError(argument, f"has shape {list(ids.shape)}, but must be [B, T].")
-        check_device(argument, ids, self.embedding)
+        self._check_range(argument, ids, self.embedding, "vocab_size")
+
+    def _check_range(self, argument: str, ids: Tensor, embedding: nn.Embedding, size: str) -> None:
+        """Raise ArgumentError for ids without a vector, or on another device; `size` is the option with their number."""
+        check_device(argument, ids, embedding)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
-            if low < 0 or high >= self.embedding.num_embeddings:
+            if low < 0 or high >= embedding.num_embeddings:
                 wrong = low if low < 0 else high
                 raise ArgumentError(
-                    argument, f"holds {wrong}, but must be from 0 to vocab_size - 1 = {self.embedding.num_embeddings - 1}."
+                    argument, f"holds {wrong}, but must be from 0 to {size} - 1 = {embedding.num_embeddings - 1}."
                 )
 
 

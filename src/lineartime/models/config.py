@@ -10,7 +10,8 @@ import torch
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_names, from_fields
-from lineartime.layers.norms import Norm
+from lineartime.layers.norms import Norm, NormPosition
+from lineartime.layers.residual import LayerOptions
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 
 
@@ -21,15 +22,23 @@ class ModelConfig:
     Attributes:
         task: "clm", a causal language model; "mlm", a masked (bidirectional) one; or "prefix-lm", a causal one that reads a
             prefix in both directions.
-        vocab_size: number of tokens; input and output embeddings are tied.
+        vocab_size: number of tokens.
         d_model: width of the residual stream.
         n_blocks: number of blocks.
         mixer: what moves information between tokens.
         feed_forward: what follows the mixer in a block, or None: a gated attention unit needs none.
-        norm: the norm before every layer and before the logits.
+        norm: the norm of every layer, and the one before the logits.
+        norm_eps: what `norm` adds to the mean square, or the variance, that it divides by.
+        norm_position: "pre", norms before layers; "post", behind their residuals.
+        final_norm: the norm before the logits: "same" as the others; another one, with an epsilon of 1e-5; or "none".
+        embedding_norm: whether what the first block reads is normed.
         absolute_position: "scaled_sin" adds a scaled sinusoid to the embeddings; "learned" adds one learned vector for each
             position; "none" adds nothing.
         max_positions: how many positions are learned, and so the longest sequence, where they are.
+        token_types: how many types of tokens, such as the two texts of a pair, have a learned vector that is added to the
+            embeddings; 0 for none.
+        tie_word_embeddings: whether the logits are made by the transposed embedding of tokens; otherwise by a linear map of
+            their own, with a bias.
         dropout: of every layer's output.
 
     Raises:
@@ -43,8 +52,14 @@ class ModelConfig:
     mixer: LayerConfig
     feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
+    norm_eps: Annotated[float, Between(0, below=1)] = 1e-5
+    norm_position: NormPosition = "pre"
+    final_norm: Literal["same", "layernorm", "scalenorm", "rmsnorm", "none"] = "same"
+    embedding_norm: bool = False
     absolute_position: Literal["scaled_sin", "learned", "none"] = "scaled_sin"
     max_positions: Annotated[int, Between(1, 2**31 - 1)] | None = None
+    token_types: Annotated[int, Between(0, 2**31 - 1)] = 0
+    tie_word_embeddings: bool = True
     dropout: Annotated[float, Between(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
@@ -76,6 +91,11 @@ class ModelConfig:
             ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
         """
         return from_fields(cls, parts_from_dict(data), "the model")
+
+    @property
+    def layer_options(self) -> LayerOptions:
+        """The options that all layers share."""
+        return LayerOptions(norm=self.norm, norm_eps=self.norm_eps, norm_position=self.norm_position, dropout=self.dropout)
 
     @property
     def override_names(self) -> list[str]:

@@ -88,7 +88,7 @@ class Encoder(Backbone):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The embedding that the decoder shares: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
-        return self._add_positions(self.embedding(ids), positions)
+        return self._first_input(self.embedding(ids), positions)
 
 
 class DecoderBlock(nn.Module):

@@ -1,11 +1,12 @@
 """Models that answer in logits: the causal and the masked language model.
 
-Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary.
+Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width.
 """
 
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,12 +18,17 @@ from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 
 
 class LanguageModel(nn.Module):
-    """Backbone and logits by the transposed token embedding: ids [B, T] -> logits [B, T, V]."""
+    """Backbone and logits, by the transposed token embedding or a map of their own: ids [B, T] -> logits [B, T, V]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size)
+            nn.init.normal_(self.lm_head.weight, std=0.02)
+            nn.init.zeros_(self.lm_head.bias)
 
     def forward(
         self,
@@ -32,6 +38,7 @@ class LanguageModel(nn.Module):
         prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """Logits of every token.
 
@@ -44,6 +51,7 @@ class LanguageModel(nn.Module):
             context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
                 of the ranks; slices are equal and whole chunks, without masks, packed documents or prefixes. Each gets its
                 share of the parameters' gradients: the sum over the processes is the gradient of the sum of their losses.
+            token_types: int [B, T], for a model with types of tokens; all are 0 by default.
 
         Returns:
             [B, T, V].
@@ -52,7 +60,7 @@ class LanguageModel(nn.Module):
             ValueError: if shapes do not fit, or the mixer cannot split sequences over processes.
             LineartimeError: for prefixes, if the mixer can read none.
         """
-        return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context))
+        return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types))
 
     def loss(
         self,
@@ -63,11 +71,12 @@ class LanguageModel(nn.Module):
         prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
 
         Args:
-            ids, mask, cu_seqlens, prefix_lengths, context: as for the logits.
+            ids, mask, cu_seqlens, prefix_lengths, context, token_types: as for the logits.
             targets: int [B, T], the token to predict; -100 for none.
 
         Returns:
@@ -76,7 +85,7 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: as for the logits.
         """
-        total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context)
+        total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
         return total / (targets != IGNORED).sum().clamp(min=1)
 
     def total_loss(
@@ -88,10 +97,15 @@ class LanguageModel(nn.Module):
         prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """The sum of the losses that `loss` averages, for callers that divide by the targets of several batches."""
-        hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context)
-        return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+        hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
+        if self.lm_head is None:
+            return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+        # The bias as the weights of a feature that is always 1.
+        weight = torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1)
+        return linear_cross_entropy(F.pad(hidden, (0, 1), value=1.0), weight, targets)
 
     @property
     def splits_context(self) -> bool:
@@ -115,8 +129,11 @@ class LanguageModel(nn.Module):
         self.backbone.recompute = True
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden vectors [..., d] -> logits [..., V], by the transposed embedding."""
-        return F.linear(hidden, self.backbone.embedding.weight)
+        """Hidden vectors [..., d] -> logits [..., V]."""
+        if self.lm_head is None:
+            return F.linear(hidden, self.backbone.embedding.weight)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
 
 class CausalLM(LanguageModel):

@@ -13,12 +13,14 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.precision import acc_dtype
 
 Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
-Normalization = Literal["count", "paper", "paper_sum"]
+Normalization = Literal["count", "paper", "paper_sum", "paper_bias"]
 
 ACTIVATIONS: tuple[str, ...] = ("relu2", "softmax", "softmax_plus", "laplace")
 NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
-"""Of every attention; mixed chunk attention also has "paper_sum", which says how its linear part adds up chunks."""
+"""Of every attention; mixed chunk attention also has "paper_sum", which says how its linear part adds up chunks, and quadratic
+attention "paper_bias", which divides its bias too."""
 CHUNK_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_sum")
+QUADRATIC_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_bias")
 
 _LAPLACE_MEAN = math.sqrt(1 / 2)
 _LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))

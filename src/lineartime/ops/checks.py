@@ -111,3 +111,15 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device:
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
     require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
     return mask != 0
+
+
+def check_rotary_width(rotary_width: int | None, width: int) -> None:
+    """Raise ArgumentError unless that many features of vectors of a width can be rotated; None is all."""
+    if rotary_width is None:
+        return
+    if not isinstance(rotary_width, int) or isinstance(rotary_width, bool):
+        raise ArgumentError("rotary_width", f"is {rotary_width!r}, but must be a whole number, or None for all.")
+    if rotary_width % 2 or not 2 <= rotary_width <= width:
+        raise ArgumentError(
+            "rotary_width", f"is {rotary_width}, but must be an even number from 2 to {width}, or None for all."
+        )

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, R rows, L slots of a row, C chunk size, s query/key w
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 
 def mixed_chunk(
-    projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, rope: bool, backend: Backend
+    projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend
 ) -> Tensor:
     """`gated_mixed_chunk_attention` as one operator: [B, T, 2 e + s] -> [B, T, e]; the layout needs no chunks."""
-    positions = layout.positions if rope else None
+    positions = None if layout.rotations is None else layout.positions
+    rotary_width = None if layout.plan is None else layout.plan.rotated
     out: Tensor = _mixed_chunk_operator(
-        *projected, positions, bias, layout.mask, layout.document_starts,
+        *projected, positions, bias, layout.mask, layout.document_starts, rotary_width or projected.d_qk,
         options.chunk_size, options.causal, options.activation, options.normalization, backend,
     )  # fmt: skip
     return out
@@ -56,7 +57,8 @@ def quadratic(
 
 def _exported_mixed_chunk(
     projected: Tensor, gamma: Tensor, beta: Tensor, positions: Tensor | None, bias: Tensor | None, mask: Tensor | None,
-    cu_seqlens: Tensor | None, chunk_size: int, causal: bool, activation: str, normalization: str, backend: str,
+    cu_seqlens: Tensor | None, rotary_width: int, chunk_size: int, causal: bool, activation: str, normalization: str,
+    backend: str,
 ) -> Tensor:  # fmt: skip
     return gated_mixed_chunk_attention(
         projected,
@@ -64,6 +66,7 @@ def _exported_mixed_chunk(
         beta,
         chunk_size=chunk_size,
         positions=positions,
+        rotary_width=rotary_width,
         causal=causal,
         bias=bias,
         mask=mask,
@@ -79,7 +82,7 @@ def _exported_quadratic(
     real: Tensor | None, causal: bool, activation: str, normalization: str, backend: str,
 ) -> Tensor:  # fmt: skip
     bias = table if of_queries is None or of_keys is None else FactoredBias(of_queries, of_keys)
-    divisor = int(normalization) if normalization.isdecimal() else cast("Literal['count', 'paper']", normalization)
+    divisor = int(normalization) if normalization.isdecimal() else cast("Normalization", normalization)
     options = QuadraticOptions(causal, cast("Activation", activation), divisor)
     return attend_rows(q, k, v, bias, real, options, cast("Backend", backend))
 

@@ -18,7 +18,7 @@ from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.packs import similar_documents
-from lineartime.ops.positions import rotary_table
+from lineartime.ops.positions import partial_rotary_table, rotary_table
 from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.token_shift import previous_tokens
 
@@ -139,6 +139,7 @@ class LayoutPlan(NamedTuple):
 
     Attributes:
         rotary_width: s, the width of the vectors that are rotated; None for no rotation.
+        rotated: how many of their features turn; None for all.
         bias_width: the width of the vectors of a rotary relative bias; None without one.
         bias_places: how many places such a bias spans; None for as many as a row is long.
         chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
@@ -149,6 +150,7 @@ class LayoutPlan(NamedTuple):
     """
 
     rotary_width: int | None = None
+    rotated: int | None = None
     bias_width: int | None = None
     bias_places: int | None = None
     chunk_size: int | None = None
@@ -296,23 +298,23 @@ def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
 def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: torch.device) -> Layout:
     layout = layout._replace(plan=plan)
     if plan.rotary_width is not None:
-        layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype)
+        layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype, plan.rotated)
     if plan.bias_width is not None:
         places = torch.arange(n_places, device=device)
         layout = layout._replace(place_rotations=rotary_table(places, plan.bias_width // 2, plan.dtype))
     return layout
 
 
-def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype) -> Layout:
-    """The layout with the rotations of vectors of that width by `positions`, int [T] or [B, T]."""
+def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype, rotated: int | None = None) -> Layout:
+    """The layout with the rotations of vectors of that width, or of some of their features, by `positions` [T] or [B, T]."""
     if layout.parts is not None:
         tokens, layouts = layout.parts
         own = positions[..., tokens].split(layout.parts.sizes, -1)
-        turned = tuple(rotated_by(part, of_part, width, dtype) for part, of_part in zip(layouts, own, strict=True))
+        turned = tuple(rotated_by(part, of_part, width, dtype, rotated) for part, of_part in zip(layouts, own, strict=True))
         return layout._replace(parts=Parts(tokens, turned))
-    rotations = rotary_table(positions, width // 2, dtype)
+    rotations = partial_rotary_table(positions, width, rotated, dtype)
     if layout.prefix is not None:
-        layout = layout._replace(prefix=rotated_by(layout.prefix, positions, width, dtype))
+        layout = layout._replace(prefix=rotated_by(layout.prefix, positions, width, dtype, rotated))
     chunks = layout.chunks
     if chunks is None:
         return layout._replace(rotations=rotations)

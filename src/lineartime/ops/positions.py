@@ -1,8 +1,9 @@
-"""Positions as pure functions: rotary embedding, the two relative biases, the sinusoid table.
+"""Positions as pure functions: rotary embedding, the three relative biases, the sinusoid table.
 
 Shapes: T tokens, s query/key width, d model width, Q queries, K keys. Positions are integer tensors.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,6 +62,18 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
     return table
 
 
+def partial_rotary_table(positions: Tensor, width: int, rotated: int | None, dtype: torch.dtype) -> Tensor:
+    """`rotary_table` for vectors of a width of which only so many features are rotated, all of them if None.
+
+    The others are rotated by angles of zero: [2, ..., width / 2]. Of each half, the first `rotated` / 2 features turn.
+    """
+    table = rotary_table(positions, (width if rotated is None else rotated) // 2, dtype)
+    if rotated is None or rotated == width:
+        return table
+    still = table.new_ones(*table.shape[1:-1], width // 2 - rotated // 2)
+    return torch.cat([table, torch.stack([still, torch.zeros_like(still)])], -1)
+
+
 def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
     """Rotate pairs of features (RoFormer, arXiv 2104.09864; half-split form).
 
@@ -105,6 +118,33 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     """
     centre = (table.shape[0] - 1) // 2
     return table[key_positions[None, :] - query_positions[:, None] + centre]
+
+
+N_BUCKETS, FARTHEST_BUCKET = 32, 128
+"""T5's: the number of buckets, and the distance from which on all keys share one."""
+
+
+def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
+    """The bucket of each offset j - t, int64, as in T5 (arXiv 1910.10683): near distances apart, far ones by their logarithm.
+
+    Causal, all buckets are for earlier keys, and later ones share that of the token itself; otherwise, half are for later keys.
+    """
+    buckets = N_BUCKETS if causal else N_BUCKETS // 2
+    near = buckets // 2
+    distance = (-offsets).clamp(min=0) if causal else offsets.abs()
+    # Exact at powers of two, where rounding could go either way: no other distance is within 1e-2 of a border.
+    octaves = (distance.clamp(min=1).float() / near).log() / math.log(FARTHEST_BUCKET / near)
+    far = (near + (octaves * (buckets - near) + 1e-3).long()).clamp(max=buckets - 1)
+    bucket = torch.where(distance < near, distance, far)
+    return bucket if causal else bucket + (offsets > 0) * buckets
+
+
+def bucket_bias(values: Tensor, query_positions: Tensor, key_positions: Tensor, causal: bool) -> Tensor:
+    """Relative bias [Q, K] of any length from one value for each bucket of distances, [N_BUCKETS]."""
+    offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=values.device)
+    table = values[distance_buckets(offsets, causal)]
+    wanted = key_positions[None, :] - query_positions[:, None]
+    return table[wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET]
 
 
 class FactoredBias(NamedTuple):

@@ -314,7 +314,7 @@ def _read(item: str) -> tuple[str, Any]:
     name, equals, text = item.partition("=")
     if not equals:
         raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
-    if (name, text) == ("absolute_position", "none"):  # one of its values is the word
+    if text == "none" and name in ("absolute_position", "final_norm"):  # one of their values is the word
         return name, text
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:

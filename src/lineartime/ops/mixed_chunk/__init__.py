@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.checks import check_bias
+from lineartime.ops.checks import check_bias, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
 from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_projected
@@ -115,6 +115,7 @@ def gated_mixed_chunk_attention(
     *,
     chunk_size: int,
     positions: Tensor | None,
+    rotary_width: int | None = None,
     causal: bool = False,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
@@ -134,6 +135,7 @@ def gated_mixed_chunk_attention(
         projected: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
         gamma, beta: [4, s], scale and offset of q_quad, k_quad, q_lin and k_lin.
         positions: int [T] or [B, T], by which queries and keys are rotated; None for no rotation.
+        rotary_width: how many of their s features turn, half of them in each half; None for all.
         chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
         backend: "tiled" (for processors), those of `mixed_chunk_attention`, or "auto", the fastest that can run.
 
@@ -148,10 +150,11 @@ def gated_mixed_chunk_attention(
     check_projected(tokens)
     check_bias(bias, chunk_size, "C")
     check_prefix(prefix_lengths, causal)
+    check_rotary_width(rotary_width, tokens.d_qk)
     plan = LayoutPlan(chunk_size=chunk_size)
     layout = make_layout(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, plan=plan)
     if positions is not None:
-        layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma))
+        layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma), rotary_width)
 
     def attend(projected: Tensor, layout: Layout) -> Tensor:
         return attend_projected(Projected(projected, gamma, beta), _of_chunks(bias, layout), layout, options, backend)

@@ -78,10 +78,9 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
     """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
     chunks, causal = layout.require_chunks(), options.causal
     sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
-    score, row = 1.0 / options.chunk_size, sizes.new_ones(1, 1, 1)
-    tokens = sizes
-    if options.counts_whole_chunks:
-        tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size
+    tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.counts_whole_chunks else sizes
+    if options.published_length is not None:
+        score, row = 1 / options.published_length, sizes.new_ones(1, 1, 1)
     else:
         score = d_qk**-0.5
         # Real tokens stand before empty slots, so that a query's place tells how many keys it sees.

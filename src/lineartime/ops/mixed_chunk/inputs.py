@@ -24,8 +24,9 @@ class MixedChunkOptions:
         causal: whether a token reads only itself and earlier tokens.
         activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" has the published scores q.k / C + bias, and
-            averages K^T V / C over the visible chunks; "paper_sum" differs from it in a causal layer, which adds up K^T V / C
-            of the chunks before and does not average, as published ports do: its outputs grow with the position.
+            averages K^T V / C over the visible chunks; "paper_sum" has these scores and the linear part of published ports: a
+            causal layer adds up K^T V / C of the chunks before without averaging, so that outputs grow with the position; a
+            bidirectional one divides by the number of tokens, also where the last chunk is not full.
     """
 
     chunk_size: int
@@ -52,7 +53,7 @@ class MixedChunkOptions:
     @property
     def counts_whole_chunks(self) -> bool:
         """Whether a chunk counts as C tokens in the divisor of the linear part, however few it holds."""
-        return self.normalization != "count"
+        return self.normalization == "paper"
 
     @overload
     def linear_divisor(self, read: Tensor) -> Tensor: ...

@@ -45,7 +45,7 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
             o_quad = weights @ v[near]
 
             chunks = -(-len(far) // chunk_size)
-            count = len(far) if options.normalization == "count" else chunks * chunk_size
+            count = chunks * chunk_size if options.normalization == "paper" else len(far)
             divisor = max(1, count + layout.elsewhere(causal))
             if options.normalization == "paper_sum" and causal:
                 divisor = chunk_size

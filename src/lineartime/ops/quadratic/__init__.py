@@ -68,7 +68,8 @@ def quadratic_attention(
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
             n the number of real tokens of the document; an integer is that n, fixed, as a causal model needs it: n taken from
-            the current length would let the future change the past. With prefixes, "paper" is not allowed.
+            the current length would let the future change the past. With prefixes, "paper" is not allowed. "paper_bias" is the
+            relu((q.k + bias) / n)^2 of a published port, which the forms "torch" and "oracle" have.
         backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto",
             the fastest that can run.
 
@@ -86,8 +87,8 @@ def quadratic_attention(
     mask = as_mask("mask", mask, v.shape[0], v.shape[1], v.device)
     prefix = None
     if prefix_lengths is not None:
-        if normalization == "paper":
-            found = "is 'paper', which would divide by another length inside a prefix than behind it"
+        if normalization in ("paper", "paper_bias"):
+            found = f"is {normalization!r}, which would divide by another length inside a prefix than behind it"
             raise ArgumentError("normalization", f"{found}: give that length as a whole number, or use 'count'.")
         tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
         prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
@@ -155,7 +156,8 @@ def attend_rows(
     Raises:
         ValueError: for a backend that is unknown or cannot run here.
     """
-    form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), v, matmul_dtype(q, k, v), options.activation)
+    available: tuple[Backend, ...] = ("torch", "oracle") if options.divides_bias else ("torch", "tiled", "triton", "oracle")
+    form = choose_backend(backend, available, v, matmul_dtype(q, k, v), options.activation)
     if form == "oracle":
         return reference.attend(q, k, v, bias, real, options, prefix)
     if prefix is not None:

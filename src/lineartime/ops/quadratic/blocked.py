@@ -18,6 +18,9 @@ def attend(
 ) -> Tensor:
     """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens."""
     length, causal = q.shape[1], options.causal
+    published_length = options.published_length(length, real)
+    if options.divides_bias and bias is not None and published_length is not None:
+        bias = (bias.dense() if isinstance(bias, FactoredBias) else bias) / published_length
     # A causal block of queries need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
     block = max(256, -(-length // 8)) if causal else max(length, 1)
     outputs = []
@@ -35,17 +38,17 @@ def attend(
                 visible=visible,
                 bias=_part(bias, start, stop, keys),
                 activation=options.activation,
-                published_length=options.published_length(length, real),
+                published_length=published_length,
             )
         )
     return torch.cat(outputs, 1)
 
 
 def _part(bias: Tensor | FactoredBias | None, start: int, stop: int, keys: int) -> Tensor | None:
-    """The bias of some queries and the first keys, [Q, K]."""
+    """The bias of some queries and the first keys, [Q, K] or [R, Q, K]."""
     if isinstance(bias, FactoredBias):
         return FactoredBias(bias.of_queries[start:stop], bias.of_keys[:keys]).dense()
-    return None if bias is None else bias[start:stop, :keys]
+    return None if bias is None else bias[..., start:stop, :keys]
 
 
 def attend_visible(

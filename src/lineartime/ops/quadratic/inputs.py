@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.checks import check_bias
 from lineartime.ops.positions import FactoredBias
 
@@ -21,7 +21,7 @@ class QuadraticOptions:
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with n the
             number of real tokens of the row; an integer is that n, fixed, as a causal model needs it: n taken from the current
-            length would let the future change the past.
+            length would let the future change the past. "paper_bias" is "paper" with the bias divided by n, too.
     """
 
     causal: bool = False
@@ -31,7 +31,7 @@ class QuadraticOptions:
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, ACTIVATIONS)
         if isinstance(self.normalization, str) or self.normalization < 1:
-            check_choice("normalization", self.normalization, NORMALIZATIONS)
+            check_choice("normalization", self.normalization, QUADRATIC_NORMALIZATIONS)
 
     @property
     def both_ways(self) -> "QuadraticOptions":
@@ -42,9 +42,14 @@ class QuadraticOptions:
         """The n of the published q.k / n for rows of `length` slots, a number or [R, 1, 1]; None for "count"."""
         if self.normalization == "count":
             return None
-        if self.normalization != "paper":
+        if not isinstance(self.normalization, str):
             return float(self.normalization)
         return float(max(length, 1)) if real is None else real.sum(1).clamp(min=1)[:, None, None]
+
+    @property
+    def divides_bias(self) -> bool:
+        """Whether the bias is divided by the n of the published q.k / n, as the product is; a softmax divides by none."""
+        return self.normalization == "paper_bias" and self.activation not in ("softmax", "softmax_plus")
 
 
 def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> None:

@@ -29,20 +29,16 @@ def attend(
     """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real` and `prefix`, bool [R, L], mark tokens."""
     table = bias.dense() if isinstance(bias, FactoredBias) else bias
     slots = torch.arange(v.shape[1], device=v.device)
-    normalization = options.normalization
 
     def document(slots: Tensor, in_prefix: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = []
+        rows, length = [], _published_length(options, len(v))
         for t in range(len(v)):
             visible = [j for j in range(len(v)) if j <= t or not options.causal or (in_prefix[t] and in_prefix[j])]
+            bias = None if table is None else table[slots[t, 0], slots[visible, 0]]
+            if options.divides_bias and bias is not None and length is not None:
+                bias = bias / length
             weights = attention_weights_oracle(
-                k[visible] @ q[t],
-                None if table is None else table[slots[t, 0], slots[visible, 0]],
-                d_qk=q.shape[-1],
-                activation=options.activation,
-                published_length=None
-                if normalization == "count"
-                else float(len(v) if normalization == "paper" else normalization),
+                k[visible] @ q[t], bias, d_qk=q.shape[-1], activation=options.activation, published_length=length
             )
             rows.append(weights @ v[visible])
         return torch.stack(rows)
@@ -50,3 +46,10 @@ def attend(
     in_prefix = torch.zeros(v.shape[:2], dtype=torch.bool) if prefix is None else prefix
     places = slots[None, :, None].expand(len(v), -1, -1)
     return by_document(document, places, in_prefix[..., None], q, k, v, layout=Layout(real, slots))
+
+
+def _published_length(options: QuadraticOptions, tokens: int) -> float | None:
+    """The n of the published q.k / n for a document of so many tokens; None for "count"."""
+    if options.normalization == "count":
+        return None
+    return float(tokens if isinstance(options.normalization, str) else options.normalization)

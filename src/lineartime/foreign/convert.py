@@ -1,0 +1,127 @@
+"""From files of other packages to a folder that all commands read."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.checkpoint import save
+from lineartime.data.tokenizers import Tokenizer
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.fields import check_names
+from lineartime.foreign.flash_pytorch import from_flash_pytorch, is_model
+from lineartime.foreign.gau_alpha import MODEL_TYPE, VOCABULARY, from_gau_alpha, read_vocabulary
+from lineartime.foreign.weights import SUFFIXES, read_weights
+from lineartime.json_files import read_plain
+from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
+
+_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_SPECIAL = 2
+"""How many tokens, the end of a document and the mask, a tokenizer of lineartime may have that a model has not learned."""
+_NEVER = -1e4
+"""The logit of a token that a model has not learned."""
+
+
+def is_foreign(source: str | Path) -> bool:
+    """Whether this is a file of weights, or a folder of GAU-alpha."""
+    source = Path(source)
+    if source.is_file():
+        return source.suffix in SUFFIXES
+    try:
+        return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
+    except LineartimeError:  # which those say who read it for another purpose
+        return False
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    flash_pytorch: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a model of another package as lineartime does.
+
+    Args:
+        source: the folder of GAU-alpha, or a file with the state dict of a FLASHTransformer of FLASH-pytorch.
+        destination: a new folder.
+        tokenizer: that made the token ids of the model; GAU-alpha brings its own.
+        flash_pytorch: keyword arguments of `from_flash_pytorch`, which weights do not tell.
+
+    Returns:
+        The destination.
+
+    Raises:
+        ArgumentError: for arguments that do not fit the source, and a destination that holds something.
+        LineartimeError: for a source that is damaged, or something else.
+    """
+    source = Path(source)
+    if source.is_dir():
+        for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
+            if value:
+                raise ArgumentError(name, f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out.")
+        model, tokenizer = _read_gau_alpha(source)
+    else:
+        model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
+    try:
+        return save(model, tokenizer, destination)
+    except ArgumentError as error:  # which calls the destination a folder
+        raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
+
+
+def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:
+    file = next((source / name for name in _WEIGHTS if (source / name).is_file()), None)
+    if file is None or not (source / VOCABULARY).is_file():
+        missing = VOCABULARY if file else " or ".join(_WEIGHTS)
+        raise LineartimeError(f"{source} holds a {_CONFIG} of GAU-alpha, but no {missing}: copy all files of the model.")
+    model = from_gau_alpha(read_weights(file), read_plain(source / _CONFIG))
+    written = source / _TOKENIZER_CONFIG
+    lowercase = read_plain(written).get("do_lower_case", True) if written.is_file() else True
+    tokenizer = read_vocabulary(source / VOCABULARY, lowercase is not False)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise LineartimeError(
+            f"{source / VOCABULARY} has {tokenizer.vocab_size:,} pieces, but the model has {model.config.vocab_size:,}."
+        )
+    return model, tokenizer
+
+
+def _read_flash_pytorch(
+    source: Path, tokenizer: Tokenizer | None, arguments: Mapping[str, Any]
+) -> tuple[LanguageModel, Tokenizer]:
+    weights = read_weights(source)
+    if not is_model(weights):
+        raise LineartimeError(
+            f"{source} holds no FLASHTransformer of FLASH-pytorch: its layers alone become ours with "
+            "lineartime.foreign.from_flash_pytorch, and other models cannot be read."
+        )
+    known = inspect.signature(from_flash_pytorch).parameters
+    check_names(arguments, [name for name in known if name != "weights"], "FLASH-pytorch")
+    if tokenizer is None:
+        raise ArgumentError("tokenizer", "is None, but must be given: weights of FLASH-pytorch come without one.")
+    model = from_flash_pytorch(weights, **arguments)
+    assert isinstance(model, CausalLM | MaskedLM)
+    return _with_special_tokens(model, tokenizer), tokenizer
+
+
+def _with_special_tokens(model: LanguageModel, tokenizer: Tokenizer) -> LanguageModel:
+    """The model with tokens that a tokenizer of lineartime has besides those that the model learned, and never predicts."""
+    missing = tokenizer.vocab_size - model.config.vocab_size
+    if not 0 <= missing <= _SPECIAL:
+        raise ArgumentError(
+            "tokenizer",
+            f"has {tokenizer.vocab_size:,} tokens, but the model {model.config.vocab_size:,}: give the one that it was trained "
+            "with.",
+        )
+    if not missing:
+        return model
+    state = model.state_dict()
+    for name, value in (("backbone.embedding.weight", 0.0), ("lm_head.weight", 0.0), ("lm_head.bias", _NEVER)):
+        rows: Tensor = state[name]
+        state[name] = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
+    wider = type(model)(model.config.override(vocab_size=tokenizer.vocab_size)).to(state["lm_head.bias"].dtype)
+    wider.load_state_dict(state)
+    return wider

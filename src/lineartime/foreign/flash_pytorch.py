@@ -1,0 +1,199 @@
+"""FLASH-pytorch 0.1.9: its GAU, its FLASH and its FLASHTransformer as ours, from their state dicts.
+
+What differs from our defaults is an option of our layers: scores divided by a constant and sums of chunks that are not averaged
+("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift, logits of their own.
+Its norm divides by max(rms(x), 1e-5) and ours by sqrt(mean(x^2) + 1e-10), which is the same to 1e-10 unless all x are tiny.
+
+Shapes: d model width, e value width, s query/key width, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.fields import check_type
+from lineartime.foreign.weights import StateDict, interleaved_order
+from lineartime.layers.checks import check_positive
+from lineartime.layers.flash import FLASH
+from lineartime.layers.gau import GAU
+from lineartime.layers.norms import Norm
+from lineartime.models.config import ModelConfig
+from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.layer_config import LayerConfig
+from lineartime.ops.positions import N_BUCKETS
+
+PACKAGE = "FLASH-pytorch"
+ROTATED = 32
+"""The most features that FLASHTransformer rotates."""
+NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
+"""The epsilon of our norm that stands for theirs."""
+MAPS = [0, 2, 1, 3]
+"""Where its quadratic queries, linear queries, quadratic keys and linear keys are among ours."""
+
+
+def is_model(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these are the weights of a FLASHTransformer."""
+    return "token_emb.weight" in weights and "abs_pos_emb.scale" in weights
+
+
+def from_flash_pytorch(
+    weights: Mapping[str, Tensor],
+    *,
+    causal: bool = False,
+    group_size: int = 256,
+    shift_tokens: bool | None = None,
+    laplace_attn_fn: bool = False,
+    reduce_group_non_causal_attn: bool = True,
+    add_residual: bool = True,
+    sequence_length: int | None = None,
+) -> CausalLM | MaskedLM | FLASH | GAU:
+    """The model or layer that a state dict of FLASH-pytorch is of, in evaluation mode.
+
+    Args:
+        weights: the state dict of a FLASHTransformer, a FLASH or a GAU.
+        causal, group_size, shift_tokens, laplace_attn_fn, reduce_group_non_causal_attn, add_residual: what it was built with,
+            with the defaults of FLASH-pytorch; weights do not tell. shift_tokens is True by default for a FLASHTransformer.
+        sequence_length: of a causal GAU: it divides scores by the length of what it reads, with which the future changes the
+            past. Ours divides by this number, and is the same for sequences of this length.
+
+    Raises:
+        ArgumentError: for arguments that our layers cannot reproduce.
+        LineartimeError: for weights of something else.
+    """
+    state = StateDict(weights, PACKAGE)
+    switches = {"causal": causal, "laplace_attn_fn": laplace_attn_fn, "add_residual": add_residual}
+    switches["reduce_group_non_causal_attn"] = reduce_group_non_causal_attn
+    for name, value in switches.items():
+        check_type(name, value, bool)
+    check_type("shift_tokens", shift_tokens, bool | None)
+    check_positive(group_size=group_size, **({} if sequence_length is None else {"sequence_length": sequence_length}))
+    if not causal and not reduce_group_non_causal_attn:
+        raise ArgumentError(
+            "reduce_group_non_causal_attn",
+            "is False, so that no chunk reads another, but must be True: the linear part of our FLASH reads all chunks.",
+        )
+    if not add_residual:
+        raise ArgumentError("add_residual", "is False, but must be True: the residual is a part of our layers.")
+    activation = "laplace" if laplace_attn_fn else "relu2"
+    built: CausalLM | MaskedLM | FLASH | GAU
+    if is_model(weights):
+        shift = shift_tokens is not False
+        built = _model(state, causal, {"chunk_size": group_size, "token_shift": shift, "activation": activation})
+    elif "qk_offset_scale.gamma" in weights:
+        options, own = _flash(state, "")
+        options |= {"chunk_size": group_size, "token_shift": bool(shift_tokens), "activation": activation}
+        built = FLASH(**options, causal=causal).to(own["gamma"].dtype)
+        built.load_state_dict(own)
+    elif "offsetscale.gamma" in weights:
+        if causal and sequence_length is None:
+            raise ArgumentError(
+                "sequence_length",
+                "is None, but must be given for a causal GAU, whose divisor is the length of what it reads: give the length it "
+                "was trained with.",
+            )
+        options, own = _gated(state, "", "offsetscale", [0, 1], "to_out.0", rotated=0)
+        own["bias.values"] *= options["d_model"] ** 0.5
+        built = GAU(
+            **options,
+            causal=causal,
+            activation=activation,  # type: ignore[arg-type]
+            rope=False,
+            normalization="paper_bias",
+            max_length=sequence_length if causal else None,
+        ).to(own["gamma"].dtype)
+        built.load_state_dict(own)
+    else:
+        raise LineartimeError(f"The weights are of no model or layer of {PACKAGE}: they lack token_emb.weight.")
+    state.finish()
+    return built.eval()
+
+
+def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM | MaskedLM:
+    vocab_size, d_model = state.shape("token_emb.weight", 2)
+    n_blocks = state.count(r"layers\.(\d+)\.")
+    if not n_blocks:
+        raise LineartimeError(f"The weights lack layers.0, which {PACKAGE} has.")
+    weights = {
+        "backbone.embedding.weight": state.take("token_emb.weight", vocab_size, d_model),
+        "backbone.position.scale": state.take("abs_pos_emb.scale", 1),
+        "backbone.norm.weight": state.take("to_logits.0.weight", d_model),
+        "backbone.norm.bias": state.take("to_logits.0.bias", d_model),
+        "lm_head.weight": state.take("to_logits.1.weight", vocab_size, d_model),
+        "lm_head.bias": state.take("to_logits.1.bias", vocab_size),
+    }
+    state.drop("abs_pos_emb.inv_freq")  # of the sinusoid, which is computed
+    found = []
+    for block in range(n_blocks):
+        options, own = _flash(state, f"layers.{block}.")
+        weights |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in own.items()}
+        found.append(options)
+    options = found[0]
+    if any(other != options for other in found) or options.pop("d_model") != d_model or not options.pop("rope"):
+        raise LineartimeError(f"The weights have layers that differ in their sizes, which a model of {PACKAGE} does not have.")
+    config = ModelConfig(
+        task="clm" if causal else "mlm",
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_blocks=n_blocks,
+        norm=options.pop("norm"),
+        norm_eps=options.pop("norm_eps"),
+        final_norm="layernorm",
+        tie_word_embeddings=False,
+        mixer=LayerConfig("flash", **options, **chosen),
+    )
+    model = build_model(config).to(weights["backbone.embedding.weight"].dtype)
+    model.load_state_dict(weights)
+    return model
+
+
+def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The options that the weights of a FLASH tell, and its weights by our names."""
+    frequencies = f"{prefix}rotary_pos_emb.freqs"
+    rotated = 2 * state.shape(frequencies, 1)[0] if frequencies in state else 0
+    options, own = _gated(state, prefix, "qk_offset_scale", MAPS, "to_out", rotated)
+    if rotated:
+        found = state.take(frequencies, rotated // 2)
+        if not torch.allclose(found, rotary_frequencies(rotated).to(found), rtol=1e-4):
+            raise LineartimeError(f"{frequencies} holds other frequencies than rotary positions have.")
+    own["bias.values"] *= options["d_qk"] ** 0.5
+    rotary_width = rotated if 0 < rotated < options["d_qk"] else None
+    return {**options, "rope": rotated > 0, "rotary_width": rotary_width, "normalization": "paper_sum"}, own
+
+
+def _gated(
+    state: StateDict, prefix: str, scales: str, maps: list[int], output: str, rotated: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The sizes of a gated unit, and its weights by our names; `maps` says where its queries and keys are among ours."""
+    d_qk, d_model = state.shape(f"{prefix}to_qk.0.weight", 2)
+    width = state.shape(f"{prefix}to_hidden.0.weight", 2)[0] // 2
+    if width % d_model or d_qk % 2 or rotated > d_qk:
+        raise LineartimeError(
+            f"The weights have values of width {width} and queries of width {d_qk} of which {rotated} are rotated, but "
+            f"ours have a multiple of {d_model} and an even number."
+        )
+    order = interleaved_order(d_qk, rotated)
+    own = {}
+    for kind, shape in (("weight", (d_model,)), ("bias", ())):
+        value, gate = state.take(f"{prefix}to_hidden.0.{kind}", 2 * width, *shape).chunk(2)
+        own[f"to_gate_value_base.{kind}"] = torch.cat([gate, value, state.take(f"{prefix}to_qk.0.{kind}", d_qk, *shape)[order]])
+    for name in ("gamma", "beta"):
+        own[name] = state.take(f"{prefix}{scales}.{name}", len(maps), d_qk)[maps][:, order]
+    own["to_output.weight"] = state.take(f"{prefix}{output}.weight", d_model, width)
+    own["to_output.bias"] = state.take(f"{prefix}{output}.bias", d_model)
+    bias = f"{prefix}rel_pos_bias.relative_attention_bias.weight"
+    own["bias.values"] = state.take(bias, N_BUCKETS, 1)[:, 0].clone()
+    norm: Norm = "scalenorm" if f"{prefix}norm.g" in state else "layernorm"
+    if norm == "scalenorm":
+        own["norm.g"] = state.take(f"{prefix}norm.g", 1)
+    else:
+        own |= {f"norm.{kind}": state.take(f"{prefix}norm.{kind}", d_model) for kind in ("weight", "bias")}
+    options = {"d_model": d_model, "d_qk": d_qk, "expansion": width // d_model, "bias_form": "buckets"}
+    return {**options, "norm": norm, "norm_eps": NORM_EPS[norm]}, own
+
+
+def rotary_frequencies(rotated: int) -> Tensor:
+    """The frequencies of rotary positions of so many features, float32 [rotated / 2]."""
+    return 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)

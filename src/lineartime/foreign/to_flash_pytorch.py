@@ -1,0 +1,137 @@
+"""Our FLASH, and models of it, as those of FLASH-pytorch 0.1.9, where that package can express them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
+from lineartime.foreign.weights import interleaved_order
+from lineartime.layers.flash import FLASH
+from lineartime.layers.norms import Norm, RMSNorm, ScaleNorm
+from lineartime.layers.positions import BucketBias
+from lineartime.models.heads import LanguageModel, check_model
+from lineartime.ops.positions import N_BUCKETS
+
+
+def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A model, or a FLASH by itself, for FLASH-pytorch.
+
+    Returns:
+        The state dict, and the arguments with which to build its `FLASHTransformer`, or its `FLASH`. A FLASH with rotary
+        positions also needs `rotary_pos_emb=RotaryEmbedding(dim=...)`, with `rotary_dim` of the arguments.
+
+    Raises:
+        ArgumentError: naming an option that FLASH-pytorch does not have.
+    """
+    if isinstance(model, FLASH):
+        own, options = _flash(model)
+        return {name: tensor.clone() for name, tensor in own.items()}, options
+    model = check_model(model, LanguageModel, "be converted", computes=False)
+    config, backbone = model.config, model.backbone
+    _require("mixer", config.mixer.kind, "flash")
+    _require("feed_forward", None if config.feed_forward is None else config.feed_forward.kind, None)
+    _require("absolute_position", config.absolute_position, "scaled_sin")
+    _require("embedding_norm", config.embedding_norm, False)
+    _require("token_types", config.token_types, 0)
+    if config.final_norm != "same":
+        _require("final_norm", config.final_norm, "layernorm")
+    else:
+        _require("norm", config.norm, "layernorm", "before the logits: train with final_norm=layernorm")
+    if config.task == "prefix-lm":
+        raise ArgumentError("task", f"is 'prefix-lm', but {PACKAGE} reads no prefix in both directions.")
+    width = config.mixer.options["d_qk"]
+    if not config.mixer.options["rope"]:
+        raise ArgumentError("rope", f"is False, but a model of {PACKAGE} has rotary positions.")
+    rotated = config.mixer.options["rotary_width"] or width
+    _require("rotary_width", rotated, min(ROTATED, width))
+    embedding = backbone.embedding.weight
+    head = model.lm_head
+    logits = {"weight": embedding, "bias": torch.zeros_like(embedding[:, 0])} if head is None else dict(head.named_parameters())
+    position, norm = backbone.get_parameter("position.scale"), dict(backbone.norm.named_parameters())
+    half = torch.arange(0, config.d_model, 2) / config.d_model
+    weights = {"token_emb.weight": embedding, "abs_pos_emb.scale": position, "abs_pos_emb.inv_freq": 10000.0**-half}
+    arguments: dict[str, Any] = {}
+    for place, block in enumerate(backbone.blocks):
+        own, arguments = _flash(block.mixer)  # type: ignore[arg-type] # its kind is that of FLASH
+        weights |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
+    weights |= {f"to_logits.0.{kind}": tensor for kind, tensor in norm.items()}
+    weights |= {f"to_logits.1.{kind}": tensor for kind, tensor in logits.items()}
+    arguments.pop("rotary_dim")
+    arguments |= {"num_tokens": config.vocab_size, "depth": config.n_blocks, "norm_type": config.norm}
+    return {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, arguments
+
+
+def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any]:
+    """Save a model as a state dict of FLASH-pytorch into a new file; returns the arguments of its FLASHTransformer.
+
+    Raises:
+        ArgumentError: naming an option that FLASH-pytorch does not have, or for a file that exists.
+        LineartimeError: if it cannot be written.
+    """
+    file = Path(file)
+    if file.exists():
+        raise ArgumentError("destination", f"is {file}, which exists already: delete it, or choose another name.")
+    weights, arguments = to_flash_pytorch(model)
+    partial = file.with_name(f".{file.name}.partial")
+    with reporting("write", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.save(weights, partial)
+            partial.rename(file)
+        except RuntimeError as error:  # of PyTorch's writer, for a full disk
+            raise LineartimeError(f"Cannot write {file}: {str(error).splitlines()[0]}.") from None
+        finally:
+            partial.unlink(missing_ok=True)
+    return arguments
+
+
+def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state dict of a FLASH of FLASH-pytorch, and the arguments of its constructor."""
+    _require("norm_position", layer.norm_position, "pre")
+    if layer.activation not in ("relu2", "laplace"):
+        raise ArgumentError("activation", f"is {layer.activation!r}, but {PACKAGE} has only 'relu2' and 'laplace'.")
+    _require("normalization", layer.normalization, "paper_sum")
+    if isinstance(layer.norm, RMSNorm):
+        raise ArgumentError("norm", f"is 'rmsnorm', but {PACKAGE} has only 'layernorm' and 'scalenorm'.")
+    norm: Norm = "scalenorm" if isinstance(layer.norm, ScaleNorm) else "layernorm"
+    eps, wanted = float(layer.norm.eps), NORM_EPS[norm]  # type: ignore[arg-type] # PyTorch types parts as any module
+    if eps > wanted if norm == "scalenorm" else eps != wanted:
+        allowed = "at most " if norm == "scalenorm" else ""
+        raise ArgumentError("norm_eps", f"is {eps}, but must be {allowed}{wanted} for the {norm} of {PACKAGE}.")
+    if layer.bias is not None and not isinstance(layer.bias, BucketBias):
+        raise ArgumentError("bias_form", f"is {layer.bias_form!r}, but {PACKAGE} has only a relative bias by buckets.")
+    d_qk, width = layer.d_qk, layer.d_value
+    rotated = (layer.rotary_width or d_qk) if layer.rope else 0
+    back = torch.tensor(interleaved_order(d_qk, rotated)).argsort()
+    weights: dict[str, Tensor] = {}
+    if layer.rope:
+        weights["rotary_pos_emb.freqs"] = rotary_frequencies(rotated)
+    values = torch.zeros(N_BUCKETS) if layer.bias is None else layer.bias.values.detach().cpu() * d_qk**-0.5
+    weights["rel_pos_bias.relative_attention_bias.weight"] = values[:, None]
+    weights |= {f"norm.{name}": tensor for name, tensor in layer.norm.named_parameters()}
+    for kind, tensor in layer.to_gate_value_base.named_parameters():
+        gate, value, base = tensor.detach().cpu().split([width, width, d_qk])
+        weights |= {f"to_hidden.0.{kind}": torch.cat([value, gate]), f"to_qk.0.{kind}": base[back]}
+    for name in ("gamma", "beta"):
+        weights[f"qk_offset_scale.{name}"] = layer.get_parameter(name).detach().cpu()[torch.tensor(MAPS).argsort()][:, back]
+    weights |= {f"to_out.{kind}": tensor for kind, tensor in layer.to_output.named_parameters()}
+    arguments = {
+        "dim": layer.d_model,
+        "group_size": layer.chunk_size,
+        "query_key_dim": d_qk,
+        "expansion_factor": layer.expansion,
+        "causal": layer.causal,
+        "shift_tokens": layer.token_shift,
+        "laplace_attn_fn": layer.activation == "laplace",
+        "rotary_dim": rotated,
+    }
+    return {name: tensor.detach().cpu() for name, tensor in weights.items()}, arguments
+
+
+def _require(option: str, value: object, allowed: object, what: str = "") -> None:
+    """Raise ArgumentError unless an option has the value that FLASH-pytorch has."""
+    if value != allowed:
+        raise ArgumentError(option, f"is {value!r}, but {PACKAGE} has only {allowed!r}{f' {what}' if what else ''}.")

@@ -1,0 +1,159 @@
+"""Files of other packages as folders that the commands read."""
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.cli import main
+from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.foreign import convert, read_weights
+
+
+def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(
+    tmp_path: Path, formulas: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = formulas.write_folder(tmp_path / "theirs")
+    ours, text = tmp_path / "ours", tmp_path / "text.txt"
+    text.write_text("天地 abc。人 daa\n" * 40, encoding="utf-8")
+    assert main(["convert", str(tmp_path / "theirs"), str(ours)]) == 0
+    assert "a model of lineartime" in capsys.readouterr().out
+    assert main(["fill", str(ours), "--text", "天[MASK]人"]) == 0
+    assert main(["eval", str(ours), "--data", str(text), "--split", "all", "--context-length", "16", "--max-tokens", "64"]) == 0
+    model, tokenizer = lineartime.load(ours), lineartime.load_tokenizer(ours)
+    ids = tokenizer.encode("天地 ABca。x")
+    assert [formulas.PIECES[token] for token in ids] == ["天", "地", "[UNK]", "。", "[UNK]"]
+    assert (tokenizer.mask, tokenizer.end_of_document) == (4, 3)
+    rows, real = torch.tensor(ids)[None], torch.ones(1, len(ids), dtype=torch.bool)
+    expected = formulas.forward(weights, formulas.CONFIG, rows, real, torch.zeros_like(rows))
+    torch.testing.assert_close(model(rows), expected, atol=1e-4, rtol=1e-5)
+
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    from lineartime import hf
+
+    hf.convert(ours, tmp_path / "hf")
+    adapted = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
+    types = torch.ones_like(rows)
+    torch.testing.assert_close(adapted(rows).logits, model(rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(adapted(rows, token_type_ids=types).logits, model(rows, token_types=types), atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("天地")["input_ids"] == tokenizer.encode("天地").tolist()
+    hf.convert(tmp_path / "hf", tmp_path / "back")
+    assert torch.equal(lineartime.load(tmp_path / "back")(rows), model(rows))
+
+
+def test_flash_pytorch_goes_both_ways_on_the_command_line(
+    tmp_path: Path, theirs: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"causal": True, "group_size": 8, "query_key_dim": 8}
+    other = theirs("FLASHTransformer", dim=16, num_tokens=256, depth=2, **arguments)
+    file, ours, back = tmp_path / "theirs.pt", tmp_path / "ours", tmp_path / "back.pt"
+    torch.save({"step": 3, "model": other.state_dict()}, file)
+    command = ["convert", str(file), str(ours), "--flash-pytorch", "causal=true", "group_size=8"]
+    assert main(command) == 1
+    assert "--tokenizer is None, but must be given" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--tokenizer", "bytes"]) == 0
+    ids = torch.randint(256, (2, 19))
+    model = lineartime.load(ours)
+    expected = other(ids)
+    torch.testing.assert_close(model(ids)[..., :256], expected, atol=1e-4, rtol=1e-5)
+    assert model(ids)[..., 256:].max() < expected.min() - 100  # what bytes of theirs do not have is never predicted
+    assert main(["generate", str(ours), "--prompt", "ab", "--max-tokens", "5"]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(ours), str(back), "--to", "flash-pytorch"]) == 0
+    assert "FLASHTransformer(dim=16, group_size=8" in capsys.readouterr().out
+    again = theirs("FLASHTransformer", dim=16, num_tokens=258, depth=2, **arguments)
+    again.load_state_dict(torch.load(back, weights_only=True))
+    torch.testing.assert_close(again(ids), model(ids), atol=1e-4, rtol=1e-5)
+    assert main(["convert", str(ours), str(back), "--to", "flash-pytorch"]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--flash-pytorch", "causal"], "--flash-pytorch contains 'causal', which is not NAME=VALUE"),
+        (["--flash-pytorch", "casual=true"], "casual is not an option of FLASH-pytorch (did you mean causal?)"),
+        (["--checkpoint", "best"], "--checkpoint is given, but converting"),
+        (["--tokenizer", "none.json"], "Cannot read none.json"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(
+    extra: list[str], message: str, tmp_path: Path, theirs: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "theirs.pt"
+    torch.save(theirs("FLASHTransformer", dim=16, num_tokens=256, depth=1).state_dict(), file)
+    assert main(["convert", str(file), str(tmp_path / "ours"), *extra]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path, theirs: Callable[..., Any]) -> None:
+    torch.save(theirs("FLASHTransformer", dim=16, num_tokens=30, depth=1).state_dict(), tmp_path / "theirs.pt")
+    with pytest.raises(ArgumentError, match="tokenizer has 258 tokens, but the model 30"):
+        convert(tmp_path / "theirs.pt", tmp_path / "ours", tokenizer=ByteTokenizer())
+    torch.save(theirs("FLASH", dim=16).state_dict(), tmp_path / "layer.pt")
+    with pytest.raises(LineartimeError, match="holds no FLASHTransformer of FLASH-pytorch: its layers alone become ours with"):
+        convert(tmp_path / "layer.pt", tmp_path / "ours", tokenizer=ByteTokenizer())
+
+
+@pytest.mark.parametrize("missing", ["vocab.txt", "pytorch_model.bin"])
+def test_a_folder_without_one_of_its_files_is_named(missing: str, tmp_path: Path, formulas: Any) -> None:
+    formulas.write_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / missing).unlink()
+    with pytest.raises(LineartimeError, match=f"but no .*{missing}: copy all files of the model"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+# Files that are not believed ----------------------------------------------------------------------------------------------
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('code of a file has run')",))
+
+
+def compressed(file: Path) -> None:
+    torch.save({"a": torch.zeros(10)}, file)
+    with zipfile.ZipFile(file) as archive:
+        records = {record: archive.read(record) for record in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record, content in records.items():
+            archive.writestr(record, content)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "code": (lambda file: torch.save({"a": Harmful()}, file), "cannot be read safely .*it holds objects besides tensors"),
+    "a bare pickle": (lambda file: file.write_bytes(pickle.dumps(Harmful())), "is no file of weights"),
+    "nothing": (lambda file: file.write_bytes(b""), "is no file of weights"),
+    "half": (lambda file: (torch.save({"a": torch.zeros(999)}, file), file.write_bytes(file.read_bytes()[:900])), "is no file"),
+    "one number said to be many": (lambda file: torch.save({"a": torch.zeros(1).expand(2**40)}, file), "'a' is larger than"),
+    "compressed": (compressed, "an archive that torch.save does not write"),
+    "infinite": (lambda file: torch.save({"a": torch.tensor([torch.inf])}, file), "'a' holds numbers that are not finite"),
+    "no tensor": (lambda file: torch.save({"a": 3}, file), "holds 'a', which is no tensor"),
+    "a list": (lambda file: torch.save([torch.zeros(2)], file), "holds no weights"),
+    "sparse": (lambda file: torch.save({"a": torch.eye(2).to_sparse()}, file), "holds 'a', which is no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_runs_nothing_and_is_one_sentence(name: str, tmp_path: Path) -> None:
+    write, message = HOSTILE[name]
+    write(tmp_path / "model.bin")
+    with pytest.raises(LineartimeError, match=message) as raised:
+        read_weights(tmp_path / "model.bin")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_safetensors_that_lies_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(LineartimeError, match="is damaged"):
+        read_weights(file)

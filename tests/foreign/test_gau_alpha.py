@@ -1,0 +1,95 @@
+"""GAU-alpha with random weights, converted, against its formulas."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.errors import LineartimeError
+from lineartime.foreign import from_gau_alpha
+
+VOCABULARY = 19
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_bias": True},
+        {"normalization": "softmax"},
+        {"normalization": "squared_relu", "attention_scale": False},
+        {"layer_norm_eps": 1e-3, "num_hidden_layers": 1},
+    ],
+)
+def test_logits_and_gradients_are_those_of_its_formulas(
+    changes: dict[str, Any], formulas: Any, assert_agree: Callable[..., None]
+) -> None:
+    """At ragged lengths, with types of tokens."""
+    config = {**formulas.CONFIG, **changes}
+    weights = formulas.make_weights(config, torch.float64)
+    model = from_gau_alpha(weights, config)
+    ids, types = torch.randint(VOCABULARY, (3, 13)), torch.randint(2, (3, 13))
+    mask = torch.arange(13) < torch.tensor([13, 2, 7])[:, None]
+    word = weights["gau_alpha.embeddings.word_embeddings.weight"]
+
+    def ours(embedded: Tensor) -> Tensor:
+        return model.logits(model.backbone.read(embedded, mask, token_types=types))
+
+    def other(embedded: Tensor) -> Tensor:
+        rows = {**weights, "gau_alpha.embeddings.word_embeddings.weight": embedded.flatten(0, 1)}
+        places = torch.arange(ids.numel()).view_as(ids)
+        return formulas.forward(rows, config, places, mask, types)
+
+    assert_agree(ours, other, F.embedding(ids, word), mask, tolerance=1e-10)
+    torch.testing.assert_close(
+        model(ids, mask=mask, token_types=types)[mask],
+        formulas.forward(weights, config, ids, mask, types)[mask],
+        atol=1e-10,
+        rtol=1e-10,
+    )
+
+
+def test_float32_weights_give_the_logits_to_1e_5(formulas: Any) -> None:
+    weights = formulas.make_weights(formulas.CONFIG)
+    ids, mask = torch.randint(VOCABULARY, (2, 40)), torch.ones(2, 40, dtype=torch.bool)
+    expected = formulas.forward(weights, formulas.CONFIG, ids, mask, torch.zeros_like(ids))
+    found = from_gau_alpha(weights, formulas.CONFIG)(ids)
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+
+
+def test_logits_are_tied_where_theirs_are(formulas: Any) -> None:
+    """Whether both tensors are in the file, or the embedding alone, as in a GAUAlphaModel."""
+    weights = formulas.make_weights(formulas.CONFIG)
+    assert from_gau_alpha(weights, formulas.CONFIG).lm_head is not None
+    weights["cls.predictions.decoder.weight"] = weights["gau_alpha.embeddings.word_embeddings.weight"].clone()
+    both = from_gau_alpha(weights, formulas.CONFIG)
+    assert both.lm_head is None
+    del weights["cls.predictions.decoder.weight"]
+    base = {name.removeprefix("gau_alpha."): tensor for name, tensor in weights.items()}
+    ids = torch.randint(VOCABULARY, (2, 9))
+    assert torch.equal(from_gau_alpha(base, formulas.CONFIG)(ids), both(ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "have 3 layers, but num_hidden_layers is 1000000"),
+        ({"vocab_size": 2**30}, r"word_embeddings.weight has shape \[19, 16\], but GAU-alpha has \[1073741824, 16\]"),
+        ({"hidden_size": "16"}, "hidden_size is '16' .*, but must be a whole number"),
+        ({"hidden_size": 0}, "hidden_size is 0 .*, but must be a whole number from 1 on"),
+        ({"intermediate_size": 17}, "intermediate_size is 17 .*, which no model of lineartime can have"),
+        ({"attention_key_size": 7}, "attention_key_size is 7"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"normalization": "none"}, "normalization is 'none'"),
+        ({"normalization": ["softmax"]}, r"normalization is \['softmax'\]"),
+        ({"embedding_size": 8}, "embedding_size is 8"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_eps is nan"),
+        ({"use_bias": True}, "lack gau_alpha.encoder.layer.0.gau.i_dense.bias"),
+    ],
+)
+def test_a_configuration_of_another_model_is_named(changes: dict[str, Any], message: str, formulas: Any) -> None:
+    with pytest.raises(LineartimeError, match=message):
+        from_gau_alpha(formulas.make_weights(formulas.CONFIG), {**formulas.CONFIG, **changes})
