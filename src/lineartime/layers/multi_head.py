@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
+from lineartime.layers.opened import Opened, Part
 from lineartime.layers.residual import Mixer, MixerOptions, State
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
@@ -42,6 +43,9 @@ class MultiHeadMixer(Mixer[State]):
 
     n_maps: ClassVar[int] = 3
     """Projections of the input: queries, keys and values; 2 if queries and keys are the same."""
+    parts: ClassVar[tuple[Part, ...]] = ("attention",)
+    """What its attention is the sum of."""
+    why_not_opened: ClassVar[str | None] = None
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -63,6 +67,10 @@ class MultiHeadMixer(Mixer[State]):
         `real`, bool [R, L], is False behind the tokens of shorter rows, where the three hold zeros; None if all are as long.
         """
 
+    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """One part of `attend`, in a mixer that has several `parts`; values may have any width."""
+        return self.attend(q, k, v, real)
+
     @abstractmethod
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """The same for N more tokens of streams, [B, H, N, h], and the state after them; `state` stays as it is."""
@@ -81,6 +89,21 @@ class MultiHeadMixer(Mixer[State]):
         q, k, v = self.project(normed, layout)
         attended = self._by_row(self.attend, q, k, v, layout)
         return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
+
+    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+        """The attention of `mix`, taken apart."""
+        q, k, v = self.project(normed, layout)
+
+        def read(part: Part) -> Callable[[Tensor], Tensor]:
+            def attend(values: Tensor) -> Tensor:
+                v = self.split_heads(values)
+                attended = self._by_row(partial(self.attend_part, part), q, k, v, layout)
+                return layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))
+
+            return attend
+
+        parts = {part: read(part) for part in self.parts}
+        return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
