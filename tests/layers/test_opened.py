@@ -9,9 +9,8 @@ from torch import Tensor
 from lineartime.baselines.combiner import Combiner
 from lineartime.errors import LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
-from lineartime.layers.opened import Opened
+from lineartime.layers.opened import Opened, OpenMixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import Mixer
 from lineartime.models.layer_config import KINDS
 from lineartime.ops.mixed_chunk.inputs import Heads
 from lineartime.ops.mixed_chunk.reference import attend
@@ -21,18 +20,18 @@ SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 8, "block_size": 4, "window": 6,
 BOTH = {"flash", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm", "mixed-chunk"}
 
 
-def build(name: str, causal: bool, **options: Any) -> Mixer[Any]:
+def build(name: str, causal: bool, **options: Any) -> OpenMixer[Any]:
     kind = MIXERS[name]
     known = constructor_options(kind)
     small = {option: value for option, value in SMALL.items() if option in known}
-    mixer: Mixer[Any] = kind(16, causal=causal, **{**small, **options}).double().eval()
+    mixer: OpenMixer[Any] = kind(16, causal=causal, **{**small, **options}).double().eval()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return mixer
 
 
-def opened(mixer: Mixer[Any], x: Tensor, prefix: Tensor | None = None) -> Opened:
+def opened(mixer: OpenMixer[Any], x: Tensor, prefix: Tensor | None = None) -> Opened:
     return mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix, device=x.device))
 
 

@@ -19,8 +19,8 @@ from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.opened import Opened, Part
-from lineartime.layers.residual import Mixer, MixerOptions, State
+from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.layout import Layout
@@ -40,7 +40,7 @@ class GatedOptions(MixerOptions, total=False):
     initial_scores: InitialScores
 
 
-class GatedUnit(Mixer[State]):
+class GatedUnit(OpenMixer[State]):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
 
     Args:
@@ -59,9 +59,6 @@ class GatedUnit(Mixer[State]):
     """Queries and keys that are made of Z, each by its own gamma and beta."""
     normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
     """Those that it has."""
-    parts: ClassVar[tuple[Part, ...]] = ("attention",)
-    """What its attention is the sum of."""
-    why_not_opened: ClassVar[str | None] = None
 
     def __init__(
         self,

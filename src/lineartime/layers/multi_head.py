@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.opened import Opened, Part
-from lineartime.layers.residual import Mixer, MixerOptions, State
+from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -30,7 +30,7 @@ class HeadOptions(MixerOptions, total=False):
     rope: bool
 
 
-class MultiHeadMixer(Mixer[State]):
+class MultiHeadMixer(OpenMixer[State]):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     `attend` gets every document as a row of its own, with its real tokens first.
@@ -43,9 +43,6 @@ class MultiHeadMixer(Mixer[State]):
 
     n_maps: ClassVar[int] = 3
     """Projections of the input: queries, keys and values; 2 if queries and keys are the same."""
-    parts: ClassVar[tuple[Part, ...]] = ("attention",)
-    """What its attention is the sum of."""
-    why_not_opened: ClassVar[str | None] = None
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)

@@ -15,7 +15,6 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.checks import check_options, check_positive, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.opened import Opened
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
 from lineartime.ops.checks import as_mask
@@ -125,8 +124,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Whether it can read sequences that several processes hold together."""
     reads_prefix: ClassVar[bool] = False
     """Whether a causal one can read the first tokens of sequences in both directions."""
-    why_not_opened: ClassVar[str | None] = "it does not say what its attention is made of"
-    """Why its attention cannot be taken apart by `open`, as the end of a sentence; None for a mixer whose attention can be."""
 
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
@@ -213,36 +210,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
-        self._check_layout(layout)
+        self.check_layout(layout)
         x = zero_padding(x, layout.mask)
-        return zero_padding(x + self.dropout(layout.by_part(self.mix, self._normed(x, layout))), layout.mask)
+        return zero_padding(x + self.dropout(layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
 
-    def _normed(self, x: Tensor, layout: Layout) -> Tensor:
+    def normed(self, x: Tensor, layout: Layout) -> Tensor:
         """What `mix` is given: normed tokens, shifted if the mixer does so."""
         normed: Tensor = self.norm(x)
         return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
-
-    def open(self, x: Tensor, layout: Layout) -> Opened:
-        """The attention of `read`, taken apart, for a layout that is no pack.
-
-        Raises:
-            LineartimeError: if this mixer cannot do that; it says why.
-            ValueError: for a layout of another mixer.
-        """
-        if self.why_not_opened is not None:
-            raise LineartimeError(f"{type(self).__name__} has no weights to show: {self.why_not_opened}.")
-        self._check_layout(layout)
-        return self.open_normed(self._normed(zero_padding(x, layout.mask), layout), layout)
-
-    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
-        """The attention of `mix`, taken apart, in a mixer without `why_not_opened`."""
-        raise NotImplementedError
-
-    def global_state(self, state: State | ShiftedState) -> Tensor | None:
-        """The part of a state of `extend` that sums up tokens which are not kept one by one, [B, ...]; None without one."""
-        own = state.own if isinstance(state, ShiftedState) else state
-        summary: Tensor | None = getattr(own, "summary", None)
-        return None if summary is None or not summary[0].numel() else summary
 
     def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -302,7 +277,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x)
-        self._check_layout(layout)
+        self.check_layout(layout)
         return self._read_next(x, state, layout)
 
     def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
@@ -332,7 +307,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The state of no streams, which shows how a state is built."""
         return self.init_state(0)
 
-    def _check_layout(self, layout: Layout) -> None:
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ArgumentError unless the layout was made for a mixer like this one."""
         if layout.plan != self.plan():
             raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
 
