@@ -22,7 +22,7 @@ def code_blocks(text: str) -> list[str]:
 
 def commands(text: str) -> list[str]:
     found = re.findall(
-        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|convert|runs|presets|bench|reproduce|info)\b.*)$",
+        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|inspect|convert|runs|presets|bench|reproduce|info)\b.*)$",
         text,
         re.MULTILINE,
     )

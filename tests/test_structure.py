@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"evaluation", "filling", "text_generation"},
     {"runs"},
     {"training"},
-    {"bench", "info"},
+    {"bench", "info", "inspection"},
     {"experiments"},
     {"hf"},
     {"cli"},

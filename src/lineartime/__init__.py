@@ -65,6 +65,7 @@ _ROOMS = (
     "evaluation",
     "filling",
     "generation",
+    "inspection",
     "layers",
     "models",
     "ops",
