@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"models"},
     {"data"},
     {"checkpoint", "generation"},
-    {"evaluation", "filling", "text_generation"},
+    {"evaluation", "export", "filling", "text_generation"},
     {"runs"},
     {"training"},
     {"bench", "info", "inspection"},

@@ -63,6 +63,7 @@ _ROOMS = (
     "checkpoint",
     "data",
     "evaluation",
+    "export",
     "filling",
     "generation",
     "inspection",

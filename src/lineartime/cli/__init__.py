@@ -28,6 +28,7 @@ _COMMANDS = (
     "fill",
     "inspect",
     "convert",
+    "export",
     "runs",
     "tokenize",
     "presets",

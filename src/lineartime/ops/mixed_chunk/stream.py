@@ -196,7 +196,8 @@ def step(maps: Tensor, v: Tensor, bias: Tensor | None, options: MixedChunkOption
     dtype, result_dtype = sums.dtype, output_dtype(v, matmul_dtype(maps, v))
     with without_autocast(v):
         queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(dtype), v.to(dtype)
-        row, slot = torch.arange(v.shape[0], device=v.device), position % options.chunk_size  # len() would be a constant in an export
+        # Not len(v), which would make the batch size of an exported step a constant.
+        row, slot = torch.arange(v.shape[0], device=v.device), position % options.chunk_size
         keys[row, :, slot] = new[:, :, 0]
         values[row, slot] = v[:, 0]
         sums.baddbmm_(new[:, 1].mT, v)
