@@ -5,13 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import lineartime
-from lineartime.errors import ArgumentError
-from lineartime.export import STATE, export_step, export_text, write_package, write_program
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.export import STATE, export_step, export_text, write_onnx, write_package, write_program
 from lineartime.machine import compiler_missing
 from lineartime.models.heads import CausalLM
 
@@ -92,6 +93,29 @@ def test_a_package_of_the_step_gives_the_logits_of_the_model(tmp_path: Path) -> 
         logits.append(out)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-5, rtol=0)
+
+
+def test_a_step_in_onnx_gives_the_logits_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model, ids = flash(n_blocks=1), torch.randint(0, 40, (3, 20))
+    session = runtime.InferenceSession(str(write_onnx(export_step(model), tmp_path / "step.onnx")))
+    assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]
+    names = [given.name for given in session.get_inputs()]
+    dtypes = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+    state = [np.zeros((3, *given.shape[1:]), dtypes[given.type]) for given in session.get_inputs()[1:]]
+    logits = []
+    for token in ids.split(1, 1):
+        out, *state = session.run(None, dict(zip(names, [token.numpy(), *state], strict=True)))
+        logits.append(torch.from_numpy(out))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-4, rtol=0)
+
+
+def test_onnx_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(LineartimeError, match=r"needs onnxscript, which is not installed: pip install 'lineartime\[onnx\]'"):
+        write_onnx(export_step(flash(n_blocks=1)), tmp_path / "step.onnx")
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Shapes: B batch or streams, T tokens, V vocabulary.
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.machine import compiler_missing
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
 
@@ -88,15 +88,8 @@ def export_step(model: CausalLM) -> ExportedProgram:
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
     """Write a program for `torch.export.load`; LineartimeError if that fails."""
-    file = _checked(file)
-    partial = file.with_name(f".{file.name}.partial.pt2")
-    with reporting("write", file), _quiet():
-        try:
-            torch.export.save(program, partial)
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
-    return file
+    file = _checked(file, ".pt2")
+    return _write(file, lambda partial: torch.export.save(program, partial))
 
 
 def write_package(program: ExportedProgram, file: str | Path) -> Path:
@@ -107,28 +100,60 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
     Raises:
         LineartimeError: without a compiler, or if the file cannot be written.
     """
-    file = _checked(file)
+    file = _checked(file, ".pt2")
     ids, state = program.example_inputs[0]
     if missing := compiler_missing(ids.device):
         raise LineartimeError(f"A compiled program needs torch.compile's compiler, which is missing: {missing}.")
     shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state]
-    partial = file.with_name(f".{file.name}.partial.pt2")
-    with reporting("write", file), _quiet():
-        try:
-            options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
-            torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+    options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
+
+    def compile_into(partial: Path) -> None:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+
+    return _write(file, compile_into)
+
+
+def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
+    """Write a step as ONNX: inputs ids, state_0, state_1, ...; outputs logits, next_state_0, ...
+
+    Raises:
+        LineartimeError: without onnxscript, or if the file cannot be written.
+    """
+    file = _checked(file, ".onnx")
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise missing_extra("onnxscript", "onnx", "A program in ONNX") from None
+    states = range(len(program.example_inputs[0][1]))
+    inputs = ["ids", *(f"state_{place}" for place in states)]
+    outputs = ["logits", *(f"next_state_{place}" for place in states)]
+
+    def translate_into(partial: Path) -> None:
+        torch.onnx.export(
+            program, f=partial, input_names=inputs, output_names=outputs, dynamo=True, external_data=False, verbose=False
+        )
+
+    return _write(file, translate_into)
+
+
+def _checked(file: str | Path, suffix: str) -> Path:
+    file = Path(file)
+    if file.suffix != suffix:
+        raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")
+    if file.exists():
+        raise ArgumentError("file", f"is {file}, which exists already: delete it, or choose another name.")
     return file
 
 
-def _checked(file: str | Path) -> Path:
-    file = Path(file)
-    if file.suffix != ".pt2":
-        raise ArgumentError("file", f"is {file}, but must end in .pt2, as PyTorch calls its programs.")
-    if file.exists():
-        raise ArgumentError("file", f"is {file}, which exists already: delete it, or choose another name.")
+def _write(file: Path, write: Callable[[Path], object]) -> Path:
+    """Let a function write the file under another name, and rename it when it is whole."""
+    partial = file.with_name(f".{file.stem}.partial{file.suffix}")
+    with reporting("write", file), _quiet():
+        try:
+            write(partial)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     return file
 
 

@@ -17,26 +17,26 @@ class Options:
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """File to write, ending in .pt2."""
+    """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
     """step: the next token of streams, state in and state out, which needs nothing but PyTorch; text: a whole text at once."""
-    format: Literal["program", "package"] = "program"
-    """program: for torch.export.load, on any machine; package: the step compiled by AOTInductor, for this kind of machine."""
+    format: Literal["program", "package", "onnx"] = "program"
+    """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: the step."""
     checkpoint: Which | None = None
     """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
 
 
 def run(options: Options) -> None:
     """Export the model and say how to load it."""
-    if options.part == "text" and options.format == "package":
+    if options.part == "text" and options.format != "program":
         raise ArgumentError(
             "format",
-            "is package, but a whole text is read by operators of lineartime, which a package cannot hold: use ",
+            f"is {options.format}, but a whole text is read by operators of lineartime, which only a program can call: use ",
             Argument("part", "step"),
             ".",
         )
     from lineartime.checkpoint import find_checkpoint, load
-    from lineartime.export import export_step, export_text, write_package, write_program
+    from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.heads import CausalLM, check_model
 
     model = load(find_checkpoint(options.run, options.checkpoint))
@@ -48,6 +48,9 @@ def run(options: Options) -> None:
     if options.format == "package":
         file = write_package(program, options.file)
         print(f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++")
+    elif options.format == "onnx":
+        file = write_onnx(program, options.file)
+        print(f"{file}: a step of streams in ONNX")
     else:
         file = write_program(program, options.file)
         print(f"{file}: a step of streams, for torch.export.load")
