@@ -22,7 +22,8 @@ def code_blocks(text: str) -> list[str]:
 
 def commands(text: str) -> list[str]:
     found = re.findall(
-        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|inspect|convert|export|runs|presets|bench|reproduce|info)\b.*)$",
+        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|inspect|convert|export|runs|presets|bench|reproduce|info)\b"
+        r".*)$",
         text,
         re.MULTILINE,
     )
