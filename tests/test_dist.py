@@ -1,5 +1,6 @@
 """What is passed on: a wheel and a source distribution that install in an empty environment and work there."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -58,13 +59,19 @@ def test_a_distribution_installs_in_an_empty_environment_and_works(built: Path, 
     python = environment / "bin" / "python"
     (distribution,) = built.glob(kind)
     # Nothing is downloaded: the packages that lineartime needs are those of this environment.
-    paths = {"purelib": str(next(environment.glob("lib/python*/site-packages")))}
-    (Path(paths["purelib"]) / "shared.pth").write_text(sysconfig.get_path("purelib"))
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
-    subprocess.run([str(python), *install, str(distribution)], check=True, capture_output=True)
-    subprocess.run([str(python), "-W", "ignore", "-c", SMOKE], cwd=tmp_path, check=True, capture_output=True)
-    shown = subprocess.run([environment / "bin" / "lineartime", "--version"], check=True, capture_output=True, text=True)
-    assert shown.stdout.startswith(f"lineartime {lineartime.__version__}")
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+
+    def run(*command: str) -> str:
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    run(str(python), "-m", "pip", *install, str(distribution))
+    run(str(python), "-W", "ignore", "-c", SMOKE)
+    assert run(str(environment / "bin" / "lineartime"), "--version").startswith(f"lineartime {lineartime.__version__}")
 
 
 def test_the_citation_is_that_of_this_version() -> None:
