@@ -22,7 +22,19 @@ from lineartime.models.systems import SYSTEMS, System
 COSTS = (("tiny", 512), ("tiny", 4096), ("base", 512))
 """The sizes, and tokens of context, for which a page shows the cost."""
 
-ROOMS = ("layers", "ops", "models", "generation", "text_generation", "evaluation", "filling", "checkpoint", "training")
+ROOMS = (
+    "layers",
+    "ops",
+    "models",
+    "generation",
+    "text_generation",
+    "evaluation",
+    "filling",
+    "inspection",
+    "export",
+    "checkpoint",
+    "training",
+)
 """The packages and modules of the API reference, besides the public names."""
 
 IN_TRAINING = ("config.TrainConfig", "loop.train", "result.TrainingResult")
