@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lineartime.data.hub import first_line
 from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.machine import compiler_missing
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
@@ -61,13 +62,23 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     """A program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
     It calls operators of lineartime, which has to be imported where the program runs.
+
+    Raises:
+        LineartimeError: for a mixer whose code torch.export cannot follow for every length.
     """
     config = check_model(model, LanguageModel, "be exported").config
     longest = min(LONGEST, config.longest_sequence or LONGEST)
     ids = torch.zeros(2, min(longest, 37), dtype=torch.long, device=next(model.parameters()).device)
     sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
     with torch.no_grad(), _quiet():
-        return torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+        try:
+            return torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+        except Exception as error:  # torch.export raises errors of many kinds
+            mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
+            raise LineartimeError(
+                f"torch.export cannot make a program of {mixer} for every batch size and length ({first_line(error)}): "
+                "FLASH, GAU and softmax attention can be exported."
+            ) from None
 
 
 def export_step(model: CausalLM) -> ExportedProgram:
@@ -88,7 +99,7 @@ def export_step(model: CausalLM) -> ExportedProgram:
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
     """Write a program for `torch.export.load`; LineartimeError if that fails."""
-    file = _checked(file, ".pt2")
+    file = checked_file(file, ".pt2")
     return _write(file, lambda partial: torch.export.save(program, partial))
 
 
@@ -100,7 +111,7 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
     Raises:
         LineartimeError: without a compiler, or if the file cannot be written.
     """
-    file = _checked(file, ".pt2")
+    file = checked_file(file, ".pt2")
     ids, state = program.example_inputs[0]
     if missing := compiler_missing(ids.device):
         raise LineartimeError(f"A compiled program needs torch.compile's compiler, which is missing: {missing}.")
@@ -119,7 +130,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     Raises:
         LineartimeError: without onnxscript, or if the file cannot be written.
     """
-    file = _checked(file, ".onnx")
+    file = checked_file(file, ".onnx")
     try:
         import onnxscript  # noqa: F401
     except ImportError:
@@ -136,7 +147,8 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     return _write(file, translate_into)
 
 
-def _checked(file: str | Path, suffix: str) -> Path:
+def checked_file(file: str | Path, suffix: str) -> Path:
+    """The path of a program that can be written; ArgumentError for another suffix or a file that exists."""
     file = Path(file)
     if file.suffix != suffix:
         raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")

@@ -36,9 +36,10 @@ def run(options: Options) -> None:
             ".",
         )
     from lineartime.checkpoint import find_checkpoint, load
-    from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
+    from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.heads import CausalLM, check_model
 
+    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before what takes time
     model = load(find_checkpoint(options.run, options.checkpoint))
     if options.part == "text":
         file = write_program(export_text(model), options.file)
