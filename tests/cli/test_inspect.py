@@ -12,7 +12,7 @@ Fails = Callable[..., None]
 
 def test_a_run_is_shown_as_a_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder / "run"), "--text", "the square of <b>7</b>"]) == 0
-    assert "inspection/index.html: 1 layers" in capsys.readouterr().out
+    assert "inspection/index.html: 1 layer," in capsys.readouterr().out
     assert "&lt;" in (tmp_path / "inspection" / "index.html").read_text()
     assert (tmp_path / "inspection" / "layer-01.png").exists()
     text = str(folder / "text.txt")

@@ -42,4 +42,5 @@ def run(options: Options) -> None:
     inspection = inspect(model, load_tokenizer(checkpoint), text, options.max_tokens)
     page = write_inspection(inspection, str(checkpoint), options.out)
     left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""
-    print(f"{page}: {len(inspection.layers)} layers, for a browser; the pictures beside it are the same{left_out}")
+    layers = "1 layer" if len(inspection.layers) == 1 else f"{len(inspection.layers)} layers"
+    print(f"{page}: {layers}, for a browser; the pictures beside it are the same{left_out}")
