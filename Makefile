@@ -6,7 +6,7 @@ RUN ?= runs/quick
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test tables docs lint types clean
+.PHONY: train test tables docs dist lint types clean
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume || echo --recipe quick)
@@ -21,6 +21,12 @@ tables: $(VENV)/installed
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A wheel and a source distribution in dist/; the test installs both in empty environments.
+dist: $(VENV)/installed
+	$(BIN)/python -m pytest -q tests/test_dist.py
+	rm -rf dist
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist, build_wheel; build_sdist('dist'); build_wheel('dist')"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check
@@ -37,4 +43,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) runs site dist

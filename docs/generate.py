@@ -30,6 +30,8 @@ ROOMS = (
     "text_generation",
     "evaluation",
     "filling",
+    "inspection",
+    "export",
     "checkpoint",
     "foreign",
     "training",

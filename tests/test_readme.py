@@ -12,7 +12,7 @@ from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SESSIONS = ("python.md", "transformers.md", "tutorial.md", "long-documents.md", "streaming-service.md")
+SESSIONS = ("python.md", "transformers.md", "export.md", "tutorial.md", "long-documents.md", "streaming-service.md")
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -22,7 +22,8 @@ def code_blocks(text: str) -> list[str]:
 
 def commands(text: str) -> list[str]:
     found = re.findall(
-        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|convert|runs|presets|bench|reproduce|info)\b.*)$",
+        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|inspect|convert|export|runs|presets|bench|reproduce|info)\b"
+        r".*)$",
         text,
         re.MULTILINE,
     )

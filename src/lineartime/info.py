@@ -20,6 +20,7 @@ EXTRAS = {
     "zstandard": "data",
     "triton": "triton",
     "transformers": "hf",
+    "onnxscript": "onnx",
     "flash_pytorch": "peers",
     "wandb": "wandb",
     "trackio": "trackio",

@@ -159,7 +159,7 @@ class Parts(FLASHLocal):
     """`FLASH` put together of its parts."""
 
     n_maps = 4
-    attend_chunks = FLASHInParts.attend_chunks
+    parts = FLASHInParts.parts
 
 
 @directions
@@ -182,7 +182,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
     def alone(layer: FLASHInParts[Any]) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chunks = cut_chunks(v, CHUNK)
-            return chunks.join(layer.attend_chunks([chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
+            return chunks.join(layer.attend_chunks(layer.parts, [chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
 
         return attend
 

@@ -61,7 +61,7 @@ def test_no_causal_output_has_a_gradient_for_a_later_token() -> None:
 
 def test_a_stream_is_the_causal_form_with_constant_memory() -> None:
     q, k, v = (torch.randn(2, 2, 23, 4, dtype=torch.float64) for _ in range(3))
-    state, pieces = empty_state(v), []
+    state, pieces = empty_state(k, v.shape[-1]), []
     shapes = [part.shape for part in state[:3]]
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
         piece, state = flowformer_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state)

@@ -186,6 +186,7 @@ class Combiner(ChunkedHeads[CombinerState]):
     """
 
     name = "combiner"
+    why_not_opened = "it makes the keys of its summaries of values, so that no weights apply to values alone"
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)

@@ -73,7 +73,8 @@ def combiner_fixed_attention(
     k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
     out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
     joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
-    return joined.view(*joined.shape[:2], n_heads, q.shape[-1]).transpose(1, 2)
+    heads: Tensor = joined.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    return heads
 
 
 def _split(x: Tensor, n_heads: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.layers.residual import MixerOptions
 from lineartime.ops.activations import Normalization
-from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces
+from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import Layout
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
@@ -54,15 +54,11 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
 
     name = "flash-global"
     n_maps = 2
+    parts = ("global",)
 
     def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
-
-    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """The linear part alone."""
-        q, k = maps
-        return self.linear_part(q, k, v, chunks)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState, layout: Layout) -> tuple[Tensor, FLASHGlobalState]:
         """Attend to the summary of all complete chunks, and the state N tokens later."""

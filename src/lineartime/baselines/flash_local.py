@@ -9,7 +9,6 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "l
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.chunks import Chunks
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 
@@ -22,11 +21,7 @@ class FLASHLocal(FLASHInParts[MixedChunkState]):
 
     name = "flash-local"
     n_maps = 2
-
-    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """The quadratic part alone."""
-        q, k = maps
-        return self.quadratic_part(q, k, v, chunks, bias)
+    parts = ("local",)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend to the open chunk, and the state N tokens later."""

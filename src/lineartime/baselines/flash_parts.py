@@ -4,9 +4,14 @@ Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value wi
 The definition of both parts is in `lineartime.ops.mixed_chunk.reference`.
 """
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
 from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
+from lineartime.layers.opened import Part
 from lineartime.layers.residual import State
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.chunks import Chunks, Reach
@@ -32,17 +37,32 @@ class FLASHInParts(ChunkedUnit[State]):
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """Cut into chunks, attend, join and gate: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
+        return self.gate(gate, self._attend(self.parts, maps, v, layout))
+
+    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """The quadratic or the linear part alone: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""
+        return self._attend((part,), maps, v, layout)
+
+    def _attend(self, parts: Sequence[Part], maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         compute, chunks = matmul_dtype(maps, v), layout.require_chunks()
         with without_autocast(v):
             cut = [chunks.cut(x.to(compute)) for x in maps.unbind(1)]
-            out = self.attend_chunks(cut, chunks.cut(v.to(compute)), chunks, self.chunk_bias(layout))
-            attended = chunks.join(out.to(output_dtype(v, compute)))
-        return self.gate(gate, attended)
+            out = self.attend_chunks(parts, cut, chunks.cut(v.to(compute)), chunks, self.chunk_bias(layout))
+            return chunks.join(out.to(output_dtype(v, compute)))
 
-    def attend_chunks(self, maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """Queries and keys, each [B, G, C, s], and values [B, G, C, e] -> [B, G, C, e]."""
-        q_quad, k_quad, q_lin, k_lin = maps
-        return self.quadratic_part(q_quad, k_quad, v, chunks, bias) + self.linear_part(q_lin, k_lin, v, chunks)
+    def attend_chunks(
+        self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None
+    ) -> Tensor:
+        """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w].
+
+        Queries and keys of the quadratic part come first, those of the linear part last.
+        """
+        outputs = []
+        if "local" in parts:
+            outputs.append(self.quadratic_part(maps[0], maps[1], v, chunks, bias))
+        if "global" in parts:
+            outputs.append(self.linear_part(maps[-2], maps[-1], v, chunks))
+        return reduce(add, outputs)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """Inside chunks: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""

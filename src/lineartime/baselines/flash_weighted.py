@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.layers.streams import ShiftedState
 from lineartime.ops.activations import NORMALIZATIONS, attention_weights
 from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
 from lineartime.ops.layout import Layout
@@ -159,6 +160,11 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
             q_sum=torch.zeros_like(state.q_sum),
             k_lin=torch.zeros_like(state.k_lin),
         )
+
+    def global_state(self, state: FLASHWeightedState | ShiftedState) -> Tensor:
+        """The weighted mean of summaries that the open chunk reads."""
+        context: Tensor = (state.own if isinstance(state, ShiftedState) else state).context
+        return context
 
     def init_own_state(self, batch_size: int) -> FLASHWeightedState:
         """The state before the first token of `batch_size` streams."""

@@ -69,7 +69,7 @@ def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = Fals
     `real`, bool, broadcastable to [..., L], is False for the padding at the end of shorter rows; None if there is none.
     """
     if causal:  # padding comes after the real tokens, and no token reads later ones
-        return flowformer_attention_extend(q, k, v, empty_state(v))[0]
+        return flowformer_attention_extend(q, k, v, empty_state(k, v.shape[-1]))[0]
     a, b = _features(q), _features(k)
     if real is None:
         real = torch.ones(v.shape[-2], dtype=torch.bool, device=v.device)
@@ -125,12 +125,14 @@ class FlowformerState(NamedTuple):
     position: int
 
 
-def empty_state(like: Tensor) -> FlowformerState:
-    """The state before the first token of values [..., L, h], on their device and in their dtype (float32 at the least)."""
-    leading, width = like.shape[:-2], like.shape[-1]
-    zeros = like.new_zeros(*leading, width + 4, width, dtype=acc_dtype(like))
-    summary, flows = zeros.split([width, 4], -2)
-    return FlowformerState(summary, flows, flows[..., :1, :1], 0)
+def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
+    """The state before the first token of keys [..., L, h], on their device and in their dtype (float32 at the least)."""
+    leading, width = keys.shape[:-2], keys.shape[-1]
+
+    def zeros(*shape: int) -> Tensor:
+        return keys.new_zeros(*leading, *shape, dtype=acc_dtype(keys))
+
+    return FlowformerState(zeros(width, d_value), zeros(4, width), zeros(1, 1), 0)
 
 
 def flowformer_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
@@ -170,4 +172,4 @@ class Flowformer(MultiHeadMixer[FlowformerState]):
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
         """The state before the first token of `batch_size` streams."""
-        return empty_state(self.empty_cache(batch_size))
+        return empty_state(self.empty_cache(batch_size), self.head_dim)

@@ -15,6 +15,7 @@ from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
+from lineartime.layers.opened import Opened
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -44,6 +45,10 @@ class GAUMultiHead(GAU):
         check_even("rotary positions turn pairs of features", head_dim=self.d_qk // n_heads)
         check_rotary_width(self.rotary_width, self.d_qk // n_heads)
         self.n_heads = n_heads
+
+    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+        """The attention of `mix`, taken apart, with weights for every head."""
+        return super().open_normed(normed, layout)._replace(n_heads=self.n_heads)
 
     def plan(self) -> LayoutPlan:
         """As for `GAU`, with rotations of a head's width."""

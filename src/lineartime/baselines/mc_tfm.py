@@ -9,6 +9,9 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison 
     R(t) = tokens of all other chunks; causal: of the chunks before t's
 """
 
+from collections.abc import Collection
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.layers.multi_head import fold_heads
+from lineartime.layers.opened import Part
+from lineartime.ops.chunks import Reach
 from lineartime.ops.layout import cut_chunks
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
@@ -41,16 +46,30 @@ def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int,
 
 
 def mc_tfm_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    chunk_size: int,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    parts: Collection[Part] = ("local", "global"),
 ) -> Tensor:
-    """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens."""
+    """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens.
+
+    Of the two `parts`, one may be left out.
+    """
     chunk_size = max(1, min(chunk_size, v.shape[1]))  # a larger chunk would only be padded
     chunks = cut_chunks(v, chunk_size, mask)
     q, k, v = (chunks.cut(x) for x in (q, k, v))
     options = MixedChunkOptions(chunk_size, causal, activation="softmax")
-    local = chunk_attention(q, k, v, chunks, None, options)
-    across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach="before" if causal else "others")
-    return chunks.join((local + across).to(v.dtype))
+    outputs = []
+    if "local" in parts:
+        outputs.append(chunk_attention(q, k, v, chunks, None, options))
+    if "global" in parts:
+        reach: Reach = "before" if causal else "others"
+        outputs.append(summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach))
+    return chunks.join(reduce(add, outputs).to(v.dtype))
 
 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
@@ -88,12 +107,20 @@ class MCTFM(ChunkedHeads[MCTFMState]):
     """
 
     name = "mc-tfm"
+    parts = ("local", "global")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Mixed chunk attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        return self._attend(self.parts, q, k, v, real)
+
+    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The local or the global part, [R, H, L, h] twice and [R, H, L, w] -> [R, H, L, w]."""
+        return self._attend((part,), q, k, v, real)
+
+    def _attend(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         rows = (fold_heads(x) for x in (q, k, v))
-        return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask).view_as(v)
+        return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask, parts=parts).view_as(v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
         """Attend with a state of constant size, and the state N tokens later."""

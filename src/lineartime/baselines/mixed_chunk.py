@@ -25,6 +25,7 @@ from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_fits, check_positive
+from lineartime.layers.opened import Part
 from lineartime.ops.activations import check_choice
 from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.linear import normalized, with_ones
@@ -168,6 +169,7 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
     """
 
     name = "mixed-chunk"
+    parts = ("local", "global")
 
     def __init__(
         self,
@@ -202,13 +204,18 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Both parts, [R, H, L, h] three times -> [R, H, L, h]."""
+        return self.attend_part("local", q, k, v, real) + self.attend_part("global", q, k, v, real)
+
+    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The local or the global part, [R, H, L, h] twice and [R, H, L, w] -> [R, H, L, w]."""
         if real is None:
             real = torch.ones(1, v.shape[-2], dtype=torch.bool, device=v.device)
         size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
-        overlapping = self.local == "overlapping"
-        near = local_attention(q, k, v, real, chunk_size=size, overlapping=overlapping, causal=self.causal)
+        if part == "local":
+            overlapping = self.local == "overlapping"
+            return local_attention(q, k, v, real, chunk_size=size, overlapping=overlapping, causal=self.causal)
         keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
-        return near + global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)
+        return global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState

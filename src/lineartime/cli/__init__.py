@@ -21,7 +21,21 @@ from rich.text import Text
 from lineartime.errors import Argument, Call, LineartimeError, ReportedError, cannot, did_you_mean
 from lineartime.host import installed_version
 
-_COMMANDS = ("train", "eval", "generate", "fill", "convert", "runs", "tokenize", "presets", "bench", "reproduce", "info")
+_COMMANDS = (
+    "train",
+    "eval",
+    "generate",
+    "fill",
+    "inspect",
+    "convert",
+    "export",
+    "runs",
+    "tokenize",
+    "presets",
+    "bench",
+    "reproduce",
+    "info",
+)
 """The modules of this room. Each is imported only for its command, or for a list of all commands.
 
 They import what computes (PyTorch, matplotlib) in `run`: help has to appear at once.

@@ -12,7 +12,7 @@ import tyro
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Device
-from lineartime.errors import Argument, ArgumentError, reporting
+from lineartime.cli.texts import read_text
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def run(options: Options) -> None:
     """
     from lineartime.machine import choose_device, using_threads
 
-    prompt, device = _prompt(options), choose_device(options.device)
+    prompt, device = read_text("prompt", options.prompt, "prompt_file", options.prompt_file), choose_device(options.device)
     with using_threads(options.threads):
         _generate(options, prompt, device)
 
@@ -123,18 +123,3 @@ def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple
         return model, f"{options.precision}, not compiled: {why_not}"
     model.compile_step()
     return model, f"{options.precision}, compiled"
-
-
-def _prompt(options: Options) -> str:
-    """The text to continue, from one of the two options."""
-    if options.prompt_file is None:
-        return options.prompt
-    if options.prompt:
-        raise ArgumentError("prompt_file", "cannot be combined with ", Argument("prompt"), ": use one or the other.")
-    try:
-        if options.prompt_file == Path("-"):
-            return sys.stdin.buffer.read().decode()
-        with reporting("read", options.prompt_file):
-            return options.prompt_file.read_bytes().decode()
-    except UnicodeDecodeError:
-        raise ArgumentError("prompt_file", f"is {options.prompt_file}, which is not UTF-8 text: convert it to UTF-8.") from None

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, build_relative_bias
 from lineartime.layers.residual import State
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS, check_choice
@@ -32,6 +33,7 @@ class ChunkedUnit(GatedUnit[State]):
     """
 
     n_maps = 4
+    parts: ClassVar[tuple[Part, ...]] = ("local", "global")
     normalizations = CHUNK_NORMALIZATIONS
     bias_chunks: ClassVar[int] = 1
     """How many chunks in a row the relative bias spans."""

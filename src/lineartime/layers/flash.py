@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
 from lineartime.layers.gated import HasBackends
+from lineartime.layers.opened import Part
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
+from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
 from lineartime.ops.precision import acc_dtype
@@ -56,6 +57,10 @@ class FLASH(
                 attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.backend)
             )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
+
+    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """The quadratic or the linear part alone, in plain PyTorch: [B, 4, T, s] and [B, T, w] -> [B, T, w]."""
+        return attend_part(part, Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams."""

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -18,7 +19,8 @@ from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.residual import Mixer, MixerOptions, State
+from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.checks import check_rotary_width
@@ -41,7 +43,7 @@ class GatedOptions(MixerOptions, total=False):
     initial_scores: InitialScores
 
 
-class GatedUnit(Mixer[State]):
+class GatedUnit(OpenMixer[State]):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
 
     Args:
@@ -121,14 +123,27 @@ class GatedUnit(Mixer[State]):
     def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """Queries and keys [B, maps, N, s] and values [B, N, e] of more tokens -> [B, N, e], and the state after them."""
 
+    @abstractmethod
+    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """One part of its attention over whole sequences: [B, maps, T, s] and values [B, T, w] of any width -> [B, T, w]."""
+
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """The same for prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], in a layer that `reads_prefix`."""
+        """`attend_next` for prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], in a layer that `reads_prefix`."""
         raise NotImplementedError
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
         out: Tensor = self.to_output(self.attend_and_gate(self.to_gate_value_base(normed), layout))
         return out
+
+    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+        """The attention of `mix`, taken apart."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+
+        def read(part: Part) -> Callable[[Tensor], Tensor]:
+            return lambda values: self.attend_part(part, maps, values, layout)
+
+        return Opened(v, 1, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.gate(gate, read)))
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""

@@ -16,6 +16,7 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
+from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops import exported
@@ -89,9 +90,13 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """Every document attends by itself: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
+        return self.gate(gate, self.attend_part("attention", maps, v, layout))
+
+    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """The attention, which has no parts: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
         attend = partial(self.attend_rows, layout=layout, causal=self.causal)
         attended = layout.by_row(attend, *maps.unbind(1), v)
-        return self.gate(gate, layout.with_prefix(attended, partial(self.attend_both_ways, maps, v)))
+        return layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
 
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Every prefix by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""

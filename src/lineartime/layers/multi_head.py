@@ -16,7 +16,8 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.residual import Mixer, MixerOptions, State
+from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -29,7 +30,7 @@ class HeadOptions(MixerOptions, total=False):
     rope: bool
 
 
-class MultiHeadMixer(Mixer[State]):
+class MultiHeadMixer(OpenMixer[State]):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     `attend` gets every document as a row of its own, with its real tokens first.
@@ -63,6 +64,10 @@ class MultiHeadMixer(Mixer[State]):
         `real`, bool [R, L], is False behind the tokens of shorter rows, where the three hold zeros; None if all are as long.
         """
 
+    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """One part of `attend`, in a mixer that has several `parts`; values may have any width."""
+        return self.attend(q, k, v, real)
+
     @abstractmethod
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """The same for N more tokens of streams, [B, H, N, h], and the state after them; `state` stays as it is."""
@@ -81,6 +86,21 @@ class MultiHeadMixer(Mixer[State]):
         q, k, v = self.project(normed, layout)
         attended = self._by_row(self.attend, q, k, v, layout)
         return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
+
+    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+        """The attention of `mix`, taken apart."""
+        q, k, v = self.project(normed, layout)
+
+        def read(part: Part) -> Callable[[Tensor], Tensor]:
+            def attend(values: Tensor) -> Tensor:
+                v = self.split_heads(values)
+                attended = self._by_row(partial(self.attend_part, part), q, k, v, layout)
+                return layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))
+
+            return attend
+
+        parts = {part: read(part) for part in self.parts}
+        return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""

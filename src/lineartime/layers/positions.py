@@ -35,6 +35,10 @@ class TableBias(nn.Module):
         """Draw the table anew."""
         nn.init.normal_(self.table, std=0.02)
 
+    def extra_repr(self) -> str:
+        """Its size, which a printed layer shows."""
+        return f"max_length={self.max_length}"
+
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
         """[Q, K] for positions [Q] and [K] within `max_length`; `table` is for the rotary form."""
         return table_bias(self.table, query_positions, key_positions)
@@ -53,6 +57,10 @@ class RotaryBias(nn.Module):
         """Draw both vectors anew."""
         nn.init.normal_(self.a, std=0.02)
         nn.init.normal_(self.b, std=0.02)
+
+    def extra_repr(self) -> str:
+        """Its size, which a printed layer shows."""
+        return f"d_qk={len(self.a)}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
         """[Q, K] for positions [Q] and [K]; `table` holds rotations that were computed before."""
@@ -109,6 +117,10 @@ class ScaledSin(nn.Module):
         """Set the scale to what it starts with."""
         nn.init.constant_(self.scale, self.d_model**-0.5)
 
+    def extra_repr(self) -> str:
+        """Its size, which a printed layer shows."""
+        return f"d_model={self.d_model}"
+
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""
         return self.scale * sinusoid(positions, self.d_model, self.scale.dtype)
@@ -127,6 +139,10 @@ class LearnedPositions(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the table anew."""
         nn.init.normal_(self.table, std=0.02)
+
+    def extra_repr(self) -> str:
+        """Its size, which a printed layer shows."""
+        return f"max_positions={self.table.shape[0]}, d_model={self.table.shape[1]}"
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]; ArgumentError for a position beyond the last."""

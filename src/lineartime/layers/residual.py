@@ -228,12 +228,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
-        self._check_layout(layout)
+        self.check_layout(layout)
         x = zero_padding(x, layout.mask)
+        return zero_padding(self.after(x, layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
+
+    def normed(self, x: Tensor, layout: Layout) -> Tensor:
+        """What `mix` is given: tokens behind the norm, if it stands before the layer, and shifted if the mixer does so."""
         normed = self.before(x)
-        if self.token_shift:
-            normed = shift_tokens(normed, layout.previous, layout.context)
-        return zero_padding(self.after(x, layout.by_part(self.mix, normed)), layout.mask)
+        return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
 
     def init_state(self, batch_size: int) -> State | ShiftedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -293,7 +295,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x)
-        self._check_layout(layout)
+        self.check_layout(layout)
         return self._read_next(x, state, layout)
 
     def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
@@ -321,7 +323,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The state of no streams, which shows how a state is built."""
         return self.init_state(0)
 
-    def _check_layout(self, layout: Layout) -> None:
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ArgumentError unless the layout was made for a mixer like this one."""
         if layout.plan != self.plan():
             raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
 
@@ -335,14 +338,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def check_causal(self) -> None:
         """Raise ArgumentError unless this mixer is causal, and so can stream."""
-        if self.why_not_causal is not None:
-            raise ArgumentError(
-                "causal",
-                f"is False, so that {type(self).__name__} cannot stream, nor can it be built with causal=True: "
-                f"{self.why_not_causal}.",
-            )
         if not self.causal:
-            raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream: build it with causal=True.")
+            why = self.why_not_causal
+            advice = ": build it with causal=True" if why is None else f", nor can it be built with causal=True: {why}"
+            raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream{advice}.")
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

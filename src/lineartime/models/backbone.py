@@ -299,5 +299,5 @@ class Backbone(nn.Module):
 
 def _check_one_each(tokens: Tensor, positions: Tensor) -> None:
     """Raise ArgumentError unless there is one token for each stream."""
-    if tokens.shape[:2] != (len(positions), 1):
-        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{len(positions)}, 1], a token each.")
+    if tokens.shape[:2] != (positions.shape[0], 1):
+        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{positions.shape[0]}, 1], a token each.")

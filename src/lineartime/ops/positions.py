@@ -58,7 +58,9 @@ _opaque_table = register_operator(_rotary_table, _fake_table)
 
 def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of all angles, [2, ..., n_frequencies] for positions [...]: what `rotate` takes."""
-    table: Tensor = (_opaque_table if torch.compiler.is_compiling() else _rotary_table)(positions, n_frequencies, dtype)
+    # An exported program must run without this operator.
+    opaque = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    table: Tensor = (_opaque_table if opaque else _rotary_table)(positions, n_frequencies, dtype)
     return table
 
 

@@ -26,11 +26,11 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
     The default title names the model and the text. LineartimeError without matplotlib, or if a file cannot be read or written.
     """
     run = Path(run)
-    figure = _figure("The loss curve", 7, 4.2)
+    figure = new_figure("The loss curve", 7, 4.2)
     axes = figure.subplots()
     _draw_losses(axes, run)
     axes.set_title(_title(run) if title is None else title)
-    return _save(figure, run / CURVE_FILE)
+    return save_figure(figure, run / CURVE_FILE)
 
 
 def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
@@ -41,13 +41,13 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     """
     run = Path(run)
     learned = (run / METRICS_FILE).exists()
-    figure = _figure("A picture of the losses", 12 if learned else 6, 4.2)
+    figure = new_figure("A picture of the losses", 12 if learned else 6, 4.2)
     axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
         _draw_losses(axes[0], run)
         axes[0].set_title(_title(run))
     _draw_positions(axes[-1], evaluation)
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def _draw_losses(axes: Any, run: Path) -> None:
@@ -105,7 +105,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     file cannot be written.
     """
     columns, count = 3, sum(map(len, groups.values()))
-    figure = _figure("A plot of runs", 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
+    figure = new_figure("A plot of runs", 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
     styles = cycle((f"C{colour}", style) for style in ("-", "--", ":", "-.") for colour in range(10))
     look = {name: next(styles) for runs in groups.values() for name in runs}
     entries: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
         row[1].set_title(title, fontsize="medium")
     figure.suptitle(f"validation loss; faint: training loss, mean of the last {AVERAGED} steps", fontsize="medium")
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -170,7 +170,8 @@ def default_text() -> str:
     return name
 
 
-def _figure(purpose: str, width: float, height: float) -> Any:
+def new_figure(purpose: str, width: float, height: float) -> Any:
+    """A figure of so many inches; LineartimeError, which names the purpose, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -186,7 +187,8 @@ def counted(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _save(figure: Any, file: Path) -> Path:
+def save_figure(figure: Any, file: Path) -> Path:
+    """Write a figure and return the file; LineartimeError if that fails, or the suffix is no picture format."""
     try:
         with reporting("write", file):
             figure.savefig(file, dpi=150)

@@ -176,6 +176,11 @@ def attend_heads(
     return _FORMS[form](heads, bias, layout, options)
 
 
+def attend_part(part: str, heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """The quadratic ("local") or the linear ("global") part of `attend_heads`; values may have any width."""
+    return _with_prefix(partial(chunked.attend, parts=(part,)), heads, bias, layout, options)
+
+
 def attend_projected(
     projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
 ) -> Tensor:

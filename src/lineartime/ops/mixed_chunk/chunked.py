@@ -4,6 +4,9 @@ Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value wi
 The definition is in reference.py.
 """
 
+from collections.abc import Collection
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -16,16 +19,26 @@ from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 
-def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    """Attend quadratically inside chunks and linearly across them, [B, T, e]."""
+def attend(
+    heads: Heads,
+    bias: Tensor | None,
+    layout: Layout,
+    options: MixedChunkOptions,
+    parts: Collection[str] = ("local", "global"),
+) -> Tensor:
+    """Attend quadratically inside chunks and linearly across them, [B, T, e]; or one of these `parts` alone."""
     compute = matmul_dtype(*heads)
     chunks = layout.require_chunks()
     with without_autocast(heads.v):
         q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x.to(compute)) for x in heads)
-        out = chunk_attention(q_quad, k_quad, v, chunks, bias, options)
-        reach: Reach = "before" if options.causal else "all"
-        out = out + summary_attention(q_lin, k_lin, v, chunks, options, reach=reach, elsewhere=layout.elsewhere(options.causal))
-        return chunks.join(out.to(output_dtype(heads.v, compute)))
+        outputs = []
+        if "local" in parts:
+            outputs.append(chunk_attention(q_quad, k_quad, v, chunks, bias, options))
+        if "global" in parts:
+            reach: Reach = "before" if options.causal else "all"
+            elsewhere = layout.elsewhere(options.causal)
+            outputs.append(summary_attention(q_lin, k_lin, v, chunks, options, reach=reach, elsewhere=elsewhere))
+        return chunks.join(reduce(add, outputs).to(output_dtype(heads.v, compute)))
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:

@@ -240,8 +240,9 @@ def step(
         keys.scatter_(2, place[:, None].expand_as(new), new)
         values.scatter_(1, place.expand_as(v), v)
         sums.addcmul_(new[:, 1].mT, v)
+        # Not len(v), which would make the batch size of an exported step a constant.
         products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
-        quadratic, linear = products.view(len(v), 2, *products.shape[1:]).unbind(1)
+        quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
         weights = attention_weights(
             quadratic,
             d_qk=maps.shape[-1],

@@ -1,0 +1,57 @@
+"""`lineartime export`: a model as a program of PyTorch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from lineartime.checkpoint import Which
+from lineartime.errors import Argument, ArgumentError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Export a trained model as a program that PyTorch runs without its Python code."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    """File to write, ending in .pt2, or .onnx for ONNX."""
+    part: Literal["step", "text"] = "step"
+    """step: the next token of streams, state in and state out, which needs nothing but PyTorch; text: a whole text at once."""
+    format: Literal["program", "package", "onnx"] = "program"
+    """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: the step."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+
+
+def run(options: Options) -> None:
+    """Export the model and say how to load it."""
+    if options.part == "text" and options.format != "program":
+        raise ArgumentError(
+            "format",
+            f"is {options.format}, but a whole text is read by operators of lineartime, which only a program can call: use ",
+            Argument("part", "step"),
+            ".",
+        )
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
+    from lineartime.models.heads import CausalLM, check_model
+
+    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before what takes time
+    model = load(find_checkpoint(options.run, options.checkpoint))
+    if options.part == "text":
+        file = write_program(export_text(model), options.file)
+        print(f"{file}: ids [B, T] to logits [B, T, V], for torch.export.load after `import lineartime`")
+        return
+    program = export_step(check_model(model, CausalLM, "continue a text"))
+    if options.format == "package":
+        file = write_package(program, options.file)
+        print(f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++")
+    elif options.format == "onnx":
+        file = write_onnx(program, options.file)
+        print(f"{file}: a step of streams in ONNX")
+    else:
+        file = write_program(program, options.file)
+        print(f"{file}: a step of streams, for torch.export.load")

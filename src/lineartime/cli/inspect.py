@@ -1,0 +1,46 @@
+"""`lineartime inspect`: what each layer of a model does with a text, as a page for a browser and as pictures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from lineartime.checkpoint import Which
+from lineartime.choices import Device
+from lineartime.cli.texts import read_text
+
+
+@dataclass(frozen=True)
+class Options:
+    """Look inside a trained model that reads a text: maps of attention, local and global parts, states, and losses."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one checkpoint."""
+    text: str = ""
+    """Text to read."""
+    text_file: Path | None = None
+    """File with the text, exactly as it is; - for standard input."""
+    out: Path = Path("inspection")
+    """New folder for index.html and the pictures."""
+    max_tokens: int = 512
+    """Tokens to read at most, up to 2,048; the rest of the text is left out."""
+    checkpoint: Which | None = None
+    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    device: Device = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+
+
+def run(options: Options) -> None:
+    """Read the text, write the folder, and say where it is."""
+    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.inspection import inspect, write_inspection
+    from lineartime.machine import choose_device
+
+    text = read_text("text", options.text, "text_file", options.text_file)
+    checkpoint = find_checkpoint(options.run, options.checkpoint)
+    model = load(checkpoint, choose_device(options.device))
+    inspection = inspect(model, load_tokenizer(checkpoint), text, options.max_tokens)
+    page = write_inspection(inspection, str(checkpoint), options.out)
+    left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""
+    layers = "1 layer" if len(inspection.layers) == 1 else f"{len(inspection.layers)} layers"
+    print(f"{page}: {layers}, for a browser; the pictures beside it are the same{left_out}")

@@ -1,0 +1,178 @@
+"""Models as programs of torch.export: a whole text at once, or the next token of streams, state in and state out.
+
+Shapes: B batch or streams, T tokens, V vocabulary.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lineartime.data.hub import first_line
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
+from lineartime.machine import compiler_missing
+from lineartime.models.heads import CausalLM, LanguageModel, check_model
+
+MOST_STREAMS = 2**16
+"""The largest batch of a program."""
+LONGEST = 2**20
+"""The longest text of a program, unless the model reads less."""
+STATE = "state"
+"""Where a package holds the shapes of a stream's state, in its metadata."""
+
+
+class Step(nn.Module):
+    """The next token of streams as a function: ids [B, 1] and a state -> logits [B, 1, V], and the state after the token.
+
+    The state is a list of tensors [B, ...], all of them zero before the first token. It stays as it is.
+
+    Args:
+        model: one that steps, as FLASH does.
+
+    Raises:
+        ArgumentError: for any other.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        if not check_model(model, CausalLM, "continue a text").steps_in_place:
+            mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
+            raise ArgumentError("model", f"is made of {mixer}, which has no step with a state of constant size: FLASH has one.")
+        self.model = model
+        self._spec = tree_flatten(model.join_streams([model.init_state(1)]))[1]
+
+    def init_state(self, batch_size: int) -> list[Tensor]:
+        """The state before the first token of so many streams."""
+        return [torch.zeros_like(x) for x in tree_flatten(self.model.join_streams([self.model.init_state(batch_size)]))[0]]
+
+    def forward(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """[B, 1] -> [B, 1, V], and the state."""
+        after = [x.clone() for x in state]
+        logits = self.model.step(ids, tree_unflatten(after, self._spec))
+        return logits, after
+
+
+def export_text(model: LanguageModel) -> ExportedProgram:
+    """A program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
+
+    It calls operators of lineartime, which has to be imported where the program runs.
+
+    Raises:
+        LineartimeError: for a mixer whose code torch.export cannot follow for every length.
+    """
+    config = check_model(model, LanguageModel, "be exported").config
+    longest = min(LONGEST, config.longest_sequence or LONGEST)
+    ids = torch.zeros(2, min(longest, 37), dtype=torch.long, device=next(model.parameters()).device)
+    sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
+    with torch.no_grad(), _quiet():
+        try:
+            return torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+        except Exception as error:  # torch.export raises errors of many kinds
+            mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
+            raise LineartimeError(
+                f"torch.export cannot make a program of {mixer} for every batch size and length ({first_line(error)}): "
+                "FLASH, GAU and softmax attention can be exported."
+            ) from None
+
+
+def export_step(model: CausalLM) -> ExportedProgram:
+    """A program that computes `Step` for any number of streams; it needs nothing but PyTorch.
+
+    Its `example_inputs` show ids and state for two streams.
+
+    Raises:
+        ArgumentError: for a model that does not step.
+    """
+    step = Step(model)
+    batch = {0: Dim("batch", min=1, max=MOST_STREAMS)}
+    state = step.init_state(2)
+    ids = torch.zeros(2, 1, dtype=torch.long, device=state[0].device)
+    with torch.no_grad(), _quiet():
+        return torch.export.export(step, (ids, state), dynamic_shapes=(batch, [batch for _ in state]))
+
+
+def write_program(program: ExportedProgram, file: str | Path) -> Path:
+    """Write a program for `torch.export.load`; LineartimeError if that fails."""
+    file = checked_file(file, ".pt2")
+    return _write(file, lambda partial: torch.export.save(program, partial))
+
+
+def write_package(program: ExportedProgram, file: str | Path) -> Path:
+    """Compile a step for this machine's kind of processor: a package that AOTInductor's loaders run, in C++ or Python.
+
+    Its metadata hold the shapes of the state, for one stream.
+
+    Raises:
+        LineartimeError: without a compiler, or if the file cannot be written.
+    """
+    file = checked_file(file, ".pt2")
+    ids, state = program.example_inputs[0]
+    if missing := compiler_missing(ids.device):
+        raise LineartimeError(f"A compiled program needs torch.compile's compiler, which is missing: {missing}.")
+    shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state]
+    options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
+
+    def compile_into(partial: Path) -> None:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+
+    return _write(file, compile_into)
+
+
+def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
+    """Write a step as ONNX: inputs ids, state_0, state_1, ...; outputs logits, next_state_0, ...
+
+    Raises:
+        LineartimeError: without onnxscript, or if the file cannot be written.
+    """
+    file = checked_file(file, ".onnx")
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise missing_extra("onnxscript", "onnx", "A program in ONNX") from None
+    states = range(len(program.example_inputs[0][1]))
+    inputs = ["ids", *(f"state_{place}" for place in states)]
+    outputs = ["logits", *(f"next_state_{place}" for place in states)]
+
+    def translate_into(partial: Path) -> None:
+        torch.onnx.export(
+            program, f=partial, input_names=inputs, output_names=outputs, dynamo=True, external_data=False, verbose=False
+        )
+
+    return _write(file, translate_into)
+
+
+def checked_file(file: str | Path, suffix: str) -> Path:
+    """The path of a program that can be written; ArgumentError for another suffix or a file that exists."""
+    file = Path(file)
+    if file.suffix != suffix:
+        raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")
+    if file.exists():
+        raise ArgumentError("file", f"is {file}, which exists already: delete it, or choose another name.")
+    return file
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> Path:
+    """Let a function write the file under another name, and rename it when it is whole."""
+    partial = file.with_name(f".{file.stem}.partial{file.suffix}")
+    with reporting("write", file), _quiet():
+        try:
+            write(partial)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    return file
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PyTorch's warnings about its own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

@@ -1,0 +1,213 @@
+"""What there is to see: weights, contributions and states of each layer of a model that reads a text, and its losses.
+
+Shapes: T tokens that the model reads, d model width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.data.batches import Batch, measured_batch
+from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
+from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.evaluation.perplexity import token_losses
+from lineartime.fields import Between, check_limits
+from lineartime.layers.checks import check_positive
+from lineartime.layers.opened import OpenMixer, Part
+from lineartime.layers.prefix import PrefixMixer
+from lineartime.layers.residual import Mixer
+from lineartime.models.heads import LanguageModel, check_model
+from lineartime.ops.cross_entropy import IGNORED
+
+MOST_TOKENS = 2048
+"""The longest text that is shown: a map of weights has a point for each pair of tokens."""
+_STATES = 64
+"""At how many places along the text the state of a layer is measured, at most."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One or more tokens that make whole characters.
+
+    Attributes:
+        text: as the tokenizer decodes it.
+        losses: of each token, in nats; None for one that the model did not have to predict.
+    """
+
+    text: str
+    losses: tuple[float | None, ...]
+
+    @property
+    def loss(self) -> float | None:
+        """The sum of the losses in nats; None if no token had to be predicted."""
+        known = [loss for loss in self.losses if loss is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What one layer does.
+
+    Attributes:
+        name: of the mixer's class.
+        weights: by part of its attention, what each token (a row) reads of each other one (a column), [T, T]: the mean over
+            heads.
+        added: by part, the norm of what it adds to each token, [T].
+        states: the norm of the layer's global state, by the number of tokens read; empty for a mixer without one.
+        missing: what this mixer does not have, in sentences.
+    """
+
+    name: str
+    weights: Mapping[Part, Tensor]
+    added: Mapping[Part, Tensor]
+    states: Mapping[int, float]
+    missing: tuple[str, ...]
+
+    @property
+    def global_share(self) -> Tensor | None:
+        """The global part's share of what is added to each token, by norms, from 0 to 1, [T]; None without both parts."""
+        if not {"local", "global"} <= self.added.keys():
+            return None
+        local, across = self.added["local"], self.added["global"]
+        return across / (local + across).clamp(min=torch.finfo(across.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model does with a text.
+
+    Attributes:
+        task: of the model.
+        pieces: the text, with losses.
+        left_out: tokens of the text that were not read, for it was too long.
+        prefix: tokens at the beginning that the model read in both directions, for a model of task "prefix-lm".
+        layers: from the first to the last.
+    """
+
+    task: str
+    pieces: tuple[Piece, ...]
+    left_out: int
+    prefix: int
+    layers: tuple[LayerView, ...]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss in nats of the tokens that were predicted; None if none was."""
+        known = [loss for piece in self.pieces for loss in piece.losses if loss is not None]
+        return sum(known) / len(known) if known else None
+
+
+@torch.no_grad()
+def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 512) -> Inspection:
+    """Let a model read a text and show what its layers do.
+
+    The text is read and predicted as in an evaluation: by a causal model after an end of document; by a masked model with 15%
+    of the tokens masked, always the same ones; by a model of task "prefix-lm" with the first half as its prefix.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's own.
+        text: with at least one token.
+        max_tokens: read only so many of its first tokens, at most 2,048.
+
+    Raises:
+        ArgumentError: for a text without a token or longer than the model can read, or a tokenizer that does not fit the model.
+    """
+    config = check_model(model, LanguageModel, "be inspected").config
+    check_vocabulary(tokenizer, config.vocab_size)
+    check_positive(max_tokens=max_tokens)
+    check_limits("max_tokens", max_tokens, [Between(most=MOST_TOKENS)])
+    ids = encode_given(tokenizer, "text", text)
+    if not ids:
+        raise ArgumentError("text", "is empty, but must hold at least one token.")
+    shown = ids[:max_tokens]
+    if config.longest_sequence is not None and len(shown) > config.longest_sequence:
+        raise ArgumentError(
+            "text",
+            f"has {len(shown):,} tokens, but this model reads at most {config.longest_sequence:,}: shorten it, or use ",
+            Argument("max_tokens", config.longest_sequence),
+            ".",
+        )
+    end = tokenizer.end_of_document
+    window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]])
+    batch = _on_device(measured_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
+    prefix = 0 if batch.prefix_lengths is None else int(batch.prefix_lengths)
+
+    inputs: list[Tensor] = []
+    backbone = model.backbone
+    hidden = backbone.read(backbone.embedding(batch.inputs), prefix_lengths=batch.prefix_lengths, inputs=inputs)
+    losses = token_losses(model.logits(hidden), batch.targets)[0].tolist()
+    known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
+    layers = tuple(_layer(block.mixer, x, batch.prefix_lengths) for block, x in zip(backbone.blocks, inputs, strict=True))
+    return Inspection(config.task, _pieces(tokenizer, shown, known), len(ids) - len(shown), prefix, layers)
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]
+
+
+def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:
+    """The tokens joined where only several of them make a character, as the bytes of one do."""
+    decoder, pieces = tokenizer.stream_decoder(), []
+    waiting: list[float | None] = []
+
+    for token, loss in zip(ids, losses, strict=True):
+        waiting.append(loss)
+        if text := decoder.push(token):
+            pieces.append(Piece(text, tuple(waiting)))
+            waiting = []
+    rest = decoder.flush()
+    if waiting or rest:
+        pieces.append(Piece(rest, tuple(waiting)))
+    return tuple(pieces)
+
+
+def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
+    """What a layer does with the tokens it reads, [1, T, d]."""
+    name, missing = type(mixer).__name__, []
+    weights: dict[Part, Tensor] = {}
+    added: dict[Part, Tensor] = {}
+    try:
+        if not isinstance(mixer, OpenMixer):
+            raise LineartimeError(f"{name} has no weights to show: it does not say what its attention is made of.")
+        opened = mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix_lengths, device=x.device))
+        for part in opened.parts:
+            weights[part] = opened.weights(part)[0].mean(0).float().cpu()
+            added[part] = opened.contribution(part)[0].float().norm(dim=-1).cpu()
+    except LineartimeError as reason:
+        missing.append(str(reason))
+    if len(added) == 1:
+        part = next(iter(added))
+        all_of_it = "one attention over all that a token reads" if part == "attention" else f"a {part} part alone"
+        missing.append(f"{name} has {all_of_it}: what it adds is not divided into a local and a global part.")
+    states = _states(mixer, x, 0 if prefix_lengths is None else int(prefix_lengths))
+    if not mixer.causal:
+        missing.append(f"{name} reads in both directions here: no state grows along the text.")
+    elif not states:
+        missing.append(f"{name} has no global state of constant size: it keeps what it has read, or reads no further back.")
+    return LayerView(name, weights, added, states, tuple(missing))
+
+
+def _states(mixer: Mixer[Any], x: Tensor, prefix: int) -> dict[int, float]:
+    """The norm of the global state by the number of tokens read, from a stream of the same tokens."""
+    if not mixer.causal or not isinstance(mixer, OpenMixer):
+        return {}
+    length, position = x.shape[1], 0
+    states: dict[int, float] = {}
+    state = None
+    while position < length:
+        stop = min(length, position + -(-length // _STATES))
+        if position < prefix and isinstance(mixer, PrefixMixer):
+            stop = prefix
+            _, state = mixer.read_prefix(x[:, :stop])
+        else:
+            _, state = mixer.extend(x[:, position:stop], state)
+        position = stop
+        summary = mixer.global_state(state)
+        if summary is None:
+            return {}
+        states[position] = float(summary[0].float().norm())
+    return states

@@ -1,0 +1,108 @@
+"""The pictures of an inspection: maps of weights as pixels for the page, and one PNG a layer for everything else."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import missing_extra
+from lineartime.inspection.look import Inspection, LayerView
+from lineartime.runs.curve import new_figure, save_figure
+from lineartime.runs.ticks import label_axes
+
+POSITIVE, NEGATIVE = (217, 95, 2), (31, 119, 180)
+"""The colours of weights above and below zero; how strong a weight is, is how opaque it is."""
+_PURPOSE = "A picture of a model"
+
+
+def map_pixels(weights: Tensor) -> Tensor:
+    """Weights [T, T] as colours with transparency, which suit light and dark pages: uint8 [T, T, 4].
+
+    The opacity is the square root of a weight over the largest one, so that weak weights show, too.
+    """
+    colours = torch.tensor([NEGATIVE, POSITIVE], dtype=torch.uint8)[(weights > 0).long()]
+    strength = (weights.abs() / weights.abs().max().clamp(min=torch.finfo(weights.dtype).tiny)).sqrt()
+    return torch.cat([colours, (255 * strength).round().to(torch.uint8)[..., None]], -1)
+
+
+def map_png(weights: Tensor) -> bytes:
+    """The pixels of `map_pixels` as a PNG; LineartimeError without matplotlib."""
+    try:
+        from matplotlib.image import imsave
+    except ImportError:
+        raise missing_extra("matplotlib", "plot", _PURPOSE) from None
+    file = io.BytesIO()
+    imsave(file, map_pixels(weights).numpy(), format="png")
+    return file.getvalue()
+
+
+def draw_losses(inspection: Inspection, file: Path) -> None:
+    """Draw the loss of each predicted token."""
+    figure = new_figure(_PURPOSE, 9, 3)
+    axes = figure.subplots()
+    losses = [loss for piece in inspection.pieces for loss in piece.losses]
+    known = [(place, loss) for place, loss in enumerate(losses) if loss is not None]
+    axes.vlines([place for place, _ in known], 0, [loss for _, loss in known], color="tab:orange", linewidth=1)
+    axes.plot([place for place, _ in known], [loss for _, loss in known], ".", color="tab:orange", markersize=3)
+    mean = inspection.loss
+    if mean is not None:
+        axes.axhline(mean, color="black", linestyle=":", linewidth=1, label=f"mean, {mean:.3f}")
+        axes.legend()
+    axes.set(title="loss of each token", xlabel="token of the text", ylabel="nats", xlim=(-0.5, max(len(losses), 4) - 0.5))
+    axes.grid(alpha=0.3)
+    label_axes(axes, whole_x=True)
+    save_figure(figure, file)
+
+
+def draw_layer(layer: LayerView, title: str, file: Path) -> None:
+    """Draw the maps of a layer, what its parts add to each token, and the norms of its state, above what it lacks."""
+    panels: list[Any] = [*layer.weights, *(["added"] if layer.added else []), *(["states"] if layer.states else [])]
+    figure = new_figure(_PURPOSE, 4.4 * max(1, len(panels)), 4.2 + 0.25 * len(layer.missing))
+    every = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+    for axes, panel in zip(every, panels, strict=False):
+        if panel == "added":
+            _draw_added(axes, layer)
+        elif panel == "states":
+            axes.plot(list(layer.states), list(layer.states.values()), ".-", color="tab:green")
+            axes.set(title="global state", xlabel="tokens read", ylabel="norm of the state")
+            axes.grid(alpha=0.3)
+            label_axes(axes, whole_x=True)
+        else:
+            _draw_map(axes, layer.weights[panel], "attention" if panel == "attention" else f"{panel} part", figure)
+    if not panels:
+        every[0].set_axis_off()
+    figure.suptitle(title)
+    if layer.missing:
+        figure.supxlabel("\n".join(layer.missing), fontsize="small")
+    save_figure(figure, file)
+
+
+def _draw_map(axes: Any, weights: Tensor, title: str, figure: Any) -> None:
+    largest = float(weights.abs().max()) or 1.0
+    signed = bool((weights < 0).any())
+    image = axes.imshow(
+        weights.numpy(),
+        cmap="RdBu_r" if signed else "viridis",
+        norm="linear",
+        vmin=-largest if signed else 0.0,
+        vmax=largest,
+        interpolation="nearest" if len(weights) <= 600 else "antialiased",
+    )
+    axes.set(title=f"{title}: weights", xlabel="token that is read", ylabel="token that reads")
+    figure.colorbar(image, ax=axes, shrink=0.8)
+
+
+def _draw_added(axes: Any, layer: LayerView) -> None:
+    share = layer.global_share
+    if share is None:
+        for part, norms in layer.added.items():
+            axes.plot(norms.numpy(), color="tab:blue", linewidth=1, label=part)
+        axes.set(title="what it adds to each token", xlabel="token", ylabel="norm")
+    else:
+        axes.stackplot(range(len(share)), (1 - share).numpy(), share.numpy(), labels=["local", "global"], alpha=0.8)
+        axes.set(title="which part adds how much", xlabel="token", ylabel="share of the norms", ylim=(0, 1))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    label_axes(axes, whole_x=True)

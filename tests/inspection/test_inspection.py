@@ -1,0 +1,208 @@
+"""What `inspect` finds is what the model does, and what the page shows is the text, whatever the text is."""
+
+import dataclasses
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.choices import Task
+from lineartime.data import ByteTokenizer
+from lineartime.errors import ArgumentError
+from lineartime.inspection import Inspection, inspect, write_inspection
+from lineartime.inspection.page import escaped, page
+from lineartime.inspection.pictures import map_pixels
+from lineartime.models.heads import LanguageModel
+from lineartime.models.presets import resolve
+from lineartime.models.systems import SYSTEMS
+
+TEXT = "for each line in text:\n    print(line)\n"
+HOSTILE = "<script>alert('1')</script><img src=x onerror=y>&lt;\u202e\u2066\x00\x1b[31m\ud800\"'</div></body>שלום"
+BYTES = ByteTokenizer()
+
+
+def build(system: str, task: Task = "clm") -> LanguageModel:
+    torch.manual_seed(0)
+    small = {"d_model": 16, "n_blocks": 2, "d_qk": 8, "chunk_size": 8, "n_heads": 2}
+    options = resolve(f"{system}-tiny", task).mixer.options
+    known = {name: value for name, value in small.items() if name in options or name in ("d_model", "n_blocks")}
+    model = lineartime.build(f"{system}-tiny", task=task, **known).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+class Shown(HTMLParser):
+    """The text that a browser shows of a part of a page, and all its tags."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._depth = 0
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        self._depth += tag == "div" and dict(attributes).get("class") == "text"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._depth -= tag == "div" and self._depth > 0
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self._depth else ""
+
+
+def test_the_losses_are_those_of_the_model() -> None:
+    model = build("flash")
+    seen = inspect(model, BYTES, TEXT)
+    ids = torch.tensor([[BYTES.end_of_document, *BYTES.encode(TEXT)]])
+    with torch.no_grad():
+        assert seen.loss == pytest.approx(float(model.loss(ids[:, :-1], ids[:, 1:])), abs=1e-5)
+    assert "".join(piece.text for piece in seen.pieces) == TEXT
+    assert seen.left_out == 0
+
+
+def test_contributions_and_states_are_what_the_layers_compute() -> None:
+    model = build("flash")
+    seen = inspect(model, BYTES, TEXT)
+    ids = torch.tensor([[BYTES.end_of_document, *BYTES.encode(TEXT)]])[:, :-1]
+    inputs: list[Tensor] = []
+    backbone = model.backbone
+    with torch.no_grad():
+        backbone.read(backbone.embedding(ids), inputs=inputs)
+        for block, x, layer in zip(backbone.blocks, inputs, seen.layers, strict=True):
+            mixer: Any = block.mixer
+            layout = mixer.layout(x.shape, device=x.device)
+            gate, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), layout)
+            near, across = (layer.weights[part] @ v[0] for part in ("local", "global"))
+            out = mixer.to_output(gate[0] * (near + across))
+            torch.testing.assert_close(x[0] + out, mixer(x)[0], atol=1e-6, rtol=0)
+            weight = mixer.to_output.weight
+            for part, attended in (("local", near), ("global", across)):
+                torch.testing.assert_close(layer.added[part], ((gate[0] * attended) @ weight.T).norm(dim=-1))
+            share = layer.global_share
+            assert share is not None
+            assert not share[:8].any()  # the first chunk reads no earlier one
+            assert 0 < float(share[8:].mean()) < 1
+            k_lin = maps[0, 3]
+            for read, norm in layer.states.items():
+                whole = read // 8 * 8
+                assert norm == pytest.approx(float((k_lin[:whole].T @ v[0, :whole]).norm()), abs=1e-5)
+            assert list(layer.states)[-1] == len(x[0])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_is_shown_or_says_what_it_does_not_have(system: str) -> None:
+    task: Task = "mlm" if SYSTEMS[system].mixer.why_not_causal else "clm"
+    seen = inspect(build(system, task), BYTES, TEXT)
+    for layer in seen.layers:
+        sentences = " ".join(layer.missing)
+        assert layer.weights or "has no weights to show: " in sentences
+        assert layer.global_share is not None or "not divided" in sentences or not layer.weights
+        assert layer.states or "no state grows" in sentences or "no global state" in sentences
+        assert all(sentence.endswith(".") for sentence in layer.missing)
+        assert all(weights.shape == (len(TEXT), len(TEXT)) for weights in layer.weights.values())
+    assert page(seen, system).count("<h2>") == 2
+
+
+def test_a_masked_model_shows_losses_at_the_selected_tokens_alone() -> None:
+    seen = inspect(build("flash", "mlm"), BYTES, TEXT * 5)
+    known = [piece for piece in seen.pieces if piece.loss is not None]
+    assert 0 < len(known) < len(seen.pieces) / 2
+    assert "".join(piece.text for piece in seen.pieces) == TEXT * 5
+    assert "no state grows" in seen.layers[0].missing[-1]
+    none = inspect(build("flash", "mlm"), BYTES, "a")
+    if none.loss is None:
+        assert "predict no token" in page(none, "")
+
+
+def test_a_prefix_is_read_in_both_directions_and_not_predicted() -> None:
+    seen = inspect(build("flash", "prefix-lm"), BYTES, TEXT)
+    half = len(TEXT) // 2
+    assert seen.prefix == half
+    assert [piece.loss is None for piece in seen.pieces] == [place < half - 1 for place in range(len(TEXT))]
+    assert seen.layers[0].weights["local"][:half, :half].triu(1).any()
+    assert min(seen.layers[0].states) == half
+    assert f"first {half} tokens are the prefix" in page(seen, "")
+
+
+def test_bytes_of_one_character_are_shown_as_one_character() -> None:
+    seen = inspect(build("flash"), BYTES, "a中é")
+    assert [(piece.text, len(piece.losses)) for piece in seen.pieces] == [("a", 1), ("中", 3), ("é", 2)]
+    cut = inspect(build("flash"), BYTES, "a中é", max_tokens=3)
+    assert [(piece.text, len(piece.losses)) for piece in cut.pieces] == [("a", 1), ("\ufffd", 2)]
+    assert cut.left_out == 3
+    assert "3 more tokens were left out" in page(cut, "")
+
+
+def test_hostile_text_is_shown_as_text() -> None:
+    seen = inspect(build("flash"), BYTES, TEXT)
+    pieces = tuple(dataclasses.replace(seen.pieces[0], text=character) for character in HOSTILE)
+    source = page(dataclasses.replace(seen, pieces=pieces), f"run {HOSTILE}")
+    source.encode()  # no lone surrogate is left
+    shown = Shown(source)
+    assert shown.text == HOSTILE.translate({ord(c): c.encode("unicode_escape").decode() for c in "\u202e\u2066\x00\x1b\ud800"})
+    assert {tag for tag, _ in shown.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "span", "i"),
+        *("figure", "figcaption", "img", "svg", "path", "text", "polyline"),
+    }
+    assert not any(name.startswith("on") for _, attributes in shown.tags for name in attributes)
+
+
+def test_the_page_loads_nothing_and_suits_light_and_dark() -> None:
+    source = page(inspect(build("flash"), BYTES, TEXT), "a run")
+    shown = Shown(source)
+    sources = [attributes["src"] or "" for tag, attributes in shown.tags if tag == "img"]
+    assert len(sources) == 4
+    assert all(address.startswith("data:image/png;base64,") for address in sources)
+    assert not {"link", "script", "iframe"} & {tag for tag, _ in shown.tags}
+    assert "http" not in source.replace("http-equiv", "")
+    assert "prefers-color-scheme: dark" in source
+
+
+def test_weights_become_colours_by_their_sign_and_opaque_by_their_strength() -> None:
+    pixels = map_pixels(torch.tensor([[1.0, -0.25], [0.0, 0.25]]))
+    assert pixels[..., 3].tolist() == [[255, 128], [0, 128]]
+    assert pixels[0, 0, :3].tolist() != pixels[0, 1, :3].tolist()
+    assert not map_pixels(torch.zeros(2, 2))[..., 3].any()
+
+
+def test_the_folder_holds_the_page_and_a_picture_for_each_layer(tmp_path: Path) -> None:
+    seen = inspect(build("flash"), BYTES, TEXT)
+    written = write_inspection(seen, "a run", tmp_path / "out")
+    assert {file.name for file in written.parent.iterdir()} == {"index.html", "losses.png", "layer-01.png", "layer-02.png"}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written.parent.glob("*.png"))
+    with pytest.raises(ArgumentError, match=r"out is .*, which exists already"):
+        write_inspection(seen, "a run", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "message"),
+    [
+        ("", 512, "text is empty, but must hold at least one token"),
+        ("\udc80", 512, "text is not UTF-8 text"),
+        ("a", 0, "max_tokens is 0, but must be at least 1"),
+        ("a", 2049, "max_tokens is 2049, but must be"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(text: str, tokens: int, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        inspect(build("flash"), BYTES, text, tokens)
+
+
+def test_a_text_that_is_too_long_for_the_model_says_so() -> None:
+    model = lineartime.build("linformer-tiny", task="mlm", d_model=16, n_blocks=1, n_heads=2, max_length=8).eval()
+    with pytest.raises(ArgumentError, match="text has 9 tokens, but this model reads at most 8"):
+        inspect(model, BYTES, "a" * 9)
+    assert isinstance(inspect(model, BYTES, "a" * 9, max_tokens=8), Inspection)
+
+
+def test_a_character_that_is_shown_stays_as_it_is() -> None:
+    assert escaped("a é中") == "a é中"
+    assert escaped("a\nb\t") == "a<i>↵</i>\nb<i>\\t</i>"

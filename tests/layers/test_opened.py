@@ -1,0 +1,126 @@
+"""The parts of attention that `open` shows: they are the mixer, and what they read is what its definition reads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.baselines.combiner import Combiner
+from lineartime.errors import LineartimeError
+from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers.opened import Opened, OpenMixer
+from lineartime.layers.options import constructor_options
+from lineartime.models.layer_config import KINDS
+from lineartime.ops.mixed_chunk.inputs import Heads
+from lineartime.ops.mixed_chunk.reference import attend
+
+MIXERS: dict[str, Any] = KINDS["mixer"]
+SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 8, "block_size": 4, "window": 6, "stride": 4, "n_landmarks": 6, "n_largest": 4}
+BOTH = {"flash", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm", "mixed-chunk"}
+
+
+def build(name: str, causal: bool, **options: Any) -> OpenMixer[Any]:
+    kind = MIXERS[name]
+    known = constructor_options(kind)
+    small = {option: value for option, value in SMALL.items() if option in known}
+    mixer: OpenMixer[Any] = kind(16, causal=causal, **{**small, **options}).double().eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return mixer
+
+
+def opened(mixer: OpenMixer[Any], x: Tensor, prefix: Tensor | None = None) -> Opened:
+    return mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix, device=x.device))
+
+
+def added(parts: Opened) -> Tensor:
+    bias = parts.combine(torch.zeros_like(parts.values))
+    return torch.stack([parts.contribution(part) for part in parts.parts]).sum(0) + bias
+
+
+def cases() -> list[tuple[str, bool]]:
+    return [
+        (name, causal)
+        for name, kind in MIXERS.items()
+        if kind is not Combiner
+        for causal in (False, True)
+        if not (causal and kind.why_not_causal)
+    ]
+
+
+@pytest.mark.parametrize(("name", "causal"), cases())
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_the_parts_add_up_to_what_the_mixer_adds_and_are_their_weights_times_the_values(
+    name: str, causal: bool, token_shift: bool
+) -> None:
+    mixer, x = build(name, causal, token_shift=token_shift), torch.randn(2, 21, 16, dtype=torch.float64)
+    parts = opened(mixer, x)
+    torch.testing.assert_close(x + added(parts), mixer(x), atol=1e-6, rtol=0)
+    values = parts.values.unflatten(-1, (parts.n_heads, -1)).transpose(1, 2)
+    for part, read in parts.parts.items():
+        weights = parts.weights(part)
+        assert weights.shape == (2, parts.n_heads, 21, 21)
+        torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), read(parts.values), atol=1e-6, rtol=0)
+        if causal:
+            torch.testing.assert_close(weights.triu(1), torch.zeros_like(weights), atol=1e-9, rtol=0)
+    assert (tuple(parts.parts) == ("local", "global")) == (name in BOTH)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@pytest.mark.parametrize("prefix", [None, 11])
+def test_the_parts_of_flash_are_those_of_its_definition(causal: bool, normalization: str, prefix: int | None) -> None:
+    if prefix is not None and not causal:
+        prefix = None  # a bidirectional layer reads everything as a prefix
+    mixer, x = build("flash", causal, normalization=normalization), torch.randn(2, 21, 16, dtype=torch.float64)
+    assert isinstance(mixer, FLASH)
+    lengths = None if prefix is None else torch.tensor([prefix, 0])
+    parts = opened(mixer, x, lengths)
+    set_backend(mixer, "oracle")
+    torch.testing.assert_close(x + added(parts), mixer(x, prefix_lengths=lengths), atol=1e-6, rtol=0)
+
+    layout = mixer.layout(x.shape, prefix_lengths=lengths, device=x.device)
+    _, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), layout)
+    heads, nothing = Heads(*maps.unbind(1), v), torch.zeros_like(maps[:, 0])
+    bias = mixer.chunk_bias(layout)
+    silent = None if bias is None else torch.zeros_like(bias)  # relu(0)^2 is zero
+    across = attend(heads._replace(q_quad=nothing), silent, layout, mixer.options)
+    near = attend(heads._replace(q_lin=nothing), bias, layout, mixer.options)
+    torch.testing.assert_close(parts.parts["global"](v), across, atol=1e-9, rtol=0)
+    torch.testing.assert_close(parts.parts["local"](v), near, atol=1e-9, rtol=0)
+
+
+def test_a_prefix_is_read_in_both_directions_by_gau_too() -> None:
+    mixer, x = build("gau", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    assert isinstance(mixer, GAU)
+    prefix = torch.tensor([5])
+    parts = opened(mixer, x, prefix)
+    torch.testing.assert_close(x + added(parts), mixer(x, prefix_lengths=prefix), atol=1e-6, rtol=0)
+    weights = parts.weights("attention")[0, 0]
+    assert (weights[:5, :5].triu(1) != 0).any()
+    assert not weights[5:].triu(6).any()
+
+
+def test_a_mixer_whose_attention_has_no_weights_says_why() -> None:
+    mixer, x = build("combiner", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    with pytest.raises(LineartimeError, match="Combiner has no weights to show: it makes the keys of its summaries of values"):
+        opened(mixer, x)
+
+
+@pytest.mark.parametrize(("name", "causal"), [case for case in cases() if case[1]])
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_the_global_state_has_a_constant_size(name: str, causal: bool, token_shift: bool) -> None:
+    mixer, x = build(name, causal, token_shift=token_shift), torch.randn(2, 21, 16, dtype=torch.float64)
+    state = mixer.init_state(2)
+    first = mixer.global_state(state)
+    _, state = mixer.extend(x, state)
+    last = mixer.global_state(state)
+    assert (first is None) == (last is None)
+    if first is not None and last is not None:
+        assert first.shape == last.shape
+        assert not first.any()
+        assert last.any()
+    elif name in BOTH:
+        pytest.fail(f"{name} has a global part and no global state")

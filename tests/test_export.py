@@ -1,0 +1,135 @@
+"""Exported programs compute what the model computes, for any batch and length, read back from their files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.export import STATE, export_step, export_text, write_onnx, write_package, write_program
+from lineartime.machine import compiler_missing
+from lineartime.models.heads import CausalLM
+
+# PyTorch's own, within torch.export, where a user does not see them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
+
+SMALL = {"d_model": 16, "n_blocks": 2, "vocab_size": 40}
+CLIENT = """
+import sys, torch
+program = torch.export.load(sys.argv[1])
+state = [x[:1].repeat(3, *[1] * (x.dim() - 1)) for x in program.example_inputs[0][1]]  # zeros: three new streams
+step, ids, logits = program.module(), torch.load(sys.argv[2]), []
+for token in range(ids.shape[1]):
+    out, state = step(ids[:, token : token + 1], state)
+    logits.append(out)
+torch.save(torch.cat(logits, 1).detach(), sys.argv[3])
+assert "lineartime" not in sys.modules
+"""
+
+
+def build(preset: str, **overrides: object) -> CausalLM:
+    torch.manual_seed(0)
+    model = lineartime.build(preset, **{**SMALL, **overrides}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def flash(preset: str = "flash-next-tiny", **overrides: object) -> CausalLM:
+    return build(preset, d_qk=8, chunk_size=8, **overrides)
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
+def test_a_program_of_the_step_without_lineartime_gives_the_logits_of_the_model(preset: str, tmp_path: Path) -> None:
+    model, ids = flash(preset), torch.randint(0, 40, (3, 20))
+    file = write_program(export_step(model), tmp_path / "step.pt2")
+    torch.save(ids, tmp_path / "ids")
+    command = [sys.executable, "-W", "ignore", "-c", CLIENT, str(file), str(tmp_path / "ids"), str(tmp_path / "logits")]
+    subprocess.run(command, check=True)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "logits"), model(ids), atol=1e-5, rtol=0)
+
+
+def test_a_program_leaves_the_state_that_it_was_given(tmp_path: Path) -> None:
+    program = export_step(flash())
+    step, (_, state) = program.module(), program.example_inputs[0]
+    for _ in range(9):  # beyond a chunk
+        before = [x.clone() for x in state]
+        _, after = step(torch.tensor([[3], [4]]), state)
+        assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
+        state = after
+
+
+@pytest.mark.parametrize("preset", ["flash-next-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_a_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, tmp_path: Path) -> None:
+    model = {"flash-next-tiny": flash, "flash-quad-tiny": lambda: build(preset, d_qk=8)}.get(
+        preset, lambda: build(preset, n_heads=2)
+    )()
+    program = torch.export.load(write_program(export_text(model), tmp_path / "text.pt2")).module()
+    for size in ((1, 1), (3, 8), (2, 75)):
+        ids = torch.randint(0, 40, size)
+        torch.testing.assert_close(program(ids), model(ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing(torch.device("cpu")) != "", reason="torch.compile has no compiler here")
+def test_a_package_of_the_step_gives_the_logits_of_the_model(tmp_path: Path) -> None:
+    model, ids = flash(n_blocks=1), torch.randint(0, 40, (3, 20))
+    package = torch._inductor.aoti_load_package(str(write_package(export_step(model), tmp_path / "step.pt2")))
+    state: list[Tensor] = [
+        torch.zeros(3, *x["shape"][1:], dtype=getattr(torch, x["dtype"])) for x in json.loads(package.get_metadata()[STATE])
+    ]
+    logits = []
+    for token in ids.split(1, 1):
+        out, state = package(token.contiguous(), state)
+        logits.append(out)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-5, rtol=0)
+
+
+def test_a_step_in_onnx_gives_the_logits_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model, ids = flash(n_blocks=1), torch.randint(0, 40, (3, 20))
+    session = runtime.InferenceSession(str(write_onnx(export_step(model), tmp_path / "step.onnx")))
+    assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]
+    names = [given.name for given in session.get_inputs()]
+    dtypes = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+    state = [np.zeros((3, *given.shape[1:]), dtypes[given.type]) for given in session.get_inputs()[1:]]
+    logits = []
+    for token in ids.split(1, 1):
+        out, *state = session.run(None, dict(zip(names, [token.numpy(), *state], strict=True)))
+        logits.append(torch.from_numpy(out))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-4, rtol=0)
+
+
+def test_onnx_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(LineartimeError, match=r"needs onnxscript, which is not installed: pip install 'lineartime\[onnx\]'"):
+        write_onnx(export_step(flash(n_blocks=1)), tmp_path / "step.onnx")
+
+
+def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="model is made of GAU, which has no step with a state of constant size"):
+        export_step(build("flash-quad-tiny", d_qk=8))
+    with pytest.raises(LineartimeError, match=r"torch.export cannot make a program of Reformer for every batch size"):
+        export_text(build("reformer-tiny", n_heads=2))
+    masked = lineartime.build("flash-tiny", task="mlm", d_qk=8, chunk_size=8, **SMALL)
+    with pytest.raises(ArgumentError, match="masked language model, which cannot continue a text"):
+        export_step(masked)  # type: ignore[arg-type]
+    program = export_step(flash(n_blocks=1))
+    with pytest.raises(ArgumentError, match=r"file is .*step.zip, but must end in .pt2"):
+        write_program(program, tmp_path / "step.zip")
+    (tmp_path / "there.pt2").touch()
+    for write in (write_program, write_package):
+        with pytest.raises(ArgumentError, match=r"file is .*there.pt2, which exists already"):
+            write(program, tmp_path / "there.pt2")
