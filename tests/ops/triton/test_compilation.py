@@ -1,0 +1,55 @@
+"""The kernels compile for GPUs that are not here: what `benchmarks/kernels.py` says of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kernels.py"
+
+
+def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of a run in a process of its own, in which kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), *arguments, "--preferred", "--out", str(out)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows: list[dict[str, Any]] = json.loads((out / "kernels.json").read_text())["rows"]
+    return rows
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_fits_the_newer_gpus(tmp_path: Path) -> None:
+    cases = ("flash bf16", "flash-quad bf16, rotary bias", "flash fp32", "flash-quad fp32, rotary bias")
+    rows = compiled(tmp_path, *cases, "--gpus", "90")
+    assert {row["kernel"] for row in rows} == {"states", "weigh", "score_gradient", "score_input_gradient"}
+    assert {row["case"] for row in rows} == set(cases)
+    for row in rows:
+        assert not row["error"], row
+        assert row["shared"] <= 227 * 1024, row
+        if "bf16" in row["case"]:
+            assert "wgmma" in row["products"], f"the tensor cores of a GPU of compute capability 9.0 are not used: {row}"
+
+
+@pytest.mark.slow
+def test_an_older_gpu_has_room_for_the_preferred_configurations(tmp_path: Path) -> None:
+    rows = compiled(tmp_path, "flash bf16", "--gpus", "80")
+    assert len(rows) >= 5
+    for row in rows:
+        assert not row["error"], row
+        assert row["shared"] <= 163 * 1024, row
+        assert "mma.sync" in row["products"], row
+
+
+def test_an_unknown_case_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "flash int8", "--out", str(tmp_path / "none")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("'flash int8' is not a case: give some of 'flash bf16', ")
+    assert not (tmp_path / "none").exists()
