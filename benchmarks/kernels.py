@@ -40,6 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
 from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.ops.triton.common import pin_configurations
 
 SHARED = {90: 232448, 80: 166912}
 """Bytes of shared memory that a block can have, by compute capability."""
@@ -244,12 +245,12 @@ def searched(pattern: str, text: str) -> tuple[str, ...]:
 # 3. All of them -------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(cases: Sequence[str], capabilities: Sequence[int], preferred_only: bool) -> Iterator[Job]:
+def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
     """What to compile, each kernel once."""
     seen = set()
     for case in cases:
         for launch in recorded(case):
-            for rank in range(1 if preferred_only else len(launch.configs)):
+            for rank in range(len(launch.configs)):
                 for capability in capabilities:
                     job = Job(launch, rank, capability)
                     if job.source not in seen:
@@ -322,7 +323,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "kernels.json"
     known = {row["source"]: Row(**row) for row in json.loads(store.read_text())["rows"]} if store.exists() else {}
-    jobs = list(jobs_of(options.cases or list(CASES), options.gpus, options.preferred))
+    pin_configurations(options.preferred)
+    jobs = list(jobs_of(options.cases or list(CASES), options.gpus))
 
     def done(row: Row) -> None:
         known[row.source] = row

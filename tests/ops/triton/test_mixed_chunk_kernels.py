@@ -133,7 +133,7 @@ def test_large_chunks_and_wide_heads_are_the_definition(causal: bool, dtype: tor
 
 
 # Plain PyTorch multiplies float16 in float32: tf32 rounds as coarsely as float16, but does so inside too.
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 3)])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
 @pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
 def test_errors_are_close_to_those_of_plain_pytorch(
     dtype: torch.dtype, factor: int, causal: bool, activation: str, device: str

@@ -25,7 +25,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.precision import without_autocast
-from lineartime.ops.triton.common import jit, load_tile, number_formats, on_device, state_dtype, store_tile, tuned, workspace
+from lineartime.ops.triton.common import (
+    jit,
+    load_tile,
+    number_formats,
+    on_device,
+    state_dtype,
+    store_tile,
+    token_bucket,
+    tuned,
+    workspace,
+)
 from lineartime.ops.triton.quadratic import score_gradient, weigh
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
@@ -56,12 +66,12 @@ def chunk_product(
         triton.Config({"BLOCK_S": 64, "BLOCK_E": 32, "BLOCK_C": 64}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_S": 32, "BLOCK_E": 32, "BLOCK_C": 32}, num_warps=4, num_stages=2),
     ],
-    key=["C", "S", "E", "CAUSAL", "TRANSPOSED", "PRECISION"],
+    key=["tokens", "C", "S", "E", "CAUSAL", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_S": 32, "BLOCK_E": 32, "BLOCK_C": 32},
 )
 @jit
 def states_kernel(
-    x, values, state_scale, document_starts, out, n_documents, G, C,
+    x, values, state_scale, document_starts, out, n_documents, G, C, tokens,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -114,6 +124,7 @@ def chunk_states(
     with on_device(values):
         states_kernel[grid](
             x, values, state_scale, document_starts, out, n_documents, n_chunks, chunk_size,
+            token_bucket(batch * n_chunks * chunk_size),
             S=width, E=n_columns, CAUSAL=causal, TRANSPOSED=transposed, **number_formats(values.dtype),
         )  # fmt: skip
     return out
@@ -191,7 +202,7 @@ def _attend_backward(
     q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out = (
         x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out)
     )
-    bias = None if bias is None else bias.contiguous()
+    bias, bias_of_keys = (None, None) if bias is None else (bias.contiguous(), bias.mT.contiguous())
     dtype = state_dtype(v.dtype)
     options: dict[str, Any] = {"causal": causal, "activation": activation}
 
@@ -204,7 +215,7 @@ def _attend_backward(
 
         q, k, values, d_values = (x.flatten(0, 1) for x in (q_quad, k_quad, v, d_out))
         d_v = weigh(
-            q, k, d_values, bias, row_scale, score_scale, transposed=True, readers=k_lin, states=states, **options
+            q, k, d_values, bias_of_keys, row_scale, score_scale, transposed=True, readers=k_lin, states=states, **options
         )  # fmt: skip
         del states
         d_scores = score_gradient(
