@@ -4,12 +4,11 @@ import pytest
 import torch
 
 common = pytest.importorskip("lineartime.ops.triton.common")
-mixed_chunk = pytest.importorskip("lineartime.ops.triton.mixed_chunk")
 quadratic = pytest.importorskip("lineartime.ops.triton.quadratic")
 
 
 def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
-    kernels = (mixed_chunk.states_kernel, quadratic.weigh_kernel, quadratic.score_input_gradient_kernel)
+    kernels = (quadratic.weigh_kernel, quadratic.score_input_gradient_kernel)
     for kernel in (*kernels, quadratic.score_gradient_kernel):
         assert "tokens" in kernel.keys
     assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)

@@ -122,7 +122,7 @@ def tuned(
         return fit[:1] if _pinned else fit
 
     def tune(kernel: Any) -> Any:
-        prune = {"early_config_prune": fitting}
+        prune = {"early_config_prune": fitting} if len(configs) > 1 else None
         _TUNERS.append(triton.autotune(configs, key, prune_configs_by=prune, cache_results=True)(kernel))
         return _TUNERS[-1]
 
