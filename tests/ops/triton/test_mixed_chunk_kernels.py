@@ -143,7 +143,6 @@ def test_large_chunks_and_wide_heads_are_the_definition(causal: bool, dtype: tor
     assert_close(run(kernels.attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-# Plain PyTorch multiplies float16 in float32: tf32 rounds as coarsely as float16, but does so inside too.
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
 @pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
 def test_errors_are_close_to_those_of_plain_pytorch(

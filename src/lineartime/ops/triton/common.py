@@ -43,15 +43,14 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def number_formats(dtype: torch.dtype) -> dict[str, Any]:
     """The constants that tell a kernel how to multiply tiles of `dtype`: COMPUTE, the operands', ACC, the sums', PRECISION.
 
-    float16 is widened to float32, because a squared score overflows it, and multiplied as tf32, which has all of its digits.
     float32 is multiplied as three products of tf32 where PyTorch is told to be exact: as exact as a sum in float32 and, unlike
-    exact products, made for the tensor cores.
+    exact products, made for the tensor cores. float16 is widened to float32, because a squared score overflows it.
     """
     if dtype == torch.bfloat16:
         return {"COMPUTE": tl.bfloat16, "ACC": tl.float32, "PRECISION": "ieee"}
     if dtype == torch.float64:
         return {"COMPUTE": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    exact = torch.get_float32_matmul_precision() == "highest"
     return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "tf32x3" if exact else "tf32"}
 
 
@@ -90,6 +89,11 @@ def pin_configurations(pinned: bool = True) -> None:
     _pinned = pinned
     for tuner in _TUNERS:
         tuner.cache.clear()
+
+
+def tuners() -> tuple[Any, ...]:
+    """The autotuners of all kernels, with what each has chosen; none in the interpreter."""
+    return tuple(_TUNERS)
 
 
 def tuned(
