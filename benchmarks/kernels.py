@@ -40,6 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
 from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.triton.common import pin_configurations
 
 SHARED = {90: 232448, 80: 166912}
@@ -90,8 +91,16 @@ def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: 
     run_layer(GAU(16, d_qk=128, expansion=96, causal=True, **options), shape, dtype)
 
 
+def loss() -> None:
+    """The cross-entropy of a vocabulary of 32,000."""
+    hidden, weight = (torch.randn(size, requires_grad=True) for size in ((1, 64, 16), (32000, 16)))
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch("lineartime.ops.cross_entropy._can_fuse", return_value=True):
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long)).backward()
+
+
 CASES: dict[str, Callable[[], None]] = {
     "flash bf16": partial(flash, (2, 2048)),
+    "loss bf16": loss,
     "flash-quad bf16, rotary bias": partial(gau, (2, 2048)),
     "flash-quad bf16, table of biases": partial(gau, (2, 512), max_length=512),
     "flash fp32": partial(flash, (2, 2048), torch.float32),
