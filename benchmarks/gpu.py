@@ -382,8 +382,8 @@ def compiled_kernels() -> Iterator[dict[str, Any]]:
                     "kernel": tuner.fn.__name__,
                     "warps": kernel.metadata.num_warps,
                     "stages": kernel.metadata.num_stages,
-                    "registers": kernel.n_regs,
-                    "spills": kernel.n_spills,
+                    "registers": getattr(kernel, "n_regs", None),  # of kernels that were launched
+                    "spills": getattr(kernel, "n_spills", None),
                     "shared": kernel.metadata.shared,
                 }
 

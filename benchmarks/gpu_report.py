@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 
-class OutOfTimeError(Exception):
-    """The budget is spent."""
+class OutOfTimeError(BaseException):
+    """The budget is spent; nothing but `Report.attempt` catches it."""
 
 
 @dataclass

@@ -84,11 +84,13 @@ def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) ->
 
 def flash(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, causal: bool = True, **options: Any) -> None:
     """The kernels see widths s = 128 and e = 1536; the dense maps of 16 features cost nothing."""
-    run_layer(FLASH(16, d_qk=128, expansion=96, causal=causal, **options), shape, dtype)
+    options = {"d_qk": 128, **options}
+    run_layer(FLASH(16, expansion=96, causal=causal, **options), shape, dtype)
 
 
 def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-    run_layer(GAU(16, d_qk=128, expansion=96, causal=True, **options), shape, dtype)
+    options = {"d_qk": 128, **options}
+    run_layer(GAU(16, expansion=96, causal=True, **options), shape, dtype)
 
 
 def loss() -> None:
@@ -107,6 +109,9 @@ CASES: dict[str, Callable[[], None]] = {
     "flash-quad fp32, rotary bias": partial(gau, (2, 2048), torch.float32),
     "flash fp16": partial(flash, (2, 2048), torch.float16),
     "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, activation="laplace"),
+    "flash-quad bf16, s = 512": partial(gau, (2, 2048), d_qk=512, relative_bias=False),
+    "flash bf16, s = 256": partial(flash, (2, 2048), d_qk=256),
+    "flash bf16, s = 512": partial(flash, (2, 2048), d_qk=512),
     "flash bf16, one token": partial(flash, (1, 1)),
 }
 """What is recorded, by name, the most important first."""

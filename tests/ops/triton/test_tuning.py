@@ -35,4 +35,5 @@ def test_queries_and_keys_as_wide_as_a_rotary_bias_makes_them_are_read_at_once(m
     monkeypatch.setattr(common, "INTERPRETED", False)
     assert common.width_block(256, torch.bfloat16) == 256
     assert common.width_block(128, torch.bfloat16) == 128
+    assert common.width_block(512, torch.bfloat16) == 128, "there is no room for several pieces of 256"
     assert common.width_block(128, torch.float32) == 64, "float32 takes twice the registers"

@@ -55,9 +55,13 @@ def number_formats(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def width_block(width: int, dtype: torch.dtype) -> int:
-    """The columns of queries and keys that a kernel holds at a time: all of them, up to 256, or 64 of more than 16 bits."""
+    """The columns of queries and keys that a kernel holds at a time: all of them, as far as shared memory has room."""
     padded: int = triton.next_power_of_2(max(width, 16))
-    return min(padded, 32 if INTERPRETED else 256 if dtype == torch.bfloat16 else 64)
+    if INTERPRETED:
+        return min(padded, 32)
+    if dtype != torch.bfloat16:
+        return min(padded, 64)
+    return padded if padded <= 256 else 128
 
 
 def length_bucket(length: int) -> int:
@@ -100,7 +104,7 @@ def tuned(
     configs: list[Any],
     key: list[str],
     interpreted: dict[str, int],
-    spills: Callable[[dict[str, Any]], bool] = lambda _arguments: False,
+    unfit: Callable[[dict[str, Any]], bool] = lambda _arguments: False,
 ) -> Callable[[Any], Any]:
     """`triton.autotune` over the configurations that fit, the preferred one first, which remembers its choice on disk.
 
@@ -108,7 +112,7 @@ def tuned(
         configs: blocks, warps and stages to try.
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
-        spills: whether the compiler is known to run out of registers, given the arguments and the constants of a kernel.
+        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
@@ -121,7 +125,7 @@ def tuned(
             config
             for config in configs
             if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
-            and not spills({**arguments, **constants, **config.kwargs})
+            and not unfit({**arguments, **constants, **config.kwargs})
         ]
         return fit[:1] if _pinned else fit
 

@@ -111,6 +111,7 @@ def score_gradient_tile(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    unfit=lambda sizes: sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128,
 )
 @jit
 def weigh_kernel(
@@ -202,7 +203,7 @@ def weigh(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
-    spills=lambda sizes: (
+    unfit=lambda sizes: (
         (sizes["BLOCK_S"] > 128 and sizes["BLOCK_N"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
     ),
@@ -284,9 +285,9 @@ def score_input_gradient(
     ],
     key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
-    # A sum over sequences needs a second tile of sums, and float32 twice the registers.
-    spills=lambda sizes: (
-        (sizes["n_summed"] > 1 and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+    # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
+    unfit=lambda sizes: (
+        ((sizes["n_summed"] > 1 or sizes["S"] > 128) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
     ),
 )
