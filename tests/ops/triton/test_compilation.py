@@ -41,9 +41,8 @@ def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_nu
         assert not row["error"], row
         assert row["shared"] <= 227 * 1024, row
         assert row["spilled"] <= SPILLED[row["case"].split()[1].rstrip(",")], row
-        assert row["kernel"] == "add_up" or "wgmma" in row["products"], (
-            f"the tensor cores of compute capability 9.0 are not used: {row}"
-        )
+        if row["kernel"] in WITH_PRODUCTS:
+            assert "wgmma" in row["products"], f"the tensor cores of compute capability 9.0 are not used: {row}"
 
 
 @pytest.mark.slow
