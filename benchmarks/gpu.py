@@ -1,30 +1,37 @@
-"""All checks that need a GPU, in one run: `python benchmarks/gpu.py --out DIR`, or some parts by name.
+"""All checks that need a GPU, in one run: `python benchmarks/gpu.py`, or some parts by name.
 
-1. The kernels: their errors, values and gradients, against float64, beside those of plain PyTorch in the same dtype.
-2. The op: mixed chunk attention forward and backward by the kernels, beside the compiled PyTorch form.
-3. The models: training steps of the -base presets and of the peers that are installed, with their share of the measured peak.
-4. Generation: a token by `extend`, by `step`, and by `step` as a CUDA graph.
+    smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
+    models       training steps of flash-base, and of what it is compared with, as a share of the measured peak
+    generation   a token by `extend`, by `step`, and by `step` as a CUDA graph
+    kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
+    ops          mixed chunk attention, forward and backward, beside the compiled PyTorch form
+    exactness    smoke at more shapes
+    tuning       the kernels of flash-base tuned, and what that gains
 
-Needs PyTorch with Triton, and numpy. Ends with status 1 if a goal is missed or a part fails. `--rehearse` runs everything at
-small sizes, on a CPU too if TRITON_INTERPRET=1 is set.
+Runs from a clone and needs PyTorch with Triton, and numpy. Kernels take their preferred configurations except in the last part.
+The most important parts come first; after --budget seconds, the rest is left out. Ends with status 1 if a part fails, or if a
+goal is missed or not measured. `--rehearse` runs everything at small sizes and knows no goals but exactness; on a CPU, set
+TRITON_INTERPRET=1.
 """
 
 import argparse
-import json
-import platform
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from gpu_report import Goal, Report
 from torch import Tensor
 
 import lineartime
-from lineartime.bench.config import Dtype, Mode, Peer
-from lineartime.bench.measure import median_seconds, peak_flops, release, synchronized
+from lineartime.bench.config import Mode
+from lineartime.bench.measure import median_seconds, peak_flops, release, separate_compilations, synchronized
 from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
@@ -32,116 +39,102 @@ from lineartime.generation.streams import recorded_step
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import mixed_chunk_attention, quadratic_attention
+from lineartime.ops.triton import common, mixed_chunk, quadratic
 
-GOALS = {
-    "kernels, error of the kernels / of PyTorch": "<= 2",
-    "op, PyTorch compiled / kernels": ">= 2",
-    "share of the peak, flash-base training": ">= 45 %",
-    "transformer++ / flash, 1K, 8K, 64K": ">= 1.0, 1.6, 6",
-    "FLASH-pytorch / flash": ">= 3",
-}
-Row = dict[str, Any]
+LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
+TOKENS = 65536
+"""In a batch."""
+EXACT = "exact"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for gpu.json and gpu.md")
-    parser.add_argument("--rehearse", action="store_true", help="small sizes, to check that everything runs")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
-    parser.add_argument("parts", nargs="*", help="some of kernels, ops, models, generation; all by default")
-    options = parser.parse_args()
-    if not (torch.cuda.is_available() or options.rehearse):
-        sys.exit("gpu.py needs a GPU, and PyTorch sees none: use --rehearse for a trial at small sizes.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    run = Run(options.out, device, options.rehearse, options.rounds)
-    parts = {"kernels": run.check_kernels, "ops": run.time_ops, "models": run.time_models, "generation": run.time_generation}
-    unknown = [name for name in options.parts if name not in parts]
-    if unknown:
-        sys.exit(f"{unknown[0]} is not a part: give some of {', '.join(parts)}.")
-    for name in options.parts or parts:
-        run.attempt(parts[name])
-    for missed in run.missed:
-        print("missed:", missed)
-    sys.exit(1 if run.missed else 0)
+def goals(rehearsal: bool) -> dict[str, Goal]:
+    """By key; a rehearsal has no figures that mean anything."""
+    exact = {EXACT: Goal("error of the kernels / of PyTorch in the same dtype", 2, at_most=True)}
+    bits = {"bits": Goal("share of calls that give the same bits twice", 1)}
+    if rehearsal:
+        return bits
+    shares = {f"share {n}": Goal(f"share of the peak, flash-base compiled, T = {name}", 0.45) for n, name in LENGTHS.items()}
+    ratios = {
+        f"transformer++ {n}": Goal(f"transformer++ / flash, compiled, T = {LENGTHS[n]}", limit)
+        for n, limit in ((1024, 1.0), (8192, 1.6), (65536, 6.0))
+    }
+    return {
+        **exact,
+        **bits,
+        **shares,
+        **ratios,
+        "flash-pytorch": Goal("FLASH-pytorch / flash, compiled, T = 8K", 3),
+        "op": Goal("mixed chunk attention, compiled PyTorch / kernels", 2),
+        "token": Goal("ms of a token at batch 1, as a CUDA graph", 0.6, at_most=True),
+    }
 
 
 class Run:
-    """The results of all parts so far, and where they go."""
+    """The parts, for one device."""
 
-    def __init__(self, out: Path, device: torch.device, small: bool, rounds: int) -> None:
-        self.out, self.device, self.small, self.rounds = out, device, small, 1 if small else rounds
-        self.rows: dict[str, list[Row]] = {}
-        self.missed: list[str] = []
-        out.mkdir(parents=True, exist_ok=True)
+    def __init__(self, report: Report, device: torch.device, small: bool, rounds: int, dtypes: list[str]) -> None:
+        self.report, self.device, self.small, self.rounds, self.dtypes = report, device, small, rounds, dtypes
+        self.size = "tiny" if small else "base"
+        self._peak = 1e12 if small else 0.0
 
-    def attempt(self, part: Callable[[], None]) -> None:
-        """Run one part; record its error, if any, so that the other parts still run."""
-        try:
-            part()
-        except Exception as error:
-            traceback.print_exc()
-            self.missed.append(f"{part.__name__} failed")
-            self.add("failed", part=part.__name__, error=f"{type(error).__name__}: {error}"[:500])
+    def seconds(self, step: Callable[[], object]) -> float | None:
+        """The median seconds of a step; None if there is too little memory."""
+        clock = partial(synchronized, self.device)
+        return median_seconds({"": step}, self.rounds, clock, 0.0 if self.small else 0.2)[""]
 
-    def add(self, table: str, **row: Any) -> None:
-        """Add a row, print it, and write all results so far."""
-        self.rows.setdefault(table, []).append(row)
-        print(table, row, flush=True)
-        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else None
-        machine = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "rehearsal": self.small}
-        (self.out / "gpu.json").write_text(
-            json.dumps({"machine": machine, "goals": GOALS, "tables": self.rows}, indent=1) + "\n"
+    @property
+    def peak(self) -> float:
+        """FLOP/s of matrix products in bf16, measured once."""
+        self._peak = self._peak or peak_flops(self.device, "bf16")
+        return self._peak
+
+    # Exactness --------------------------------------------------------------------------------------------------------
+
+    def smoke(self) -> None:
+        if len(self.dtypes) > 1:
+            self._compile_side_by_side()
+        self._check_all([(65, 16, 24)] if self.small else [(1000, 128, 1536)], causal=(True,))
+
+    def exactness(self) -> None:
+        self._check_all(
+            [(17, 16, 24)] if self.small else [(1, 128, 256), (257, 64, 96), (2048, 512, 1024)], causal=(True, False)
         )
-        (self.out / "gpu.md").write_text(f"{json.dumps(machine)}\n\n" + "\n".join(map(self._markdown, self.rows)))
 
-    def expect(self, met: bool, what: str) -> None:
-        """Record a goal unless it is met. At the small sizes of a rehearsal, only exactness is a goal."""
-        if not met:
-            self.missed.append(what)
+    def _compile_side_by_side(self) -> None:
+        """Have a process for each dtype do the same first: compiling takes most of the time, and kernels stay on disk."""
+        with TemporaryDirectory(prefix="lineartime-gpu-") as folder:
+            command = [sys.executable, __file__, "smoke", *(["--rehearse"] if self.small else []), "--out"]
+            running = [
+                subprocess.Popen([*command, f"{folder}/{dtype}", "--dtypes", dtype], stdout=subprocess.DEVNULL)
+                for dtype in self.dtypes
+            ]
+            try:
+                for process in running:
+                    process.wait()
+            finally:
+                for process in running:
+                    process.kill()
+                    process.wait()
 
-    def _markdown(self, table: str) -> str:
-        columns = list(dict.fromkeys(key for row in self.rows[table] for key in row))
-        cells = [[str(row.get(key, "")) for key in columns] for row in self.rows[table]]
-        lines = [columns, ["---"] * len(columns), *cells]
-        return f"## {table}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-    def seconds(self, steps: dict[str, Callable[[], object]]) -> dict[str, float | None]:
-        """The median seconds of each step, measured in turn; None if there is too little memory."""
-        return median_seconds(steps, self.rounds, partial(synchronized, self.device), 0.0 if self.small else 0.3)
-
-    # 1. The kernels ---------------------------------------------------------------------------------------------------
-
-    def check_kernels(self) -> None:
-        """Errors against float64, relative to the largest value, in every dtype, at ragged lengths and head sizes."""
-        sizes = (
-            [(65, 16, 24)]
-            if self.small
-            else [(1, 128, 256), (63, 128, 256), (257, 64, 96), (1000, 128, 1536), (2048, 512, 1024)]
-        )
-        dtypes = [torch.bfloat16, torch.float16, torch.float32]
-        if self.device.type == "cpu":
-            print("bfloat16 is left out: Triton's interpreter cannot multiply it")
-            dtypes = dtypes[1:]
-        for dtype in dtypes:
+    def _check_all(self, sizes: list[tuple[int, int, int]], causal: tuple[bool, ...]) -> None:
+        chunk = 16 if self.small else 256
+        for dtype in (DTYPES[name] for name in self.dtypes):
             for length, d_qk, d_value in sizes:
-                chunk = 16 if self.small else 256
                 maps = [torch.randn(2, length, width, device=self.device) for width in (d_qk, d_qk, d_qk, d_qk, d_value)]
                 biases = {n: torch.randn(n, n, device=self.device) for n in (chunk, length)}
-                for causal in (True, False):
-                    mixed: Callable[..., Tensor] = partial(mixed_chunk_attention, chunk_size=chunk, causal=causal)
-                    self._check(f"mixed chunk, causal={causal}", dtype, maps, biases[chunk], mixed)
-                    quadratic: Callable[..., Tensor] = partial(quadratic_attention, causal=causal)
-                    self._check(f"quadratic, causal={causal}", dtype, [*maps[:2], maps[4]], biases[length], quadratic)
+                for each in causal:
+                    mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=each)
+                    self._check(f"mixed chunk, causal={each}", dtype, maps, biases[chunk], mixed)
+                    plain = partial(quadratic_attention, causal=each)
+                    self._check(f"quadratic, causal={each}", dtype, [*maps[:2], maps[4]], biases[length], plain)
 
     def _check(self, what: str, dtype: torch.dtype, maps: list[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> None:
         def run(backend: str, number: torch.dtype) -> list[Tensor]:
             inputs = [x.to(dtype).to(number).requires_grad_() for x in (*maps, bias)]
             out = op(*inputs[:-1], bias=inputs[-1], backend=backend)
-            upstream = (
-                (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out).to(out.dtype)
-            )  # exact in every dtype
-            return [x.double() for x in (out, *torch.autograd.grad(out, inputs, upstream))]
+            upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out)  # exact in every dtype
+            return [x.double() for x in (out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype)))]
 
         exact = run("torch", torch.float64)
         kernels, again, plain = run("triton", dtype), run("triton", dtype), run("torch", dtype)
@@ -152,135 +145,227 @@ class Run:
         smallest = torch.finfo(dtype).eps / 8  # kernels may round where PyTorch happens to be exact
         worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
         same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
-        self.expect(same_bits, f"{what}, {dtype}: the same bits twice")
-        self.expect(self.small or worst <= 2, f"{what}, {dtype}: errors at most twice those of PyTorch, not {worst:.1f} times")
-        self.add(
-            "kernels",
+        if EXACT in self.report.goals:
+            self.report.reach(EXACT, worst)
+        self.report.reach("bits", float(same_bits))
+        self.report.add(
+            "errors",
             what=what,
             dtype=str(dtype).removeprefix("torch."),
             shape=[*maps[0].shape, maps[-1].shape[-1]],
-            error=f"{max(errors[0]):.1e}",
-            error_of_pytorch=f"{max(errors[1]):.1e}",
+            kernels=f"{max(errors[0]):.1e}",
+            pytorch=f"{max(errors[1]):.1e}",
             worst_ratio=round(worst, 2),
             same_bits=same_bits,
         )
 
-    # 2. The op --------------------------------------------------------------------------------------------------------
+    # Models -----------------------------------------------------------------------------------------------------------
 
-    def time_ops(self) -> None:
+    def models(self) -> None:
+        """One model in memory at a time; the most important first."""
+        lengths = [64] if self.small else [8192, 1024, 65536]
+        mode: Mode = "eager" if self.small else "compiled"
+        flash = {n: self._time_model(self._subject("flash", mode), n, profile=n in (64, 8192)) for n in lengths}
+        for n in lengths:
+            other = self._time_model(self._subject("transformer++", mode), n)
+            ours = flash[n]
+            if not self.small and ours and other:
+                self.report.reach(f"transformer++ {n}", other / ours)
+        try:
+            check_peer("flash-pytorch", self.device)
+        except LineartimeError as error:
+            self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
+        else:
+            config = resolve(f"flash-{self.size}", "clm")
+            peer = self._time_model(Subject("flash-pytorch", mode, config, is_peer=True), lengths[0])
+            ours = flash[lengths[0]]
+            if not self.small and ours and peer:
+                self.report.reach("flash-pytorch", peer / ours)
+        for n in lengths[:2]:
+            self._time_model(self._subject("flash-quad", mode), n)
+        self._time_model(self._subject("flash", "eager"), lengths[0])
+
+    def _subject(self, name: str, mode: Mode) -> Subject:
+        return Subject(f"{name}-{self.size}", mode, resolve(f"{name}-{self.size}", "clm"))
+
+    def _time_model(self, subject: Subject, length: int, profile: bool = False) -> float | None:
+        """Milliseconds of a training step in bf16 with AdamW; None if it fails or has too little memory, which a row says."""
+        case = Case("train", length, "bf16", 1 if self.small else TOKENS // length)
+        release(self.device)  # what the last one left
+        ms: float | None = None
+        row: dict[str, Any] = {"model": str(subject), "length": length, "tokens": case.tokens}
+        try:
+            with separate_compilations():
+                ready = prepare(subject, case, self.device)
+                optimizer = torch.optim.AdamW(ready.model.parameters(), lr=1e-4, fused=True)
+
+                def step() -> None:
+                    ready.step()
+                    optimizer.step()
+
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = self.seconds(step)
+                if profile and seconds is not None:
+                    self._profile(str(subject), length, step)
+        except Exception as error:  # another model may still run
+            self.report.failed.append(f"{subject} at {length}: {type(error).__name__}: {error}"[:300])
+            self.report.add("train", **row, ms=f"{type(error).__name__}: {error}"[:200])
+        else:
+            ms = None if seconds is None else 1e3 * seconds
+            flops = forward_flops_per_token(subject, length)
+            share = None if seconds is None or flops is None else 3 * flops * case.tokens / seconds / self.peak
+            if not self.small and str(subject) == "flash-base compiled":
+                self.report.reach(f"share {length}", share or 0.0)
+            self.report.add(
+                "train",
+                **row,
+                ms="out of memory" if ms is None else round(ms, 2),
+                share_of_peak=None if share is None else f"{share:.1%}",
+                peak_tflops=round(self.peak / 1e12, 1),
+                memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.device.type == "cuda" else None,
+            )
+        torch.compiler.reset()
+        return ms
+
+    def _profile(self, model: str, length: int, step: Callable[[], object]) -> None:
+        """The kernels that take the most time of a step."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            step()
+            synchronized(self.device)
+        own = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        events = sorted(profiler.key_averages(), key=lambda event: getattr(event, own), reverse=True)
+        total = sum(getattr(event, own) for event in events) or 1.0
+        for event in events[:15]:
+            spent = getattr(event, own)
+            self.report.add(
+                "profile",
+                model=model,
+                length=length,
+                kernel=event.key[:80],
+                calls=event.count,
+                ms=round(spent / 1e3, 3),
+                share=f"{spent / total:.1%}",
+            )
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generation(self) -> None:
+        """Milliseconds per token."""
+        model = lineartime.build(f"flash-{self.size}").to(self.device).eval()
+        assert isinstance(model, CausalLM)
+        for position in [64] if self.small else [1024, 65536]:
+            ids = torch.zeros(1, position, dtype=torch.long, device=self.device)
+            state, token = state_after(model, ids), ids[:, :1]
+            steps: dict[str, Callable[[], object]] = {
+                "extend": partial(model.extend, token, state),
+                "step": partial(model.step, token, model.join_streams([state])),
+            }
+            if self.device.type == "cuda":
+                recorded = recorded_step(model, model.join_streams([state]))
+                if not torch.allclose(recorded(token), model.extend(token, state)[0], atol=1e-3):
+                    self.report.failed.append(f"generation at {position}: the CUDA graph does not give the logits of extend")
+                steps["graph"] = partial(recorded, token)
+            ms = {name: None if (s := self.seconds(step)) is None else round(1e3 * s, 3) for name, step in steps.items()}
+            if not self.small and ms.get("graph"):
+                self.report.reach("token", float(ms["graph"] or 0.0))
+            self.report.add("generation", position=position, **{f"{name}_ms": value for name, value in ms.items()})
+
+    # Kernels ----------------------------------------------------------------------------------------------------------
+
+    def kernels(self) -> None:
+        """Each kernel of flash-base alone, and what the compiler made of it."""
+        d_qk, d_value, chunk, count = (16, 24, 16, 2) if self.small else (128, 1536, 256, TOKENS // 256)
+        dtype = torch.float32 if self.small else torch.bfloat16
+        q, k = (torch.randn(count, chunk, d_qk, device=self.device, dtype=dtype) for _ in range(2))
+        v, d_out = (torch.randn(count, chunk, d_value, device=self.device, dtype=dtype) for _ in range(2))
+        bias, rows = torch.randn(chunk, chunk, device=self.device), torch.rand(count, chunk, device=self.device)
+        starts = torch.tensor([0, count], dtype=torch.int32, device=self.device)
+        scales = torch.rand(1, count, device=self.device)
+        options: dict[str, Any] = {"causal": True, "activation": "relu2"}
+        states = mixed_chunk.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)
+        weigh = partial(quadratic.weigh, q, k, v, bias, rows, 0.1, readers=q, states=states, **options)
+        gradient = partial(quadratic.score_gradient, q, k, v, bias, rows, d_out, 0.1, n_summed=1, dtype=dtype, **options)
+        inside, across = count * chunk**2, 2 * count * chunk * d_qk * d_value  # causal: half of all pairs, twice
+        cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
+            "weigh": (weigh, inside * (d_qk + d_value) + across, 2 * v.numel() + 3 * q.numel() + states.numel()),
+            "weigh transposed": (
+                partial(weigh, transposed=True),
+                inside * (d_qk + d_value) + across,
+                2 * v.numel() + 3 * q.numel() + states.numel(),
+            ),
+            "score_gradient": (gradient, inside * (d_qk + d_value), 2 * v.numel() + 2 * q.numel() + count * chunk**2),
+            "chunk_states": (
+                partial(mixed_chunk.chunk_states, k[None], v[None], scales, starts, causal=True, transposed=False),
+                across,
+                v.numel() + q.numel() + 3 * states.numel(),
+            ),
+        }
+        for name, (launch, flops, numbers) in cases.items():
+            seconds = self.seconds(launch)
+            if seconds is None:
+                continue
+            self.report.add(
+                "kernels",
+                kernel=name,
+                ms=round(1e3 * seconds, 3),
+                tflops=round(flops / seconds / 1e12, 1),
+                gb_per_s=round(numbers * q.element_size() / seconds / 1e9),
+            )
+        memory = torch.empty(2**20 if self.small else 2**30, device=self.device, dtype=torch.uint8)
+        seconds = self.seconds(memory.clone)
+        if seconds:
+            self.report.add(
+                "kernels", kernel="copy of memory", ms=round(1e3 * seconds, 3), gb_per_s=round(2 * len(memory) / seconds / 1e9)
+            )
+        for row in compiled_kernels():
+            self.report.add("compiled", **row)
+
+    # Ops --------------------------------------------------------------------------------------------------------------
+
+    def ops(self) -> None:
         """Forward and backward at the sizes of -base, bf16: kernels, compiled PyTorch, eager PyTorch."""
         d_qk, d_value, chunk = (16, 24, 16) if self.small else (128, 1536, 256)
-        for length in [64] if self.small else [1024, 8192, 65536]:
-            batch = 1 if self.small else 65536 // length
-            maps = [
-                torch.randn(batch, length, width, device=self.device, dtype=torch.bfloat16).requires_grad_()
-                for width in (d_qk, d_qk, d_qk, d_qk, d_value)
-            ]
-
+        dtype = torch.float32 if self.small else torch.bfloat16
+        for length in [64] if self.small else [8192, 1024, 65536]:
+            batch = 1 if self.small else TOKENS // length
+            widths = (d_qk, d_qk, d_qk, d_qk, d_value)
+            maps = [torch.randn(batch, length, n, device=self.device, dtype=dtype).requires_grad_() for n in widths]
             mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=True)
-            quadratic = partial(quadratic_attention, causal=True)
-            for name, attend, inputs in (("mixed chunk", mixed, maps), ("quadratic", quadratic, [*maps[:2], maps[4]])):
+            plain = partial(quadratic_attention, causal=True)
+            for name, attend, inputs in (("mixed chunk", mixed, maps), ("quadratic", plain, [*maps[:2], maps[4]])):
                 if name == "quadratic" and length > 16384:
                     continue
-                plain = partial(attend, backend="torch")
-                compiled = torch.compile(plain, dynamic=False, backend="aot_eager" if self.small else "inductor")
+                torch_form = partial(attend, backend="torch")
+                compiled = torch.compile(torch_form, dynamic=False, backend="aot_eager" if self.small else "inductor")
                 forms: dict[str, Callable[..., Tensor]] = {
                     "kernels": partial(attend, backend="triton"),
                     "compiled": compiled,
-                    "plain": plain,
+                    "plain": torch_form,
                 }
-                seconds = self.seconds({form: partial(forward_and_backward, op, inputs) for form, op in forms.items()})
+                seconds = {form: self.seconds(partial(forward_and_backward, op, inputs)) for form, op in forms.items()}
                 fast, slow = seconds["kernels"], seconds["compiled"]
-                good = bool(self.small or (fast and (not slow or slow >= 2 * fast)))
-                self.expect(good, f"{name}, T = {length}: kernels twice as fast as compiled PyTorch")
-                self.add(
-                    "op",
-                    op=name,
-                    length=length,
-                    batch=batch,
-                    **{f"{key}_ms": None if value is None else round(1e3 * value, 3) for key, value in seconds.items()},
-                    compiled_over_kernels=round(slow / fast, 2) if fast and slow else None,
-                )
+                if not self.small and name == "mixed chunk" and fast and slow:
+                    self.report.reach("op", slow / fast)
+                ms = {f"{form}_ms": None if s is None else round(1e3 * s, 3) for form, s in seconds.items()}
+                self.report.add("ops", op=name, length=length, batch=batch, **ms)
 
-    # 3. The models ----------------------------------------------------------------------------------------------------
+    # Tuning -----------------------------------------------------------------------------------------------------------
 
-    def time_models(self) -> None:
-        """Training steps in bf16, with equal tokens in a batch, compiled and eager."""
-        dtype: Dtype = "bf16"
-        modes: tuple[Mode, ...] = ("eager",) if self.small else ("eager", "compiled")
-        size = "tiny" if self.small else "base"
-        peers = [peer for peer in get_args(Peer) if _is_there(peer)]
-        for length in [64] if self.small else [1024, 8192, 65536]:
-            case = Case("train", length, dtype, 1 if self.small else 65536 // length)
-            subjects = [
-                Subject(f"{name}-{size}", mode, resolve(f"{name}-{size}", "clm"))
-                for name in ("flash", "flash-quad", "transformer++")
-                for mode in modes
-                if not (name == "flash-quad" and length > 16384)
-            ]
-            config = resolve(f"flash-{size}", "clm")
-            subjects += [Subject(peer, modes[-1], config, is_peer=True) for peer in peers]
-            peak = peak_flops(self.device, dtype) if not self.small else 1e12
-            for subject in subjects:  # one model in memory at a time; ratios are of medians
-                self._time_model(subject, case, peak)
-                torch.compiler.reset()
-                release(self.device)
-
-    def _time_model(self, subject: Subject, case: Case, peak: float) -> None:
+    def tuning(self) -> None:
+        """Let the kernels of flash-base be tuned at 8K, say what was chosen, and time the model again."""
+        common.pin_configurations(False)
         try:
-            ready = prepare(subject, case, self.device)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            seconds = self.seconds({"step": ready.step})["step"]
-        except Exception as error:
-            self.add("train", model=str(subject), length=case.length, error=f"{type(error).__name__}: {error}"[:200])
-            return
-        flops = forward_flops_per_token(subject, case.length)
-        self.add(
-            "train",
-            model=str(subject),
-            length=case.length,
-            tokens=case.tokens,
-            ms="out of memory" if seconds is None else round(1e3 * seconds, 2),
-            share_of_peak=None if seconds is None or flops is None else f"{3 * flops * case.tokens / seconds / peak:.1%}",
-            peak_tflops=round(peak / 1e12, 1),
-            memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.device.type == "cuda" else None,
-        )
-
-    # 4. Generation ----------------------------------------------------------------------------------------------------
-
-    def time_generation(self) -> None:
-        """Milliseconds per token, after 1,024 and after 65,536 tokens."""
-        model = lineartime.build("flash-tiny" if self.small else "flash-base").to(self.device).eval()
-        assert isinstance(model, CausalLM)
-        for position in [64] if self.small else [1024, 65536]:
-            with torch.no_grad():
-                ids = torch.zeros(1, position, dtype=torch.long, device=self.device)
-                state = state_after(model, ids)
-                token = ids[:, :1]
-
-                def by_extend(state: Any = state, token: Tensor = token) -> None:
-                    with torch.no_grad():
-                        model.extend(token, state)
-
-                streams = model.join_streams([state])
-
-                def by_step(streams: Any = streams, token: Tensor = token) -> None:
-                    with torch.no_grad():
-                        model.step(token, streams)
-
-                steps: dict[str, Callable[[], object]] = {"extend": by_extend, "step": by_step}
-                if self.device.type == "cuda":
-                    recorded = recorded_step(model, model.join_streams([state]))
-                    same = torch.allclose(recorded(token), model.extend(token, state)[0], atol=1e-3)
-                    self.expect(same, f"generation at {position}: the CUDA graph gives the logits of extend")
-                    steps["graph"] = partial(recorded, token)
-                seconds = self.seconds(steps)
-            self.add(
-                "generate",
-                position=position,
-                **{f"{k}_ms": None if s is None else round(1e3 * s, 3) for k, s in seconds.items()},
-            )
+            self._time_model(self._subject("flash", "eager" if self.small else "compiled"), 64 if self.small else 8192)
+            for tuner in common.tuners():
+                for key, config in tuner.cache.items():
+                    self.report.add("tuned", kernel=tuner.fn.__name__, key=str(key)[:200], chosen=str(config))
+        finally:
+            common.pin_configurations()
 
 
 def forward_and_backward(op: Callable[..., Tensor], inputs: list[Tensor]) -> None:
@@ -288,12 +373,53 @@ def forward_and_backward(op: Callable[..., Tensor], inputs: list[Tensor]) -> Non
     torch.autograd.grad(out, inputs, out.detach())
 
 
-def _is_there(peer: Peer) -> bool:
-    try:
-        check_peer(peer, torch.device("cuda"))
-    except LineartimeError:
-        return False
-    return True
+def compiled_kernels() -> Iterator[dict[str, Any]]:
+    """Registers, spills and shared memory of every kernel that was launched; none in the interpreter."""
+    for tuner in common.tuners():
+        for compiled in getattr(tuner.fn, "device_caches", {}).values():
+            for kernel in compiled[0].values():
+                yield {
+                    "kernel": tuner.fn.__name__,
+                    "warps": kernel.metadata.num_warps,
+                    "stages": kernel.metadata.num_stages,
+                    "registers": getattr(kernel, "n_regs", None),  # of kernels that were launched
+                    "spills": getattr(kernel, "n_spills", None),
+                    "shared": kernel.metadata.shared,
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for gpu.json and gpu.md")
+    parser.add_argument("--budget", type=float, default=540, help="seconds that all parts may take together")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, to check that everything runs")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of smoke and exactness")
+    parser.add_argument("parts", nargs="*", help="some of the parts above; all by default")
+    options = parser.parse_args()
+    if not (torch.cuda.is_available() or options.rehearse):
+        sys.exit("gpu.py needs a GPU, and PyTorch sees none: use --rehearse for a trial at small sizes.")
+    if not (torch.cuda.is_available() or common.INTERPRETED):
+        sys.exit("PyTorch sees no GPU: set TRITON_INTERPRET=1 to rehearse on a CPU.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
+    if device.type == "cpu" and "bf16" in options.dtypes:
+        print("bf16 is left out of smoke and exactness: Triton's interpreter cannot multiply it")
+        options.dtypes.remove("bf16")
+    report = Report(options.out, goals(options.rehearse), options.budget, gpu=gpu, rehearsal=options.rehearse)
+    run = Run(report, device, options.rehearse, 1 if options.rehearse else options.rounds, options.dtypes)
+    every = (run.smoke, run.models, run.generation, run.kernels, run.ops, run.exactness, run.tuning)
+    parts = {part.__name__: part for part in every}
+    for name in options.parts:
+        if name not in parts:
+            sys.exit(f"{name} is not a part: give some of {', '.join(parts)}.")
+    torch.manual_seed(0)
+    common.pin_configurations()
+    for name in options.parts or parts:
+        report.attempt(name, parts[name])
+    for line in report.missed():
+        print("missed:", line)
+    sys.exit(1 if report.missed() else 0)
 
 
 if __name__ == "__main__":

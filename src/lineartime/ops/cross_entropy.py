@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.backends import why_not_triton
 from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
@@ -77,22 +78,42 @@ def _linear_cross_entropy(
     d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
     d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=acc)
     size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
+    losses_of = _fused_losses if _can_fuse(hidden, compute) else _losses
     with without_autocast(hidden):
         factor = weight.to(compute)
         for start in range(0, len(hidden), size):
-            piece, wanted = hidden[start : start + size].to(compute), targets[start : start + size]
-            logits = (piece @ factor.T).to(acc)
-            real = (wanted != IGNORED)[:, None]
-            column = wanted[:, None].masked_fill(~real, 0)
-            log_sums = logits.logsumexp(-1, keepdim=True)
-            loss += (log_sums - logits.gather(1, column)).masked_fill(~real, 0.0).sum()
+            piece = hidden[start : start + size].to(compute)
+            losses, d_logits = losses_of(piece @ factor.T, targets[start : start + size], keep)
+            loss += losses.sum()
             if keep:
-                d_logits = logits.sub_(log_sums).exp_()  # softmax - one_hot(target)
-                d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))
-                d_logits = d_logits.mul_(real).to(compute)
                 d_hidden[start : start + size] = d_logits @ factor
                 d_weight += d_logits.T @ piece
     return loss, d_hidden, d_weight
+
+
+def _losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """The losses [n] of logits [n, V], and their gradient in the dtype of the logits if it is kept."""
+    numbers = logits.to(acc_dtype(logits))
+    real = (targets != IGNORED)[:, None]
+    column = targets[:, None].masked_fill(~real, 0)
+    log_sums = numbers.logsumexp(-1, keepdim=True)
+    losses = (log_sums - numbers.gather(1, column)).masked_fill(~real, 0.0)
+    if keep:
+        d_logits = numbers.sub_(log_sums).exp_()  # softmax - one_hot(target)
+        d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))
+        logits = d_logits.mul_(real).to(logits.dtype)
+    return losses, logits
+
+
+def _fused_losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """The same by a kernel, which writes the gradient in the place of the logits."""
+    from lineartime.ops.triton.cross_entropy import cross_entropy_  # Triton may be absent
+
+    return cross_entropy_(logits, targets, IGNORED, keep), logits
+
+
+def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
+    return hidden.is_cuda and why_not_triton(hidden.device, compute, "relu2") is None
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,7 +52,7 @@ def _triton_mixed_chunk(arguments: dict[str, Any]) -> int:
 
 def _triton_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
     (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
-    return _chunk_products(batch, n_chunks, chunk_size, 4 * d_qk + 2 * d_value, 5 * n_chunks, d_qk * d_value)
+    return _chunk_products(batch, n_chunks, chunk_size, 4 * d_qk + 2 * d_value, 4 * n_chunks, d_qk * d_value)
 
 
 def _exported_mixed_chunk(arguments: dict[str, Any]) -> int:

@@ -71,10 +71,10 @@ class Parallel:
         """Enclose the forward and backward pass of a micro-batch; gradients may be exchanged in the last one of a step."""
         yield
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Scale the gradient of a group down to norm `limit` if it is larger, when it is complete; return its norm before."""
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def finish(self) -> None:
         """Put the mean gradient of all groups and processes into the parameters, when all groups are clipped."""
@@ -92,7 +92,7 @@ class GroupClipped(Parallel):
         """As for one process, but the gradient is that of the group's own mean loss until it is clipped."""
         return self._world.context_parallel / max(1, own_targets)
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Clip the gradient of a group and add it to those before; return its norm before."""
         world = self._world
         if world.context_group is not None:  # the processes that share sequences clip together
@@ -187,5 +187,10 @@ def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
         length = batch.inputs.shape[1] // world.context_parallel
         part = slice(world.context_rank * length, (world.context_rank + 1) * length)
         batch = batch._replace(inputs=batch.inputs[:, part], targets=batch.targets[:, part])
-    rest = (None if x is None else x.to(device) for x in (batch.cu_seqlens, batch.prefix_lengths))
-    return Batch(batch.inputs.to(device), batch.targets.to(device), *rest)
+    rest = (None if x is None else _sent(x, device) for x in (batch.cu_seqlens, batch.prefix_lengths))
+    return Batch(_sent(batch.inputs, device), _sent(batch.targets, device), *rest)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; a GPU fetches it from pinned memory, for which the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lineartime.data import Batch
 from lineartime.machine import autocast
@@ -40,7 +41,9 @@ def compute_gradient(
     # The seed of dropout is derived from the step, so that checkpoints need not store a state.
     seed = np.random.SeedSequence((config.seed, step, world.rank)).generate_state(1, np.uint64)[0] >> np.uint64(1)
     torch.manual_seed(int(seed))
-    total, norms, size = 0.0, [], len(batches) // parallel.groups
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+    size = len(batches) // parallel.groups
     for start in range(0, len(batches), size):
         weight = parallel.loss_weight(sum(own_targets[start : start + size]), targets)
         for index in range(start, start + size):
@@ -48,7 +51,9 @@ def compute_gradient(
                 with autocast(device, config.precision == "bf16"):
                     loss = parallel.objective(*part_of(batches[index], world, device))
                 (loss * weight).backward()
-            total += float(loss.detach())
+            losses.append(loss.detach())
         norms.append(parallel.clip(config.clip_norm or math.inf))
     parallel.finish()
-    return Gradient(total, targets, sum(norms) / len(norms))
+    # One copy to the host, at the end: a copy waits for the device, which then has nothing to do until the next pass is queued.
+    numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
+    return Gradient(sum(numbers[: len(losses)]), targets, sum(numbers[len(losses) :]) / len(norms))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = ("lineartime.ops.triton.quadratic", "lineartime.ops.triton.mixed_chunk")
+KERNELS = tuple(f"lineartime.ops.triton.{name}" for name in ("quadratic", "mixed_chunk", "cross_entropy"))
 
 
 def interpret_kernels() -> None:
@@ -30,7 +30,8 @@ def interpret_kernels() -> None:
 def repair_interpreter() -> None:
     """Teach the interpreter bfloat16 and tf32, and not to search all of Triton at every call of a function in a kernel.
 
-    As it comes, it rounds to bfloat16 by truncation, multiplies the bit patterns of bfloat16, and multiplies tf32 exactly.
+    As it comes, it rounds to bfloat16 by truncation, multiplies the bit patterns of bfloat16, and multiplies tf32, and what is
+    split into three products of tf32, exactly.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     tl: Any = importlib.import_module("triton.language")
@@ -42,6 +43,10 @@ def repair_interpreter() -> None:
 
     def truncated(x: Any) -> Any:
         return interpreter.TensorHandle((x.data.view(np.uint32) & 0xFFFFE000).view(np.float32), tl.float32)
+
+    def split(x: Any) -> tuple[Any, Any]:
+        first = truncated(x)
+        return first, truncated(interpreter.TensorHandle(x.data - first.data, tl.float32))
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
@@ -55,7 +60,11 @@ def repair_interpreter() -> None:
         assert a.dtype.scalar == b.dtype.scalar, "a GPU multiplies only what has the same type"
         if a.dtype.scalar == tl.bfloat16:
             a, b = widened(a), widened(b)
-        elif a.dtype.scalar == tl.float32 and "TF32" in str(input_precision):
+        elif a.dtype.scalar == tl.float32 and str(input_precision).endswith("TF32x3"):
+            (a, a_rest), (b, b_rest) = split(a), split(b)
+            d = dot(self, a_rest, b, d, input_precision, max_num_imprecise_acc)
+            d = dot(self, a, b_rest, d, input_precision, max_num_imprecise_acc)
+        elif a.dtype.scalar == tl.float32 and str(input_precision).endswith("TF32"):
             a, b = truncated(a), truncated(b)
         return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 

@@ -116,6 +116,17 @@ def test_documents_read_nothing_of_each_other(starts: list[int], causal: bool, d
     assert_is_the_definition(inputs, options | {"causal": causal, "activation": "relu2"}, device)
 
 
+def test_a_huge_value_takes_no_digits_from_the_chunks_that_do_not_read_it(device: str) -> None:
+    inputs, options = make_inputs(16, [0, 5, 8], torch.float32, device)
+    options |= {"causal": True, "activation": "relu2"}
+    before = kernels.attend(*inputs[:5], bias=inputs[5], **options)
+    inputs[4][0, 3, 0] = 1e30  # a token of the fourth of five chunks
+    after = kernels.attend(*inputs[:5], bias=inputs[5], **options)
+    assert torch.equal(after[0, :3], before[0, :3])
+    assert torch.equal(after[0, 5:], before[0, 5:]), "another document"
+    assert (after[0, 4] - before[0, 4]).abs().max() > 1e20
+
+
 @pytest.mark.parametrize("shared_scales", [False, True])
 def test_rows_of_a_batch_have_their_own_scales_or_share_them(shared_scales: bool, device: str) -> None:
     inputs, options = make_inputs(16, [0, 2], torch.float32, device, batch=3, shared_scales=shared_scales)
@@ -132,8 +143,7 @@ def test_large_chunks_and_wide_heads_are_the_definition(causal: bool, dtype: tor
     assert_close(run(kernels.attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-# Plain PyTorch multiplies float16 in float32: tf32 rounds as coarsely as float16, but does so inside too.
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 3)])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
 @pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
 def test_errors_are_close_to_those_of_plain_pytorch(
     dtype: torch.dtype, factor: int, causal: bool, activation: str, device: str
@@ -206,7 +216,7 @@ def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], devi
     inputs, options = make_inputs(16, [0, 5], torch.float32, device)
     run(kernels.attend, inputs, causal=True, activation="relu2", **options)
     states, values, scores = (1, 5, WIDTH, COLUMNS), (5, 16, COLUMNS), (5, 16, 16)
-    assert sorted(allocations) == sorted([states] * 3 + [values] * 2 + [scores])
+    assert sorted(allocations) == sorted([states] * 2 + [values] * 2 + [scores])
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -43,25 +43,35 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def number_formats(dtype: torch.dtype) -> dict[str, Any]:
     """The constants that tell a kernel how to multiply tiles of `dtype`: COMPUTE, the operands', ACC, the sums', PRECISION.
 
-    float16 is widened to float32, because a squared score overflows it, and multiplied as tf32, which has all of its digits.
+    float32 is multiplied as three products of tf32 where PyTorch is told to be exact: as exact as a sum in float32 and, unlike
+    exact products, made for the tensor cores. float16 is widened to float32, because a squared score overflows it.
     """
     if dtype == torch.bfloat16:
         return {"COMPUTE": tl.bfloat16, "ACC": tl.float32, "PRECISION": "ieee"}
     if dtype == torch.float64:
         return {"COMPUTE": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "ieee" if exact else "tf32"}
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "tf32x3" if exact else "tf32"}
 
 
-def width_block(width: int) -> int:
-    """The columns of queries and keys that a kernel holds at a time: all of them, up to 128."""
+def width_block(width: int, dtype: torch.dtype) -> int:
+    """The columns of queries and keys that a kernel holds at a time: all of them, as far as shared memory has room."""
     padded: int = triton.next_power_of_2(max(width, 16))
-    return min(padded, 32 if INTERPRETED else 128)
+    if INTERPRETED:
+        return min(padded, 32)
+    if dtype != torch.bfloat16:
+        return min(padded, 64)
+    return padded if padded <= 256 else 128
 
 
 def length_bucket(length: int) -> int:
     """A length as the autotuner sees it: within a bucket, the same blocks are best."""
-    return 64 if length <= 64 else 256 if length <= 256 else 1024
+    return next((size for size in (64, 256, 1024) if length <= size), 8192)
+
+
+def token_bucket(tokens: int) -> int:
+    """The number of all tokens as the autotuner sees it: few programs want smaller blocks than many."""
+    return next((size for size in (4096, 32768) if tokens <= size), 262144)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -69,24 +79,62 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def tuned(configs: list[Any], key: list[str], interpreted: dict[str, int]) -> Callable[[Any], Any]:
-    """`triton.autotune`, with small blocks for float32 and short sequences, and without a choice for the interpreter."""
+_TUNERS: list[Any] = []
+_pinned = False
+
+
+def pin_configurations(pinned: bool = True) -> None:
+    """Have every kernel take its preferred configuration, or have it timed again which one is the fastest here.
+
+    Tuning can end differently on another machine, or at another time, and other blocks add up in another order. Pinned, the
+    same inputs give the same bits on all GPUs of a kind, and the first step does not wait for timings.
+    """
+    global _pinned
+    _pinned = pinned
+    for tuner in _TUNERS:
+        tuner.cache.clear()
+
+
+def tuners() -> tuple[Any, ...]:
+    """The autotuners of all kernels, with what each has chosen; none in the interpreter."""
+    return tuple(_TUNERS)
+
+
+def tuned(
+    configs: list[Any],
+    key: list[str],
+    interpreted: dict[str, int],
+    unfit: Callable[[dict[str, Any]], bool] = lambda _arguments: False,
+) -> Callable[[Any], Any]:
+    """`triton.autotune` over the configurations that fit, the preferred one first, which remembers its choice on disk.
+
+    Args:
+        configs: blocks, warps and stages to try.
+        key: the arguments by which the best configuration may differ.
+        interpreted: the blocks in the interpreter, where there is no choice.
+        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel.
+    """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
 
     def fitting(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
-        # Exact float32 is not for the tensor cores: every number is in a register, and larger blocks take minutes to compile.
-        exact = constants["COMPUTE"] != tl.bfloat16 and constants["PRECISION"] == "ieee"
-        largest = 32 if exact else 256 if constants["COMPUTE"] == tl.bfloat16 else 64
+        largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
-        return [
+        fit = [
             config
             for config in configs
             if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
+            and not unfit({**arguments, **constants, **config.kwargs})
         ]
+        return fit[:1] if _pinned else fit
 
-    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": fitting})  # type: ignore[no-any-return]
+    def tune(kernel: Any) -> Any:
+        prune = {"early_config_prune": fitting} if len(configs) > 1 else None
+        _TUNERS.append(triton.autotune(configs, key, prune_configs_by=prune, cache_results=True)(kernel))
+        return _TUNERS[-1]
+
+    return tune
 
 
 # 2. In a kernel -------------------------------------------------------------------------------------------------------

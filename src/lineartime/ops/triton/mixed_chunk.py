@@ -10,12 +10,13 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/k
     dk_lin[h, j] = N[h] v[h, j]           dk_quad[g] = c dX[g]^T q_quad[g]
 
 with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all of them or, where attention is causal, those
-before g. M and N [B, G, s, e] and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens.
+before g. M and N [B, G, s, e] and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
+M stays there for the backward pass.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from typing import Any
 
@@ -25,96 +26,98 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.precision import without_autocast
-from lineartime.ops.triton.common import jit, load_tile, number_formats, on_device, state_dtype, store_tile, tuned, workspace
+from lineartime.ops.triton.common import (
+    jit,
+    number_formats,
+    on_device,
+    state_dtype,
+    tuned,
+    workspace,
+)
 from lineartime.ops.triton.quadratic import score_gradient, weigh
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
 
 
 @jit
-def chunk_product(
-    x, values, chunk, rows, columns, C,
-    S: tl.constexpr, E: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """x^T values of a chunk, at [rows, columns] of s x e."""
-    product = tl.full((BLOCK_S, BLOCK_E), 0.0, ACC)
-    for start in range(0, C, BLOCK_C):
-        tokens = start + tl.arange(0, BLOCK_C)
-        x_tile = load_tile(x + chunk * C * S, tokens, rows, C, S, COMPUTE)
-        value_tile = load_tile(values + chunk * C * E, tokens, columns, C, E, COMPUTE)
-        product = tl.dot(tl.trans(x_tile), value_tile, product, input_precision=PRECISION)
-    return product
+def chunk_at(order, first, n_chunks, BACKWARDS: tl.constexpr):
+    """The chunks of these numbers in a document, counted from its end if BACKWARDS, and whether there are such."""
+    there = (order >= 0) & (order < n_chunks)
+    if BACKWARDS:
+        order = n_chunks - 1 - order
+    return first + order, there
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_S": 128, "BLOCK_E": 64, "BLOCK_C": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_S": 64, "BLOCK_E": 128, "BLOCK_C": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_S": 64, "BLOCK_E": 64, "BLOCK_C": 128}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_S": 64, "BLOCK_E": 64, "BLOCK_C": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_S": 64, "BLOCK_E": 32, "BLOCK_C": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_S": 32, "BLOCK_E": 32, "BLOCK_C": 32}, num_warps=4, num_stages=2),
-    ],
-    key=["C", "S", "E", "CAUSAL", "TRANSPOSED", "PRECISION"],
-    interpreted={"BLOCK_S": 32, "BLOCK_E": 32, "BLOCK_C": 32},
+    [triton.Config({"CHUNKS": 8, "BLOCK": 512}, num_warps=4, num_stages=1)],
+    key=[],
+    interpreted={"CHUNKS": 2, "BLOCK": 256},
 )
 @jit
-def states_kernel(
-    x, values, state_scale, document_starts, out, n_documents, G, C,
-    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+def add_up_kernel(
+    sums, state_scale, document_starts, out, n_documents, G, SIZE,
+    CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, ACC: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M, or, TRANSPOSED, N; a program walks over the chunks of one document, with one tile of s x e."""
-    batch = (tl.program_id(0) // n_documents).to(tl.int64)
+    """M, or, TRANSPOSED, N of the sums of every chunk; a program: some numbers of a state, over the chunks of one document."""
+    BACKWARDS: tl.constexpr = CAUSAL and TRANSPOSED  # what a chunk's values are read by comes after it
     document = tl.program_id(0) % n_documents
-    first = tl.load(document_starts + document)
-    n_chunks = tl.load(document_starts + document + 1) - first
-    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    columns = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
-    acc = tl.full((BLOCK_S, BLOCK_E), 0.0, ACC)
+    start_chunk = tl.load(document_starts + document)
+    n_chunks = tl.load(document_starts + document + 1) - start_chunk
+    first = (tl.program_id(0) // n_documents).to(tl.int64) * G + start_chunk
+    numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (numbers < SIZE)[None, :]
+    total = tl.full((BLOCK,), 0.0, ACC)
 
-    for step in range(0, n_chunks):
-        if CAUSAL and TRANSPOSED:  # what a chunk's values are read by comes after it: backwards
-            chunk = batch * G + first + n_chunks - 1 - step
-        else:
-            chunk = batch * G + first + step
-        scale = tl.load(state_scale + chunk)
-        product = chunk_product(x, values, chunk, rows, columns, C, S, E, COMPUTE, PRECISION, ACC, BLOCK_S, BLOCK_E, BLOCK_C)
+    for start in range(0, n_chunks, CHUNKS):
+        order = start + tl.arange(0, CHUNKS)
         if CAUSAL:
-            if TRANSPOSED:
-                store_tile(out + chunk * S * E, acc, rows, columns, S, E)
-            else:
-                store_tile(out + chunk * S * E, acc * scale, rows, columns, S, E)
+            # A chunk reads those before. To take its own off a sum that includes it would keep its infinities.
+            chunks, there = chunk_at(order - 1, first, n_chunks, BACKWARDS)
+        else:
+            chunks, there = chunk_at(order, first, n_chunks, BACKWARDS)
+        tile = tl.load(sums + chunks[:, None] * SIZE + numbers[None, :], mask=there[:, None] & inside, other=0.0).to(ACC)
         if TRANSPOSED:
-            product *= scale
-        acc += product
+            tile *= tl.load(state_scale + chunks, mask=there, other=0.0)[:, None]
+        if CAUSAL:
+            chunks, there = chunk_at(order, first, n_chunks, BACKWARDS)
+            state = total[None, :] + tl.cumsum(tile, 0)
+            if not TRANSPOSED:
+                state *= tl.load(state_scale + chunks, mask=there, other=0.0)[:, None]
+            tl.store(
+                out + chunks[:, None] * SIZE + numbers[None, :], state.to(out.dtype.element_ty), mask=there[:, None] & inside
+            )
+        total += tl.sum(tile, 0)
 
     if not CAUSAL:
-        for step in range(0, n_chunks):
-            chunk = batch * G + first + step
-            if TRANSPOSED:
-                store_tile(out + chunk * S * E, acc, rows, columns, S, E)
-            else:
-                store_tile(out + chunk * S * E, acc * tl.load(state_scale + chunk), rows, columns, S, E)
+        for start in range(0, n_chunks, CHUNKS):
+            chunks, there = chunk_at(start + tl.arange(0, CHUNKS), first, n_chunks, BACKWARDS)
+            state = total[None, :] + tl.full((CHUNKS, BLOCK), 0.0, ACC)
+            if not TRANSPOSED:
+                state *= tl.load(state_scale + chunks, mask=there, other=0.0)[:, None]
+            tl.store(
+                out + chunks[:, None] * SIZE + numbers[None, :], state.to(out.dtype.element_ty), mask=there[:, None] & inside
+            )
 
 
 def chunk_states(
     x: Tensor, values: Tensor, state_scale: Tensor, document_starts: Tensor, *, causal: bool, transposed: bool
 ) -> Tensor:
-    """M of k_lin and v or, transposed, N of q_lin and dout: [B, G, C, s], [B, G, C, e] -> [B, G, s, e]."""
-    (batch, n_chunks, chunk_size, width), n_columns = x.shape, values.shape[-1]
-    out = workspace((batch, n_chunks, width, n_columns), state_dtype(values.dtype), values.device)
-    n_documents = len(document_starts) - 1
+    """M of k_lin and v or, transposed, N of q_lin and dout: [B, G, C, s], [B, G, C, e] -> [B, G, s, e].
 
-    def grid(config: dict[str, Any]) -> tuple[int, int, int]:
-        return batch * n_documents, triton.cdiv(width, config["BLOCK_S"]), triton.cdiv(n_columns, config["BLOCK_E"])
+    In two phases, so that one long sequence, too, keeps all of a GPU busy: the products of all chunks, and their sums.
+    """
+    dtype = state_dtype(values.dtype)
+    sums = x.mT.to(dtype) @ values.to(dtype)
+    batch, n_chunks, size = *sums.shape[:2], sums.shape[2] * sums.shape[3]
+    out, n_documents = workspace(sums.shape, dtype, values.device), len(document_starts) - 1
+
+    def grid(config: dict[str, Any]) -> tuple[int, int]:
+        return batch * n_documents, triton.cdiv(size, config["BLOCK"])
 
     with on_device(values):
-        states_kernel[grid](
-            x, values, state_scale, document_starts, out, n_documents, n_chunks, chunk_size,
-            S=width, E=n_columns, CAUSAL=causal, TRANSPOSED=transposed, **number_formats(values.dtype),
+        add_up_kernel[grid](
+            sums, state_scale, document_starts, out, n_documents, n_chunks, size,
+            CAUSAL=causal, TRANSPOSED=transposed, ACC=number_formats(values.dtype)["ACC"],
         )  # fmt: skip
     return out
 
@@ -144,7 +147,7 @@ def attend(
     """
     out: Tensor = _attend(
         q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, score_scale, causal, activation
-    )
+    )[0]
     return out
 
 
@@ -152,14 +155,16 @@ def attend(
 def _attend(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, and M, which the backward pass reads."""
     if v.numel() == 0:
-        return workspace(v.shape, v.dtype, v.device)
+        return workspace(v.shape, v.dtype, v.device), workspace(_shape_of_states(k_lin, v), state_dtype(v.dtype), v.device)
     row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
     q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale = (
         x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale)
     )
-    states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
+    with without_autocast(v):
+        states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
     out = weigh(
         q_quad.flatten(0, 1),
         k_quad.flatten(0, 1),
@@ -172,14 +177,18 @@ def _attend(
         readers=q_lin,
         states=states,
     )
-    return out.view(v.shape)
+    return out.view(v.shape), states
+
+
+def _shape_of_states(x: Tensor, values: Tensor) -> tuple[int, ...]:
+    return (*values.shape[:2], x.shape[-1], values.shape[-1])
 
 
 @torch.library.custom_op("lineartime::mixed_chunk_attention_backward", mutates_args=())
 def _attend_backward(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
-    state_scale: Tensor, document_starts: Tensor, d_out: Tensor, score_scale: float, causal: bool, activation: str,
-    with_d_bias: bool,
+    state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
+    activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = v.new_empty(0)
     if v.numel() == 0:
@@ -191,20 +200,18 @@ def _attend_backward(
     q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out = (
         x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out)
     )
-    bias = None if bias is None else bias.contiguous()
+    bias, bias_of_keys = (None, None) if bias is None else (bias.contiguous(), bias.mT.contiguous())
     dtype = state_dtype(v.dtype)
     options: dict[str, Any] = {"causal": causal, "activation": activation}
 
     with without_autocast(v):
-        states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
         d_q_lin = (d_out.to(dtype) @ states.mT).to(v.dtype)
-        del states
         states = chunk_states(q_lin, d_out, state_scale, document_starts, causal=causal, transposed=True)
         d_k_lin = (v.to(dtype) @ states.mT).to(v.dtype)
 
         q, k, values, d_values = (x.flatten(0, 1) for x in (q_quad, k_quad, v, d_out))
         d_v = weigh(
-            q, k, d_values, bias, row_scale, score_scale, transposed=True, readers=k_lin, states=states, **options
+            q, k, d_values, bias_of_keys, row_scale, score_scale, transposed=True, readers=k_lin, states=states, **options
         )  # fmt: skip
         del states
         d_scores = score_gradient(
@@ -222,8 +229,8 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *_rest: Any) -> Tensor:
-    return v.new_empty(v.shape)
+def _(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), v.new_empty(_shape_of_states(k_lin, v), dtype=state_dtype(v.dtype))
 
 
 @_attend_backward.register_fake
@@ -234,12 +241,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in inputs), d_bias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.score_scale, ctx.causal, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor, _of_states: None) -> tuple[Tensor | None, ...]:
     with_d_bias = ctx.needs_input_grad[5]
     *d_inputs, d_bias = _attend_backward(*ctx.saved_tensors, d_out, ctx.score_scale, ctx.causal, ctx.activation, with_d_bias)
     return *d_inputs, d_bias if with_d_bias else None, None, None, None, None, None, None

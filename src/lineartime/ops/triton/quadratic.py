@@ -34,6 +34,7 @@ from lineartime.ops.triton.common import (
     number_formats,
     on_device,
     store_tile,
+    token_bucket,
     tuned,
     width_block,
     workspace,
@@ -45,10 +46,12 @@ from lineartime.ops.triton.common import (
 @jit
 def score_tile(
     x, y, bias, x_tile, rows, others, T, score_scale,
-    S: tl.constexpr, HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    S: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """X, or X^T, at [rows, others]: products of x, of which the first BLOCK_S columns are in x_tile, and y; both [T, s]."""
+    """X, or X^T if the bias is transposed too, at [rows, others]: products of x and y, [T, s] both.
+
+    The first BLOCK_S columns of x are in x_tile.
+    """
     columns = tl.arange(0, BLOCK_S)
     scores = tl.dot(x_tile, tl.trans(load_tile(y, others, columns, T, S, COMPUTE)), input_precision=PRECISION)
     if S > BLOCK_S:
@@ -58,12 +61,7 @@ def score_tile(
             scores = tl.dot(x_part, tl.trans(y_part), scores, input_precision=PRECISION)
     scores *= score_scale
     if HAS_BIAS:
-        inside = (rows < T)[:, None] & (others < T)[None, :]
-        if TRANSPOSED:
-            offsets = others.to(tl.int64)[None, :] * T + rows[:, None]
-        else:
-            offsets = rows.to(tl.int64)[:, None] * T + others[None, :]
-        scores += tl.load(bias + offsets, mask=inside, other=0.0).to(scores.dtype)
+        scores += load_tile(bias, rows, others, T, T, scores.dtype)
     return scores
 
 
@@ -111,24 +109,27 @@ def score_gradient_tile(
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["bucket", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    unfit=lambda sizes: sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128,
 )
 @jit
 def weigh_kernel(
-    x, y, values, bias, row_scale, readers, states, out, T, bucket, score_scale,
+    x, y, values, bias, row_scale, readers, states, out, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr, TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """P values or P^T values, + readers states where given; a program: rows of one sequence x columns of the values."""
+    # Programs side by side have the same rows, whose queries and keys they find in the cache.
+    column_blocks = (E + BLOCK_E - 1) // BLOCK_E
     blocks = (T + BLOCK_M - 1) // BLOCK_M
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    batch = (tl.program_id(0) // (blocks * column_blocks)).to(tl.int64)
+    block = tl.program_id(0) // column_blocks % blocks
     if CAUSAL and not TRANSPOSED:
         block = blocks - 1 - block  # the longest rows first, so that none is left for the end
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    columns = tl.program_id(0) % column_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     inner = tl.arange(0, BLOCK_S)
     x += batch * T * S
     y += batch * T * S
@@ -143,7 +144,7 @@ def weigh_kernel(
         for start in range(0, S, STEP):
             part = start + tl.arange(0, STEP)
             reader = load_tile(readers, rows, part, T, S, COMPUTE)
-            state = load_tile(states, part, columns, S, E, COMPUTE)
+            state = as_operand(load_tile(states, part, columns, S, E, states.dtype.element_ty), COMPUTE, PRECISION)
             acc = tl.dot(reader, state, acc, input_precision=PRECISION)
 
     first = 0
@@ -155,9 +156,7 @@ def weigh_kernel(
     x_tile = load_tile(x, rows, inner, T, S, COMPUTE)
     for start in range(first, last, BLOCK_N):
         others = start + tl.arange(0, BLOCK_N)
-        scores = score_tile(
-            x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, TRANSPOSED, COMPUTE, PRECISION, BLOCK_S
-        )
+        scores = score_tile(x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
         weights = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
         value = load_tile(values, others, columns, T, E, COMPUTE)
         acc = tl.dot(as_operand(weights, COMPUTE, PRECISION), value, acc, input_precision=PRECISION)
@@ -168,19 +167,24 @@ def weigh(
     q: Tensor, k: Tensor, values: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool,
     activation: str, transposed: bool = False, readers: Tensor | None = None, states: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """P values, or P^T values, plus readers @ states where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e]."""
+    """P values plus readers @ states where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e].
+
+    Transposed, P^T values, of a bias that is transposed too.
+    """
     (batch, length, width), n_columns = q.shape, values.shape[-1]
     out = workspace(values.shape, values.dtype, values.device)
 
-    def grid(config: dict[str, Any]) -> tuple[int, int]:
-        return batch * triton.cdiv(length, config["BLOCK_M"]), triton.cdiv(n_columns, config["BLOCK_E"])
+    def grid(config: dict[str, Any]) -> tuple[int]:
+        return (batch * triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(n_columns, config["BLOCK_E"]),)
 
     x, y = (k, q) if transposed else (q, k)
     with on_device(values):
         weigh_kernel[grid](
-            x, y, values, bias, row_scale, readers, states, out, length, length_bucket(length), score_scale,
+            x, y, values, bias, row_scale, readers, states, out, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            HAS_STATES=states is not None, TRANSPOSED=transposed, BLOCK_S=width_block(width), **number_formats(values.dtype),
+            HAS_STATES=states is not None, TRANSPOSED=transposed, BLOCK_S=width_block(width, values.dtype),
+            **number_formats(values.dtype),
         )  # fmt: skip
     return out
 
@@ -191,16 +195,22 @@ def weigh(
 @tuned(
     [
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["bucket", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
+    unfit=lambda sizes: (
+        (sizes["BLOCK_S"] > 128 and sizes["BLOCK_N"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
+    ),
 )
 @jit
 def score_input_gradient_kernel(
-    x, y, x_values, y_values, bias, row_scale, out, T, bucket, score_scale,
+    x, y, x_values, y_values, bias, row_scale, out, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -229,9 +239,7 @@ def score_input_gradient_kernel(
     x_tile = load_tile(x, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
     for start in range(first, last, BLOCK_N):
         others = start + tl.arange(0, BLOCK_N)
-        scores = score_tile(
-            x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, TRANSPOSED, COMPUTE, PRECISION, BLOCK_S
-        )
+        scores = score_tile(x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
         d_scores = score_gradient_tile(
             scores, x_values, y_values, row_scale, rows, others, T,
             E, CAUSAL, ACTIVATION, TRANSPOSED, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
@@ -245,17 +253,18 @@ def score_input_gradient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
     causal: bool, activation: str, transposed: bool,
 ) -> Tensor:  # fmt: skip
-    """dq, or, transposed, dk: [B, T, s]."""
+    """Dq or, transposed, of a bias that is transposed too, dk: [B, T, s]."""
     (batch, length, width), n_columns = q.shape, v.shape[-1]
     x, y, x_values, y_values = (k, q, v, d_out) if transposed else (q, k, d_out, v)
-    out, block = workspace(x.shape, x.dtype, x.device), width_block(width)
+    out, block = workspace(x.shape, x.dtype, x.device), width_block(width, v.dtype)
 
     def grid(config: dict[str, Any]) -> tuple[int, int]:
         return batch * triton.cdiv(length, config["BLOCK_M"]), triton.cdiv(width, block)
 
     with on_device(v):
         score_input_gradient_kernel[grid](
-            x, y, x_values, y_values, bias, row_scale, out, length, length_bucket(length), score_scale,
+            x, y, x_values, y_values, bias, row_scale, out, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
             TRANSPOSED=transposed, BLOCK_S=block, **number_formats(v.dtype),
         )  # fmt: skip
@@ -271,14 +280,20 @@ def score_input_gradient(
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["bucket", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
+    key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
+    unfit=lambda sizes: (
+        ((sizes["n_summed"] > 1 or sizes["S"] > 128) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
+    ),
 )
 @jit
 def score_gradient_kernel(
-    q, k, v, bias, row_scale, d_out, out, n_summed, T, bucket, score_scale,
+    q, k, v, bias, row_scale, d_out, out, n_summed, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -302,7 +317,7 @@ def score_gradient_kernel(
         x_tile = load_tile(q + batch * T * S, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
         scores = score_tile(
             q + batch * T * S, k + batch * T * S, bias, x_tile, rows, others, T, score_scale,
-            S, HAS_BIAS, False, COMPUTE, PRECISION, BLOCK_S,
+            S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S,
         )  # fmt: skip
         acc += score_gradient_tile(
             scores, d_out + batch * T * E, v + batch * T * E, row_scale + batch * T, rows, others, T,
@@ -325,9 +340,10 @@ def score_gradient(
 
     with on_device(v):
         score_gradient_kernel[grid](
-            q, k, v, bias, row_scale, d_out, out, n_summed, length, length_bucket(length), score_scale,
+            q, k, v, bias, row_scale, d_out, out, n_summed, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            BLOCK_S=width_block(width), **number_formats(v.dtype),
+            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
         )  # fmt: skip
     return out
 
@@ -387,10 +403,11 @@ def _attend_backward(
     q, k, v, row_scale, d_out = (x.contiguous() for x in (q, k, v, row_scale, d_out))
     bias = None if bias is None else bias.contiguous()
     options: dict[str, Any] = {"causal": causal, "activation": activation}
-    d_v = weigh(q, k, d_out, bias, row_scale, score_scale, transposed=True, **options)
+    bias_of_keys = None if bias is None else bias.mT.contiguous()
+    d_v = weigh(q, k, d_out, bias_of_keys, row_scale, score_scale, transposed=True, **options)
+    d_k = score_input_gradient(q, k, v, bias_of_keys, row_scale, d_out, score_scale, transposed=True, **options)
     inputs = (q, k, v, bias, row_scale, d_out, score_scale)
     d_q = score_input_gradient(*inputs, transposed=False, **options)
-    d_k = score_input_gradient(*inputs, transposed=True, **options)
     if bias is not None and with_d_bias:
         d_bias = score_gradient(*inputs, n_summed=len(q), dtype=bias.dtype, **options)[0]
     return d_q, d_k, d_v, d_bias

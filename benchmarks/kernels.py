@@ -1,0 +1,358 @@
+"""Compile the Triton kernels for GPUs that are not here, and write down what comes out: `python benchmarks/kernels.py`.
+
+Layers run forward and backward on CPU tensors at the sizes of -base, while the launches of kernels are recorded and not carried
+out. Each kernel that was launched is compiled in every configuration that tuning would try, for compute capability 9.0 (H100,
+H200) and 8.0 (A100). Needs Triton and no GPU.
+
+Results go to kernels.json and kernels.md in --out. What kernels.json already has from the same source is not compiled again, so
+that a run with `--seconds` continues the one before.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of Triton 3.9, which announces another one
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+
+from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.triton.common import pin_configurations
+
+SHARED = {90: 232448, 80: 166912}
+"""Bytes of shared memory that a block can have, by compute capability."""
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
+
+
+# 1. What the library launches -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """A recorded launch of a kernel, with the configurations that tuning would try, the preferred one first."""
+
+    case: str
+    tuner: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    configs: list[Any]
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel, without `_kernel`."""
+        return str(self.tuner.fn.__name__).removesuffix("_kernel")
+
+    @property
+    def variant(self) -> str:
+        """The flags that are set."""
+        return " ".join(name.removeprefix("HAS_").lower() for name, value in self.constants.items() if value is True) or "plain"
+
+
+def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Forward and backward, by autocast unless `dtype` is float32."""
+    set_backend(layer, "triton")
+    x = torch.randn(*shape, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
+        out = layer(x)
+    out.float().sum().backward()
+
+
+def flash(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, causal: bool = True, **options: Any) -> None:
+    """The kernels see widths s = 128 and e = 1536; the dense maps of 16 features cost nothing."""
+    options = {"d_qk": 128, **options}
+    run_layer(FLASH(16, expansion=96, causal=causal, **options), shape, dtype)
+
+
+def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    options = {"d_qk": 128, **options}
+    run_layer(GAU(16, expansion=96, causal=True, **options), shape, dtype)
+
+
+def loss() -> None:
+    """The cross-entropy of a vocabulary of 32,000."""
+    hidden, weight = (torch.randn(size, requires_grad=True) for size in ((1, 64, 16), (32000, 16)))
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch("lineartime.ops.cross_entropy._can_fuse", return_value=True):
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long)).backward()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "flash bf16": partial(flash, (2, 2048)),
+    "loss bf16": loss,
+    "flash-quad bf16, rotary bias": partial(gau, (2, 2048)),
+    "flash-quad bf16, table of biases": partial(gau, (2, 512), max_length=512),
+    "flash fp32": partial(flash, (2, 2048), torch.float32),
+    "flash-quad fp32, rotary bias": partial(gau, (2, 2048), torch.float32),
+    "flash fp16": partial(flash, (2, 2048), torch.float16),
+    "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, activation="laplace"),
+    "flash-quad bf16, s = 512": partial(gau, (2, 2048), d_qk=512, relative_bias=False),
+    "flash bf16, s = 256": partial(flash, (2, 2048), d_qk=256),
+    "flash bf16, s = 512": partial(flash, (2, 2048), d_qk=512),
+    "flash bf16, one token": partial(flash, (1, 1)),
+}
+"""What is recorded, by name, the most important first."""
+
+
+def recorded(case: str) -> list[Launch]:
+    """The launches of a case."""
+    launches: list[Launch] = []
+
+    def record(tuner: Any, *arguments: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
+        launches.append(Launch(case, tuner, arguments, constants, tuner.prune_configs(constants)))
+
+    # A layer asks whether its kernels can run, which they cannot on a CPU.
+    with patch.object(Autotuner, "run", record), patch("lineartime.ops.backends.why_not_triton", return_value=None):
+        CASES[case]()
+    return launches
+
+
+# 2. One compilation ---------------------------------------------------------------------------------------------------
+
+
+class Absent:
+    """A GPU that is not there, as far as Triton asks for it before it launches anything."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compiled kernel.
+
+    Attributes:
+        case, kernel, variant, config: what was compiled.
+        rank: of the configuration; 0 is preferred.
+        capability: 90 or 80.
+        shared: bytes of shared memory of a block.
+        registers: of a thread.
+        spilled: bytes of registers that do not fit and go to memory and back, as the instructions say.
+        blocks: how many blocks a multiprocessor holds.
+        products: the instructions that multiply matrices.
+        seconds: of the compilation.
+        error: why there is no kernel.
+        source: a digest of the kernel's source, its arguments and the version of Triton.
+    """
+
+    case: str
+    kernel: str
+    variant: str
+    config: str
+    rank: int
+    capability: int
+    source: str
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+    blocks: int = 0
+    products: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU could run it."""
+        return not self.error and self.shared <= SHARED[self.capability] and self.blocks > 0
+
+
+@dataclass
+class Job:
+    """A launch in one configuration for one GPU."""
+
+    launch: Launch
+    rank: int
+    capability: int
+
+    @property
+    def config(self) -> Any:
+        """The configuration."""
+        return self.launch.configs[self.rank]
+
+    @property
+    def source(self) -> str:
+        """What a row of the same kernel has."""
+        arguments = [described(x) for x in self.launch.arguments]
+        constants = {name: str(value) for name, value in self.launch.constants.items()}
+        parts = (triton.__version__, self.launch.tuner.fn.cache_key, arguments, constants, str(self.config), self.capability)
+        return hashlib.sha256(str(parts).encode()).hexdigest()[:12]
+
+    def compile(self) -> Row:
+        """The compiled kernel, or why there is none; in a process of its own, because it changes what Triton knows of GPUs."""
+        launch, config = self.launch, self.config
+        sizes = " x ".join(str(size) for size in config.kwargs.values())
+        name = f"{sizes}, {config.num_warps} warps, {config.num_stages} stages"
+        row = Row(launch.case, launch.kernel, launch.variant, name, self.rank, self.capability, self.source)
+        log, start = StringIO(), time.perf_counter()
+        triton.runtime.driver.set_active(Absent(self.capability))
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        try:
+            with tempfile.TemporaryDirectory() as folder, redirect_stdout(log):
+                triton.knobs.cache.dir = folder
+                compiled = launch.tuner.fn.warmup(*launch.arguments, grid=(1,), **launch.constants, **config.all_kwargs())
+        except Exception as error:
+            return Row(**{**asdict(row), "error": f"{type(error).__name__}: {error}"[:300]})
+        registers = int(searched(r"Used (\d+) registers", log.getvalue())[0])
+        spilled = sum(map(int, searched(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())))
+        shared = compiled.metadata.shared
+        # Registers go to warps in units of 256, and shared memory to blocks with 1 KB more than they ask for.
+        by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // config.num_warps
+        by_shared = (SHARED[self.capability] + 1024) // (shared + 1024)
+        used = {
+            "shared": shared,
+            "registers": registers,
+            "spilled": spilled,
+            "blocks": min(by_registers, by_shared, 64 // config.num_warps),
+            "products": ", ".join(sorted(set(re.findall(r"(wgmma\.mma_async|mma\.sync)\.", compiled.asm["ptx"])))) or "fma",
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        return Row(**{**asdict(row), **used})
+
+
+def described(x: Any) -> str:
+    """What Triton makes another kernel for: dtype and alignment of a tensor, 1 and multiples of 16 of a whole number."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {x.data_ptr() % 16 == 0}"
+    return f"{x == 1} {x % 16 == 0}" if isinstance(x, int) else type(x).__name__
+
+
+def searched(pattern: str, text: str) -> tuple[str, ...]:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"ptxas says nothing of the form {pattern!r}: {text[-300:]!r}.")
+    return found.groups()
+
+
+# 3. All of them -------------------------------------------------------------------------------------------------------
+
+
+def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
+    """What to compile, each kernel once."""
+    seen = set()
+    for case in cases:
+        for launch in recorded(case):
+            for rank in range(len(launch.configs)):
+                for capability in capabilities:
+                    job = Job(launch, rank, capability)
+                    if job.source not in seen:
+                        seen.add(job.source)
+                        yield job
+
+
+_jobs: list[Job] = []  # which forked processes inherit
+
+
+def _compile(index: int) -> Row:
+    return _jobs[index].compile()
+
+
+def compile_all(jobs: Sequence[Job], seconds: float, processes: int, done: Callable[[Row], None]) -> int:
+    """Compile in parallel, in order, until the seconds are over; how many there was no time for."""
+    _jobs[:] = jobs
+    started, start = 0, time.perf_counter()
+    running: set[Future[Row]] = set()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        while running or (started < len(jobs) and time.perf_counter() - start < seconds):
+            while len(running) < processes and started < len(jobs) and time.perf_counter() - start < seconds:
+                running.add(pool.submit(_compile, started))
+                started += 1
+            finished, running = wait(running, return_when="FIRST_COMPLETED")
+            for future in finished:
+                done(future.result())
+    return len(jobs) - started
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown."""
+    head = (
+        "kernel",
+        "variant",
+        "configuration",
+        "GPU",
+        "shared bytes",
+        "registers",
+        "spilled bytes",
+        "blocks",
+        "products",
+        "error",
+    )
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * 4 + ["---:"] * 4 + ["---"] * 2) + " |"]
+    case = ""
+    for row in rows:
+        if row.case != case:
+            case = row.case
+            lines.append(f"| **{case}** |" + " |" * (len(head) - 1))
+        over = "" if row.fits or row.error else " (too much)"
+        cells = (row.kernel, row.variant, row.config, f"sm_{row.capability}", f"{row.shared:,}{over}", row.registers)
+        lines.append("| " + " | ".join(map(str, (*cells, f"{row.spilled:,}", row.blocks, row.products, row.error))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="some of the cases, as tables name them; all by default")
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--out", type=Path, default=results, help="folder for kernels.json and kernels.md")
+    parser.add_argument("--gpus", nargs="+", type=int, choices=list(SHARED), default=list(SHARED), help="compute capabilities")
+    parser.add_argument("--preferred", action="store_true", help="compile the preferred configuration of each kernel alone")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no compilation after so many seconds")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="compilations at a time")
+    options = parser.parse_args()
+    for case in options.cases:
+        if case not in CASES:
+            sys.exit(f"{case!r} is not a case: give some of {', '.join(map(repr, CASES))}.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = options.out / "kernels.json"
+    known = {row["source"]: Row(**row) for row in json.loads(store.read_text())["rows"]} if store.exists() else {}
+    pin_configurations(options.preferred)
+    jobs = list(jobs_of(options.cases or list(CASES), options.gpus))
+
+    def done(row: Row) -> None:
+        known[row.source] = row
+        print(*asdict(row).values(), flush=True)
+        rows = [known[job.source] for job in jobs if job.source in known]
+        store.write_text(json.dumps({"triton": triton.__version__, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+    left = compile_all([job for job in jobs if job.source not in known], options.seconds, options.processes, done)
+    rows = [known[job.source] for job in jobs if job.source in known]
+    unfit, spilling = [row for row in rows if not row.fits], [row for row in rows if row.spilled]
+    (options.out / "kernels.md").write_text(as_table(rows))
+    print(f"{len(rows)} kernels, {len(unfit)} unfit, {len(spilling)} with spilled registers; no time for {left} more")
+    sys.exit(1 if unfit else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`benchmarks/gpu.py`, rehearsed at small sizes: in Triton's interpreter where there is no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+PARTS = ["smoke", "models", "generation", "kernels", "ops", "exactness", "tuning"]
+
+
+def run_script(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """From another folder, where the package is not installed and what the command line needs is absent."""
+    absent = ("tyro", "rich", "datasets", "tensorboardX", "tokenizers", "matplotlib")
+    script = f"""
+import runpy, sys
+for name in {absent}:
+    sys.modules[name] = None
+sys.argv = [{str(SCRIPT)!r}, *sys.argv[1:]]
+sys.path[0] = {str(SCRIPT.parent)!r}
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments, "--out", str(tmp_path / "out")]
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_part_runs_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "--rehearse")
+    assert result.returncode == 0, result.stdout + result.stderr
+    data = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert {row["part"]: row["result"] for row in data["tables"]["parts"]} == dict.fromkeys(PARTS, "done")
+    assert {"errors", "train", "profile", "generation", "kernels", "ops"} <= set(data["tables"])
+    assert all(row["worst_ratio"] <= 2.5 and row["same_bits"] for row in data["tables"]["errors"])
+    assert all(isinstance(row["ms"], float) or "not installed" in row["ms"] for row in data["tables"]["train"])
+    text = (tmp_path / "out" / "gpu.md").read_text()
+    assert "## goals\n\n- share of calls that give the same bits twice: 1, goal >= 1\n" in text
+
+
+def test_a_spent_budget_ends_it_with_what_was_not_measured(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "smoke", "exactness", "--rehearse", "--budget", "1.5")
+    assert result.returncode == 1
+    data = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    outcomes = {row["part"]: row["result"] for row in data["tables"]["parts"]}
+    assert outcomes == {"smoke": "stopped, for the budget is spent", "exactness": "no time"}
+    assert "missed: share of calls that give the same bits twice: not measured, goal >= 1" in result.stdout
+
+
+def test_an_unknown_part_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "speed", "--rehearse")
+    assert result.returncode == 1
+    assert result.stderr.strip() == f"speed is not a part: give some of {', '.join(PARTS)}."

@@ -1,0 +1,83 @@
+"""Nothing in a model waits for a device: on the meta device, which has no values, whoever looks at one fails."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import lineartime
+from lineartime.models import CausalLM
+
+READERS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+OPTIONS: dict[str, Any] = {"d_model": 16, "d_qk": 8, "vocab_size": 30}
+
+
+def on_meta(preset: str, **options: Any) -> CausalLM:
+    with torch.device("meta"):
+        model = lineartime.build(preset, n_blocks=2, **OPTIONS, **options)
+    assert isinstance(model, CausalLM)
+    return model
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "flash-next-tiny"])
+def test_a_training_step_copies_nothing_to_the_host(preset: str) -> None:
+    model, ids = on_meta(preset), torch.zeros(2, 40, dtype=torch.long, device="meta")
+    loss = model.loss(ids, ids)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="meta"):
+        loss.item()  # this is how a copy would show
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
+def test_padding_is_read_without_a_copy_where_chunks_are_cut(preset: str) -> None:
+    ids = torch.zeros(2, 40, dtype=torch.long, device="meta")
+    on_meta(preset).loss(ids, ids, torch.ones(2, 40, dtype=torch.bool, device="meta")).backward()
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
+@torch.no_grad()
+def test_a_decode_step_copies_nothing_to_the_host(preset: str) -> None:
+    model, token = on_meta(preset).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
+    streams = model.join_streams([model.init_state(3)])
+    assert model.step(token, streams).shape == (3, 1, 30)
+
+
+@torch.no_grad()
+def test_a_token_of_flash_quad_copies_nothing_to_the_host() -> None:
+    model, token = on_meta("flash-quad-tiny").eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
+    state = model.init_state(3)
+    for _ in range(2):
+        logits, state = model.extend(token, state)
+    assert logits.shape == (3, 1, 30)
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often values are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in READERS:
+            self.found[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny"])
+def test_the_lengths_of_a_pack_are_read_once_and_not_in_every_layer(preset: str) -> None:
+    ids, ends = torch.zeros(1, 40, dtype=torch.long), torch.tensor([0, 10, 40])
+    found = []
+    for n_blocks in (1, 4):
+        model = lineartime.build(preset, n_blocks=n_blocks, **OPTIONS)
+        assert isinstance(model, CausalLM)
+        with Reads() as reads:
+            model.loss(ids, ids, cu_seqlens=ends)
+        found.append(reads.found)
+    assert found[0] == found[1]
+    assert found[0]["tolist"] >= 1

@@ -1,0 +1,63 @@
+"""The kernels compile for GPUs that are not here: what `benchmarks/kernels.py` says of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kernels.py"
+
+
+def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of a run in a process of its own, in which kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), *arguments, "--preferred", "--out", str(out)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows: list[dict[str, Any]] = json.loads((out / "kernels.json").read_text())["rows"]
+    return rows
+
+
+WITH_PRODUCTS = {"weigh", "score_gradient", "score_input_gradient"}
+SPILLED = {"bf16": 64, "fp32": 400}
+"""Bytes of registers that may go to memory: few beside those of a tile."""
+
+
+@pytest.mark.slow
+def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
+    cases = ("flash bf16", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
+    rows = compiled(tmp_path, *cases, "--gpus", "90")
+    assert {row["kernel"] for row in rows} == WITH_PRODUCTS | {"add_up", "cross_entropy"}
+    assert {row["case"] for row in rows} == set(cases)
+    launches = [(row["case"], row["kernel"], row["variant"]) for row in rows]
+    assert len(set(launches)) == len(launches), "a pinned kernel is tuned"
+    for row in rows:
+        assert not row["error"], row
+        assert row["shared"] <= 227 * 1024, row
+        assert row["spilled"] <= SPILLED[row["case"].split()[1].rstrip(",")], row
+        if row["kernel"] in WITH_PRODUCTS:
+            assert "wgmma" in row["products"], f"the tensor cores of compute capability 9.0 are not used: {row}"
+
+
+@pytest.mark.slow
+def test_an_older_gpu_has_room_for_the_preferred_configurations(tmp_path: Path) -> None:
+    rows = compiled(tmp_path, "flash bf16", "--gpus", "80")
+    assert len(rows) >= 5
+    for row in rows:
+        assert not row["error"], row
+        assert row["shared"] <= 163 * 1024, row
+        assert row["kernel"] not in WITH_PRODUCTS or "mma.sync" in row["products"], row
+
+
+def test_an_unknown_case_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "flash int8", "--out", str(tmp_path / "none")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("'flash int8' is not a case: give some of 'flash bf16', ")
+    assert not (tmp_path / "none").exists()

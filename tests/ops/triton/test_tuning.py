@@ -1,0 +1,39 @@
+"""What the autotuner tells launches apart by."""
+
+import pytest
+import torch
+
+common = pytest.importorskip("lineartime.ops.triton.common")
+quadratic = pytest.importorskip("lineartime.ops.triton.quadratic")
+
+
+def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
+    kernels = (quadratic.weigh_kernel, quadratic.score_input_gradient_kernel)
+    for kernel in (*kernels, quadratic.score_gradient_kernel):
+        assert "tokens" in kernel.keys
+    assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)
+    assert "n_summed" in quadratic.score_gradient_kernel.keys
+
+
+def test_lengths_within_a_bucket_are_tuned_once() -> None:
+    assert [common.length_bucket(n) for n in (1, 64, 65, 256, 1000, 1024, 1025, 65536)] == [
+        64,
+        64,
+        256,
+        256,
+        1024,
+        1024,
+        8192,
+        8192,
+    ]
+    # Triton compiles another kernel for a whole number that 16 does not divide, and for 1.
+    buckets = [common.length_bucket(n) for n in (1, 100, 1000, 9999)] + [common.token_bucket(n) for n in (1, 9999, 10**6)]
+    assert all(bucket % 16 == 0 for bucket in buckets)
+
+
+def test_queries_and_keys_as_wide_as_a_rotary_bias_makes_them_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    assert common.width_block(256, torch.bfloat16) == 256
+    assert common.width_block(128, torch.bfloat16) == 128
+    assert common.width_block(512, torch.bfloat16) == 128, "there is no room for several pieces of 256"
+    assert common.width_block(128, torch.float32) == 64, "float32 takes twice the registers"

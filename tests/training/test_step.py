@@ -1,0 +1,38 @@
+"""The gradient of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lineartime.training import loop
+from lineartime.training.config import TrainConfig
+from lineartime.training.step import compute_gradient
+
+READERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.cpu, Tensor.numpy)
+
+
+class HostCopies(TorchFunctionMode):
+    """Counts how often losses and norms, float32 on the device, are copied to the host; its own sums are float64."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in READERS and args[0].dtype == torch.float32
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_waits_for_the_device_once_however_many_micro_batches_it_has(
+    config: Callable[..., TrainConfig], accumulate: int
+) -> None:
+    trainer = loop.prepare(config(tokens_per_batch=48 * accumulate))
+    batches = trainer.text.loader.next_step()
+    assert len(batches) == accumulate
+    with HostCopies() as copies:
+        compute_gradient(trainer.parallel, batches, 0, trainer.config, trainer.world, trainer.setup.device)
+    trainer.text.loader.close()
+    assert copies.count == 1
