@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Context, Device, Precision, Split
 from lineartime.runs.curve import draw_report
+from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Evaluation
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
             device=options.device,
             precision=precision,
             cache=options.cache,
-            say=lambda line: print(line, file=sys.stderr),
+            say=lambda line: print(line, file=SCREEN),
         )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
@@ -93,11 +93,11 @@ def run(options: Options) -> None:
         _print(evaluation, checkpoint, f"{device.type}, {precision}", words)
     if options.plot is not None:
         picture = draw_report(checkpoint.parent, evaluation, options.plot)
-        print(f"picture: {picture}", file=sys.stderr if options.json else sys.stdout)
+        print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
 def _print(evaluation: "Evaluation", checkpoint: Path, where: str, words: bool) -> None:
-    console = Console(highlight=False, markup=False)
+    console = output_console(markup=False)
     what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)

@@ -1,6 +1,5 @@
 """`lineartime tokenize`: train a tokenizer on a text."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import tyro
 
 from lineartime.choices import TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
+from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(options: Options) -> None:
         check_positive(max_bytes=options.max_bytes)
     corpus = load_corpus(options.data, options.text_column)
     for line in describe_splits(corpus):
-        print(line, file=sys.stderr)
+        print(line, file=SCREEN)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,5 +49,5 @@ def run(options: Options) -> None:
         print(
             f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {options.vocab_size:,}, because the text is too "
             "short for more: use it as it is, or give more text (--data, --max-bytes).",
-            file=sys.stderr,
+            file=SCREEN,
         )
