@@ -145,7 +145,7 @@ sys.exit(__main__.main())
     [
         "main = interrupted",
         # What is being imported may turn an interrupt into an error of its own.
-        "def main():\n    try:\n        interrupted()\n    except KeyboardInterrupt:\n        raise ImportError('half imported')",
+        "def main():\n    try:\n        interrupted()\n    except KeyboardInterrupt:\n        raise ImportError('half')",
     ],
 )
 def test_an_interrupt_says_that_the_command_stopped_and_nothing_else(action: str) -> None:

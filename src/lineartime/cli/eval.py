@@ -33,6 +33,8 @@ class Options:
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     text_column: str | None = None
     """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
+    max_expansion: int | None = None
+    """Bytes of text for each byte of a compressed file, at most; the default is as in training."""
     context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
@@ -73,6 +75,7 @@ def run(options: Options) -> None:
             checkpoint,
             options.data,
             text_column=options.text_column,
+            max_expansion=options.max_expansion,
             split=options.split,
             context=options.context,
             context_length=options.context_length,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.choices import TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
 from lineartime.screen import SCREEN
 
@@ -18,6 +18,8 @@ class Options:
     """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
+    max_expansion: int = MAX_EXPANSION
+    """Bytes of text for each byte of a compressed file, at most: a small file that becomes huge is refused."""
     kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
@@ -37,7 +39,7 @@ def run(options: Options) -> None:
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:
         check_positive(max_bytes=options.max_bytes)
-    corpus = load_corpus(options.data, options.text_column)
+    corpus = load_corpus(options.data, options.text_column, options.max_expansion)
     for line in describe_splits(corpus):
         print(line, file=SCREEN)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lineartime.checkpoint import find_checkpoint, has_training_state, load, load_tokenizer, read_training_state
-from lineartime.choices import TEXT_COLUMN, Context, Device, Precision, Split
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
 from lineartime.data import Tokenizer, default_cache, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
@@ -22,6 +22,7 @@ def evaluate(
     data: str | Path | Sequence[str | Path] | None = None,
     *,
     text_column: str | None = None,
+    max_expansion: int | None = None,
     tokenizer: Tokenizer | None = None,
     split: Split = "test",
     context: Context = "windowed",
@@ -42,6 +43,7 @@ def evaluate(
             run was trained on.
         text_column: the column of JSON, Parquet and data sets of the hub that holds the text; the default is "text", and for
             the text of a run as in its training.
+        max_expansion: the most bytes of text for each byte of a compressed file; the default is as in training.
         tokenizer: the model's own; the folder of a run holds it.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, every token having all earlier
@@ -97,7 +99,8 @@ def evaluate(
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
 
     column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
-    corpus = load_corpus(data or trained["data"], column)
+    expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
+    corpus = load_corpus(data or trained["data"], column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
     if say is not None:

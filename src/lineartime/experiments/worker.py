@@ -98,7 +98,7 @@ def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dic
     config = TrainConfig.from_dict(read_training_state(checkpoint).config)
     tokenizer = load_tokenizer(checkpoint)
     model = load(checkpoint, choose_device(config.device))
-    corpus = load_corpus(config.data, config.text_column)
+    corpus = load_corpus(config.data, config.text_column, config.max_expansion)
     measured = []
     with using_threads(config.threads):
         for test in tests:
