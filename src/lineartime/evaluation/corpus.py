@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from lineartime.checkpoint import find_checkpoint, has_training_state, load, load_tokenizer, read_training_state
+from lineartime.checkpoint import has_training_state, load, load_tokenizer, read_from, read_training_state
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
 from lineartime.data import Tokenizer, default_cache, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
@@ -15,6 +15,12 @@ from lineartime.layers.checks import check_positive
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
+
+
+def _read(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model of a checkpoint, its tokenizer, and the options it was trained with, none if it does not tell."""
+    trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    return load(checkpoint), load_tokenizer(checkpoint), trained
 
 
 def evaluate(
@@ -75,10 +81,9 @@ def evaluate(
     trained: dict[str, Any] = {}
     untold = "a model in memory does not tell"
     if isinstance(model, (str, Path)):
-        checkpoint = find_checkpoint(model)
-        model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
-        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-        untold = f"{checkpoint} has no training.json, which tells"
+        untold = f"{model} has no training.json, which tells"
+        model, own_tokenizer, trained = read_from(model, _read)
+        model, tokenizer = model.to(choose_device(device)), tokenizer or own_tokenizer
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
