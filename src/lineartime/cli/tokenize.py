@@ -7,6 +7,7 @@ import tyro
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
+from lineartime.files import write_atomically
 from lineartime.screen import SCREEN
 
 
@@ -45,7 +46,7 @@ def run(options: Options) -> None:
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(tokenizer.to_json(), encoding="utf-8")
+        write_atomically(options.out, tokenizer.to_json())
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
         print(
