@@ -1,15 +1,33 @@
 """The command `lineartime`, also as `python -m lineartime`."""
 
+import signal
 import sys
+
+from lineartime.screen import SCREEN
 
 
 def main() -> int:
-    """Run the command line and return its exit status; an interrupt ends quietly even while PyTorch is being imported."""
+    """Run the command line and return its exit status.
+
+    An interrupt ends it with one line, even while PyTorch is being imported, where it may come out as another error.
+    """
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and is not ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, interrupt)
     try:
         from lineartime.cli import main as run
 
         return run()
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not interrupted and not isinstance(error, KeyboardInterrupt):
+            raise
+        print("stopped", file=SCREEN)
         return 130
 
 

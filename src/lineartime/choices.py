@@ -14,6 +14,8 @@ ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment asks for."""
 
+MAX_EXPANSION = 100
+"""The most bytes of text for each byte of a compressed file; prose has 3 to 5."""
 TEXT_COLUMN = "text"
 """The column of records that holds the text, unless another one is named."""
 VOCAB_SIZE = 32_000

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,20 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             synchronise(folder.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def utf8_path(path: Path) -> Iterator[Path]:
+    """The path of a file or folder for libraries that take UTF-8 alone: the path itself, or a link to it for a while."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
+            link = Path(folder, "link" + path.suffix)
+            link.symlink_to(path.absolute())
+            yield link
+    else:
+        yield path
 
 
 @contextmanager

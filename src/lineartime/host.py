@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -79,6 +80,17 @@ def busy_seconds(cores: frozenset[int]) -> float | None:
             user, nice, system, _idle, _waiting, *others = map(int, fields)
             ticks += user + nice + system + sum(others[:3])  # interrupts of both kinds, and stolen time; guests are in user
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def stop_signals() -> tuple[int, ...]:
+    """The signals that ask a program to save its work and stop: Ctrl-C, the end of its terminal, and of its job.
+
+    A program that ignores the end of its terminal, as under nohup, goes on ignoring it.
+    """
+    found: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Windows has none
+        found.append(signal.SIGHUP)
+    return tuple(found)
 
 
 def peak_memory() -> int:

@@ -126,6 +126,43 @@ def test_an_interrupt_while_everything_is_still_being_imported_is_no_traceback(m
     assert run_command() == 130
 
 
+STARTING = """
+import os, signal, sys, time
+from lineartime import __main__
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+import lineartime.cli
+{action}
+signal.signal(signal.SIGINT, signal.default_int_handler)
+lineartime.cli.main = main
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "main = interrupted",
+        # What is being imported may turn an interrupt into an error of its own.
+        "def main():\n    try:\n        interrupted()\n    except KeyboardInterrupt:\n        raise ImportError('half')",
+    ],
+)
+def test_an_interrupt_says_that_the_command_stopped_and_nothing_else(action: str) -> None:
+    script = STARTING.format(action=action)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
+
+
+def test_an_error_of_the_program_is_no_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("a mistake in the program")
+
+    monkeypatch.setattr("lineartime.cli.main", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run_command()
+
+
 def test_arguments_of_the_library_are_shown_as_flags_and_positional_ones_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     from lineartime.cli import bench
 

@@ -17,6 +17,21 @@ def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_the_end_of_the_terminal_asks_a_run_to_stop_unless_it_was_started_to_outlive_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with interrupts(alone=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with interrupts(alone=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has_saved() -> None:
     with interrupts(alone=False) as stop:
         for number in 2 * (signal.SIGINT, signal.SIGTERM):

@@ -32,6 +32,7 @@ from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
 from lineartime.errors import LineartimeError
 from lineartime.machine import using_threads
+from lineartime.screen import SCREEN
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -75,7 +76,7 @@ class _Progress(Progress):
     """A progress bar on standard error, or a line for each case if that is not a terminal."""
 
     def __init__(self, plan: Plan) -> None:
-        console = Console(stderr=True, highlight=False, markup=False)
+        console = Console(file=SCREEN, highlight=False, markup=False)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self.add_task("", total=sum(len(subjects) for _, subjects in plan.cells))

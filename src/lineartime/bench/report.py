@@ -7,11 +7,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results, write
+from lineartime.screen import output_console
 
 REPORT_FILE = "results.md"
 WHAT: dict[Measure, str] = {
@@ -82,7 +82,7 @@ def write_report(results: Results) -> Path:
 
 def print_results(results: Results) -> None:
     """Print the tables, 100 columns wide if the output is not a terminal."""
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 100)
+    console = output_console(markup=False, width=None if sys.stdout.isatty() else 100)
     for section in sections(results):
         columns = [
             Column(name, justify="left" if name == "model" else "right", no_wrap=name not in ("model", "ms"))

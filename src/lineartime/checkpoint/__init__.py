@@ -11,8 +11,9 @@ is not stored anywhere, but read from the folder.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lineartime.checkpoint.contents import TextPosition, TrainingState
 from lineartime.checkpoint.format import (
@@ -60,6 +61,7 @@ __all__ = [
     "load_into",
     "load_tokenizer",
     "prune",
+    "read_from",
     "read_model_config",
     "read_training_state",
     "read_validation_loss",
@@ -72,6 +74,9 @@ __all__ = [
 
 Which = Literal["best", "last"] | int
 """A checkpoint of a run: the best one, the last one, or that of a step."""
+Content = TypeVar("Content")
+_ATTEMPTS = 20
+"""How often to look for another checkpoint if one is removed while it is read."""
 
 
 def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> "CausalLM | MaskedLM":
@@ -85,7 +90,30 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
     Raises:
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
-    return read_model(find_checkpoint(path, checkpoint)).to(device).eval()
+    return read_from(path, read_model, checkpoint).to(device).eval()
+
+
+def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | None = None) -> Content:
+    """What is read of a checkpoint of a run, of another one if it is removed meanwhile, as a run in training does.
+
+    Args:
+        path: the folder of a run, or of one checkpoint.
+        read: reads a checkpoint; called again for another one.
+        which: of a run, as for `load`.
+
+    Raises:
+        LineartimeError: as `find_checkpoint` and `read`.
+    """
+    for _ in range(_ATTEMPTS):
+        checkpoint = find_checkpoint(path, which)
+        try:
+            return read(checkpoint)
+        except LineartimeError:
+            if checkpoint.exists():
+                raise
+            if checkpoint == Path(path):
+                raise LineartimeError(f"The checkpoint {path} was removed while it was read: give another one.") from None
+    raise LineartimeError(f"The checkpoints in {path} are removed before they are read: give the folder of one, or copy one.")
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -98,7 +126,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
     path = Path(path)
     if path.is_dir() and not (path / TOKENIZER_FILE).exists():
-        path = find_checkpoint(path)
+        return read_from(path, read_tokenizer)
     return read_tokenizer(path)
 
 
@@ -119,9 +147,18 @@ def best_checkpoint(run: str | Path) -> Path:
     """
     last = last_checkpoint(run)
     trained = [checkpoint for checkpoint in reversed(list_checkpoints(run)) if checkpoint_step(checkpoint) > 0]
-    losses = {checkpoint: read_validation_loss(checkpoint) for checkpoint in trained}
+    losses = {checkpoint: _loss_unless_removed(checkpoint) for checkpoint in trained}
     measured = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None}
     return min(measured, key=measured.__getitem__, default=last)
+
+
+def _loss_unless_removed(checkpoint: Path) -> float | None:
+    try:
+        return read_validation_loss(checkpoint)
+    except LineartimeError:
+        if checkpoint.exists():
+            raise
+        return None
 
 
 def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:

@@ -18,6 +18,7 @@ _OPTIONS: dict[str, Any] = {
     "task": Task,
     "data": str | tuple[str, ...] | None,
     "text_column": str,
+    "max_expansion": Annotated[int, Between(1, 10**9)],
     "tokenizer": str | None,
     "context_length": Annotated[int, Between(1, 10**9)],
     "tokens_per_batch": Annotated[int, Between(1, 10**12)] | None,

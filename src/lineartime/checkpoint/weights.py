@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.fields import shown
+from lineartime.files import utf8_path
 
 if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from lineartime.models.config import ModelConfig
@@ -29,7 +30,7 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
 
     size = size_of(config)
     try:
-        with safe_open(file, framework="pt") as opened:
+        with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
             if len(names) != size.n_tensors:
                 what = f"{len(names):,} tensors, but a model of n_blocks = {size.n_blocks:,} has {size.n_tensors:,}"
@@ -62,7 +63,7 @@ def load_weights(file: Path, model: "LanguageModel") -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with torch.no_grad(), safe_open(file, framework="pt") as opened:
+        with torch.no_grad(), utf8_path(file) as path, safe_open(path, framework="pt") as opened:
             for name, own in model.state_dict().items():
                 found = opened.get_tensor(name)
                 if not torch.isfinite(found).all():

@@ -5,6 +5,7 @@ and a function `run`. Only this room knows that there is a command line: the lib
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,11 @@ from rich.text import Text
 
 from lineartime.errors import Argument, Call, LineartimeError, ReportedError, cannot, did_you_mean
 from lineartime.host import installed_version
+from lineartime.screen import SCREEN, discard, open_standard_streams
 
+INTERRUPTED = 130
+_NARROWEST = 20
+"""Columns of the narrowest terminal that is written for: below, tyro looks for a way to fold its help and finds no end."""
 _COMMANDS = (
     "train",
     "eval",
@@ -46,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for an error that is shown, 130 for an interrupt."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options: Any = None
+    open_standard_streams()
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
@@ -63,15 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LineartimeError as error:
         return _fail(error.message(partial(_written, options=options, arguments=arguments)))
     except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
     except OSError as error:
-        return _fail(str(cannot("use", error.filename or "a file", error)))
+        if error.filename is not None:
+            return _fail(str(cannot("use", error.filename, error)))
+        discard(sys.stdout)  # which is what it was, most likely
+        return _fail(str(cannot("write", "the output or a file", error)))
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
         return _fail("This machine has too little memory: use a smaller --batch-size or --context-length.")
     except KeyboardInterrupt:
-        return 130
+        print("stopped", file=SCREEN)
+        return INTERRUPTED
     return 0
 
 
@@ -141,5 +153,5 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 
 
 def _fail(message: str) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
+    Console(file=SCREEN, highlight=False, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
     return 1

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Context, Device, Precision, Split
 from lineartime.runs.curve import draw_report
+from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Evaluation
@@ -33,6 +33,8 @@ class Options:
     """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
     text_column: str | None = None
     """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
+    max_expansion: int | None = None
+    """Bytes of text for each byte of a compressed file, at most; the default is as in training."""
     context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
     context_length: int | None = None
@@ -73,6 +75,7 @@ def run(options: Options) -> None:
             checkpoint,
             options.data,
             text_column=options.text_column,
+            max_expansion=options.max_expansion,
             split=options.split,
             context=options.context,
             context_length=options.context_length,
@@ -82,7 +85,7 @@ def run(options: Options) -> None:
             device=options.device,
             precision=precision,
             cache=options.cache,
-            say=lambda line: print(line, file=sys.stderr),
+            say=lambda line: print(line, file=SCREEN),
         )
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
@@ -93,11 +96,11 @@ def run(options: Options) -> None:
         _print(evaluation, checkpoint, f"{device.type}, {precision}", words)
     if options.plot is not None:
         picture = draw_report(checkpoint.parent, evaluation, options.plot)
-        print(f"picture: {picture}", file=sys.stderr if options.json else sys.stdout)
+        print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
 def _print(evaluation: "Evaluation", checkpoint: Path, where: str, words: bool) -> None:
-    console = Console(highlight=False, markup=False)
+    console = output_console(markup=False)
     what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Device
+from lineartime.screen import output_console
 
 if TYPE_CHECKING:
     from lineartime.filling import Candidate
@@ -50,7 +50,7 @@ def run(options: Options) -> None:
         found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]
         print(json.dumps({"checkpoint": str(checkpoint), "text": options.text, "masks": found}))
         return
-    console = Console(highlight=False, markup=False)
+    console = output_console(markup=False)
     for number, candidates in enumerate(masks, 1):
         console.print(_table(f"mask {number} of {len(masks)}", candidates))
 

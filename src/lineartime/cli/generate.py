@@ -13,6 +13,7 @@ import tyro
 from lineartime.checkpoint import Which
 from lineartime.choices import Device
 from lineartime.cli.texts import read_text
+from lineartime.screen import SCREEN
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     note = f"{checkpoint}: {device.type}, {how}"
     if options.samples == 1 and not options.json:
         pieces = generate_text(model, tokenizer, prompt, options.max_tokens, sampling, options.stop)
-        print(note, file=sys.stderr, flush=True)
+        print(note, file=SCREEN, flush=True)
         sys.stdout.write(prompt)
         try:
             for piece in pieces:
@@ -94,7 +95,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             sys.stdout.write("\n")
             sys.stdout.flush()
         return
-    print(note, file=sys.stderr, flush=True)
+    print(note, file=SCREEN, flush=True)
     samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
     for number, sample in enumerate(samples, 1):
         if options.json:

@@ -3,8 +3,9 @@
 import json
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
+
+from lineartime.screen import output_console
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,4 @@ def run(options: Options) -> None:
     for fact in facts:
         table.add_row(fact.name, fact.value, fact.why)
     # Without markup, for [plot] is the name of an extra. Cells are rendered with the console's settings.
-    Console(highlight=False, markup=False).print(table)
+    output_console(markup=False).print(table)

@@ -11,6 +11,7 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from lineartime.errors import LineartimeError, did_you_mean
+from lineartime.screen import SCREEN, output_console
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
     from lineartime.models.cost import cost
     from lineartime.models.presets import describe, presets
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = output_console(width=None if sys.stdout.isatty() else 140)
     numbers = (Column(header, justify="right") for header in ("parameters", "size", "MFLOP/token", "state"))
     columns = [Column("preset", no_wrap=True), *numbers]
     if console.width >= 120:  # a narrower column would hold one word per line
         columns.append(Column("what it is"))
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     causal, bidirectional = presets("clm"), presets("mlm")
-    for name in track(names, "counting", console=Console(stderr=True), transient=True):
+    for name in track(names, "counting", console=Console(file=SCREEN), transient=True):
         model = causal.get(name) or bidirectional[name]
         length = min(context_length, model.longest_sequence or context_length)
         parameters, flops, state = cost(model, length)
@@ -84,11 +85,11 @@ def _verify(names: Sequence[str]) -> None:
         raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
     table = Table("preset", Column("parameters", justify="right"), Column("paper", justify="right"), "agrees")
     different = []
-    for name in track(names, "building", console=Console(stderr=True), transient=True):
+    for name in track(names, "building", console=Console(file=SCREEN), transient=True):
         parameters = count_parameters(presets("clm")[name])
         agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
         different += [] if agrees else [name]
         table.add_row(name, f"{parameters:,}", f"{PAPER_MILLIONS[name]} M", "yes" if agrees else "no")
-    Console(highlight=False).print(table)
+    output_console().print(table)
     if different:
         raise LineartimeError(f"Not as large as in the paper: {', '.join(different)}.")

@@ -1,13 +1,13 @@
 """`lineartime reproduce`: the paper's experiments."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
 
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,5 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     from lineartime.experiments.command import reproduce
 
     if reproduce(ReproduceConfig(**vars(options))).interrupted:
-        print(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}", file=sys.stderr)
+        print(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}", file=SCREEN)
         raise KeyboardInterrupt

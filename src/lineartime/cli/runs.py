@@ -18,6 +18,7 @@ from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_comparison
 from lineartime.runs.summary import RunSummary, summarize
 from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
+from lineartime.screen import SCREEN, output_console
 
 _PICTURE = "runs.png"
 _UNLIMITED = 100_000
@@ -45,7 +46,7 @@ def run(options: Options) -> None:
     names, missing = name_runs(options.folders)
     problems: list[str] = []
     runs: list[RunSummary] = []
-    screen = Console(stderr=True)
+    screen = Console(file=SCREEN)
     for path, name in track(names.items(), "reading", console=screen, transient=True, disable=not screen.is_terminal):
         summary, damaged = summarize(path, name)
         runs.append(summary)
@@ -61,7 +62,7 @@ def run(options: Options) -> None:
             if picture is not None:
                 print(f"plot: {picture}")
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(problem, file=SCREEN)
     if missing:
         raise LineartimeError(" ".join(missing))
 
@@ -82,7 +83,7 @@ def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Pat
 
 def _print(groups: Sequence[Group]) -> None:
     on_screen = sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, width=None if on_screen else _UNLIMITED)
+    console = output_console(markup=False, width=None if on_screen else _UNLIMITED)
     comparison = compare(groups, console.width if on_screen else None)
     widths = column_widths(comparison.columns)
     if full_width(widths) > console.width:

@@ -1,13 +1,14 @@
 """`lineartime tokenize`: train a tokenizer on a text."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from lineartime.choices import TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
+from lineartime.files import write_atomically
+from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Options:
     """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
+    max_expansion: int = MAX_EXPANSION
+    """Bytes of text for each byte of a compressed file, at most: a small file that becomes huge is refused."""
     kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
@@ -37,17 +40,17 @@ def run(options: Options) -> None:
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:
         check_positive(max_bytes=options.max_bytes)
-    corpus = load_corpus(options.data, options.text_column)
+    corpus = load_corpus(options.data, options.text_column, options.max_expansion)
     for line in describe_splits(corpus):
-        print(line, file=sys.stderr)
+        print(line, file=SCREEN)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(tokenizer.to_json(), encoding="utf-8")
+        write_atomically(options.out, tokenizer.to_json())
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
         print(
             f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {options.vocab_size:,}, because the text is too "
             "short for more: use it as it is, or give more text (--data, --max-bytes).",
-            file=sys.stderr,
+            file=SCREEN,
         )

@@ -1,9 +1,7 @@
 """`lineartime train`: train a model, or resume a run."""
 
 import dataclasses
-import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +12,7 @@ import tyro
 
 from lineartime.cli.config_file import read_options, to_toml
 from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 
 _ALIASES = {"model": "preset", "context": "context_length"}
@@ -59,13 +58,13 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
 
 def _train(config: TrainConfig, left_out: TrainConfig) -> None:
-    from lineartime.training.distributed import is_main_process
+    from lineartime.training.environment import read_environment
     from lineartime.training.loop import train_completed
 
     result = train_completed(config, left_out)
-    if is_main_process():
+    if read_environment().rank == 0:
         if not result.finished:
-            print(f"resume by: {_resume_command(result.run)}", file=sys.stderr)
+            print(f"resume by: {_resume_command(result.run)}", file=SCREEN)
         print(f"best checkpoint: {result.checkpoint}")
 
 
@@ -95,9 +94,9 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _resume_command(run: Path) -> str:
-    from lineartime.training.distributed import started_by_torchrun
+    from lineartime.training.environment import read_environment
 
-    start = "lineartime"
-    if started_by_torchrun():
-        start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])} -m lineartime"
+    start, environment = "lineartime", read_environment()
+    if environment.world_size > 1:
+        start = f"torchrun --nproc-per-node {environment.local_world_size} -m lineartime"
     return f"{start} train --resume --out {shlex.quote(str(run))}"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.choices import TEXT_COLUMN, Split
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
 from lineartime.data.readers import SPLITS, Part
 from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
 from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
+from lineartime.fields import Between, check_limits, check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -167,7 +168,7 @@ def names_corpus(data: str) -> bool:
     return data in HUB or data in _HUTTER or names_hub(data)
 
 
-def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
+def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int = MAX_EXPANSION) -> Corpus:
     """The corpus of a name, the text at a path, several of these together, or the standard library's source for None.
 
     A name takes precedence: choose a file called c4 by ./c4, or by a `Path`. Several texts are joined split by split. The paths
@@ -176,10 +177,13 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
     Args:
         data: names and paths.
         text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
+        max_expansion: the most bytes of text for each byte of a compressed file.
 
     Raises:
         LineartimeError: if there is no text.
     """
+    check_type("max_expansion", max_expansion, int)
+    check_limits("max_expansion", max_expansion, [Between(1, 10**9)])
     names = [data] if isinstance(data, (str, Path)) else list(data or ())
     sources: list[Source] = []
     named: dict[str, Files] = {}
@@ -190,7 +194,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN) -> Corpus:
             sources.append(_corpus_of_name(name, text_column))
             continue
         path = Path(name)
-        files = _files(path, text_column)
+        files = _files(path, text_column, max_expansion)
         if len(names) > 1:
             _only_once(seen, [part.path.resolve() for part in files])
         splits, note = _named(path, files)
@@ -226,7 +230,7 @@ def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
     return _unnamed(path, files, note) if splits is None else LocalCorpus(str(path), completed(splits))
 
 
-def _files(path: Path, column: str) -> list[Part]:
+def _files(path: Path, column: str, most_expansion: int = MAX_EXPANSION) -> list[Part]:
     """The files at a path that are not empty."""
     try:
         if not path.exists():
@@ -237,7 +241,7 @@ def _files(path: Path, column: str) -> list[Part]:
         if path.is_dir():
             shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
             files = [file for file in shown if file.is_file()]
-        parts = [Part(file, column=column) for file in sorted(files) if file.stat().st_size]
+        parts = [Part(file, column=column, most_expansion=most_expansion) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
         raise cannot("read", path, error) from None
     if not parts:

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from lineartime.errors import LineartimeError, cannot, missing_extra
+from lineartime.choices import MAX_EXPANSION
+from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
+_SMALL = 1 << 26
+"""Bytes that any compressed file may become."""
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
 _BUFFER = 1 << 18
 
@@ -32,8 +35,40 @@ def file_version(path: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file; LineartimeError, naming it, if they cannot be read."""
+def open_bytes(path: Path, most_expansion: int = MAX_EXPANSION) -> Iterator[IO[bytes]]:
+    """The decompressed bytes of a file.
+
+    Raises:
+        LineartimeError: naming the file, if they cannot be read.
+        ArgumentError: naming `max_expansion`, while reading, if they are more than so many times the file, and not few.
+    """
+    with _open_bytes(path) as stream:
+        if path.suffix.lower() in COMPRESSED:
+            stream = cast("IO[bytes]", io.BufferedReader(_Bounded(stream, Expansion(path, most_expansion)), _BUFFER))
+        yield stream
+
+
+class Expansion:
+    """Counts what a compressed file has become, so that one of a few bytes does not fill a disk."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self._path = path
+        self._most = most
+        self._left = max(_SMALL, most * file_version(path)[0])
+
+    def count(self, n_bytes: int) -> None:
+        """Count so many more bytes; ArgumentError if there are too many."""
+        self._left -= n_bytes
+        if self._left < 0:
+            raise ArgumentError(
+                "max_expansion",
+                f"is {self._most:,}, but {self._path} holds more than so many times its size: give a larger number if it is "
+                "what it should be, or leave it out.",
+            )
+
+
+@contextmanager
+def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
     try:
         with path.open("rb") as raw:
             match path.suffix.lower():
@@ -99,6 +134,22 @@ def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
         frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it ends within a frame")
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that is counted as it is read."""
+
+    def __init__(self, stream: IO[bytes], expansion: Expansion) -> None:
+        self._stream: Any = stream
+        self._expansion = expansion
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._expansion.count(count)
+        return count
 
 
 class _Reader(io.RawIOBase):

@@ -1,48 +1,90 @@
 """Progress of work that takes seconds or hours: a bar after the first second, or a line if there is no terminal."""
 
-import sys
+import threading
 import time
+from typing import ClassVar
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.filesize import decimal
 from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from lineartime.screen import SCREEN
 
 _PATIENCE = 1.0  # seconds without a bar
+_PAUSE = 0.1  # seconds between updates
 
 
 class Progress:
-    """Shows how many bytes of text have been read; the total is unknown."""
+    """Shows what is being done, and how many bytes have been read, or how much of a total is done; a context manager.
 
-    def __init__(self, description: str) -> None:
+    It appears after a second even if nothing is counted. One within another has a line of its own below.
+
+    Args:
+        description: what is being done.
+        total: of what is counted; None for bytes, whose number is unknown.
+    """
+
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _bar: ClassVar[Bar | None] = None  # the one on the screen, which all share
+    _in_bar: ClassVar[int] = 0
+
+    def __init__(self, description: str, total: int | None = None) -> None:
         self._description = description
-        self._start = time.monotonic()
-        self._shown = self._start
-        self._bytes = 0
-        self._bar: Bar | None = None
+        self._total = total
+        self._start = self._updated = time.monotonic()
+        self._done = 0
+        self._task: TaskID | None = None
+        self._ended = False
+        self._timer = threading.Timer(_PATIENCE, self._appear)
+        self._timer.daemon = True
 
     def __enter__(self) -> "Progress":
+        self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._timer.cancel()
+        with self._lock:
+            self._ended = True
+            if self._task is None or Progress._bar is None:
+                return
+            Progress._bar.remove_task(self._task)
+            Progress._in_bar -= 1
+            if Progress._in_bar == 0:
+                Progress._bar.stop()
+                Progress._bar = None
 
-    def advance(self, n_bytes: int) -> None:
-        """Count `n_bytes` more."""
-        self._bytes += n_bytes
+    def advance(self, count: int) -> None:
+        """Count so many more."""
+        self._done += count
         now = time.monotonic()
-        if now - self._shown < _PATIENCE:
-            return
-        first, self._shown = self._shown == self._start, now
-        if not sys.stderr.isatty():
-            if first:
-                print(f"{self._description} ...", file=sys.stderr, flush=True)
-            return
-        if self._bar is None:
-            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task("")
-            self._bar.start()
-        speed = decimal(round(self._bytes / (now - self._start)))
-        self._bar.update(self._bar.task_ids[0], description=f"{self._description}: {decimal(self._bytes)}, {speed}/s")
+        if self._task is not None and Progress._bar is not None and now - self._updated > _PAUSE:
+            self._updated = now
+            Progress._bar.update(self._task, description=self._state(now))
+
+    def _appear(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if not SCREEN.isatty():
+                print(f"{self._description} ...", file=SCREEN, flush=True)
+                return
+            if Progress._bar is None:
+                columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+                bar = Bar(*columns, console=Console(file=SCREEN), transient=True)
+                try:
+                    bar.start()
+                except LiveError:  # the caller shows a bar of their own
+                    return
+                Progress._bar = bar
+            Progress._in_bar += 1
+            self._task = Progress._bar.add_task(self._state(time.monotonic()))
+
+    def _state(self, now: float) -> str:
+        if self._total is not None:
+            return f"{self._description}: {min(self._done / max(1, self._total), 1.0):.0%}"
+        if not self._done:
+            return self._description
+        return f"{self._description}: {decimal(self._done)}, {decimal(round(self._done / max(now - self._start, 1e-3)))}/s"

@@ -7,8 +7,9 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from lineartime.choices import TEXT_COLUMN, Split
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.local_files import COMPRESSED, file_version, not_utf8, open_bytes, skip
+from lineartime.data.progress import Progress
 from lineartime.data.records import file_format, read_records
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -27,21 +28,23 @@ class Part:
         split: only this split: of text, by position; of records, by the number of the document. None for the whole file.
         at_lines: whether text is cut at the end of a line, or between any two characters.
         column: the column of records that holds the text.
+        most_expansion: the most bytes of text for each byte of the file, if it is compressed.
     """
 
     path: Path
     split: Split | None = None
     at_lines: bool = True
     column: str = TEXT_COLUMN
+    most_expansion: int = MAX_EXPANSION
 
     @property
     def is_text(self) -> bool:
         """Whether the file is one document, rather than one in each record; raises as `file_format`."""
-        return file_format(self.path, self.column) == "text"
+        return file_format(self.path, self.column, self.most_expansion) == "text"
 
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        kind = file_format(self.path, self.column)
+        kind = file_format(self.path, self.column, self.most_expansion)
         # What was read the same way by earlier versions keeps its identity.
         marks = [":json"] if kind == "json" else []
         marks += [f":{self.column}"] if kind != "text" and self.column != TEXT_COLUMN else []
@@ -49,12 +52,14 @@ class Part:
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Its documents, each in blocks of text; LineartimeError, naming file and place, for what cannot be read."""
-        kind = file_format(self.path, self.column)
+        kind = file_format(self.path, self.column, self.most_expansion)
         if kind == "text":
-            cuts = None if self.split is None else _cuts(self.path, self.at_lines, file_version(self.path))[self.split]
-            yield _decoded(self.path, *(cuts or (0, None)))
+            start, stop = 0, None
+            if self.split is not None:
+                start, stop = _cuts(self.path, self.at_lines, file_version(self.path), self.most_expansion)[self.split]
+            yield _decoded(self.path, start, stop, self.most_expansion)
             return
-        for number, text in enumerate(read_records(self.path, kind, self.column)):
+        for number, text in enumerate(read_records(self.path, kind, self.column, self.most_expansion)):
             if self.split in (None, split_of(number)):
                 yield pieces(text)
 
@@ -70,11 +75,11 @@ def pieces(text: str) -> Iterator[str]:
     return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
 
 
-def _decoded(path: Path, start: int, stop: int | None) -> Iterator[str]:
+def _decoded(path: Path, start: int, stop: int | None, most_expansion: int) -> Iterator[str]:
     """The text between two bytes of a file, in blocks; LineartimeError if it is not UTF-8."""
     decoder = getincrementaldecoder("utf-8")()
     position = start
-    with open_bytes(path) as stream:
+    with open_bytes(path, most_expansion) as stream:
         skip(stream, start)
         block = b"-"
         while block:
@@ -91,24 +96,27 @@ def _decoded(path: Path, start: int, stop: int | None) -> Iterator[str]:
 
 
 @lru_cache(maxsize=64)
-def _cuts(path: Path, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
+def _cuts(path: Path, at_lines: bool, version: tuple[int, int], most_expansion: int) -> dict[Split, tuple[int, int]]:
     """The bounds of the three splits of a text, in bytes.
 
     For a compressed file, whose length is unknown, this reads the file several times.
     """
     length = version[0]
     if path.suffix.lower() in COMPRESSED:
-        with open_bytes(path) as stream:
-            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
+        length = 0
+        with open_bytes(path, most_expansion) as stream, Progress(f"decompressing {path.name}") as progress:
+            while block := stream.read(BLOCK):
+                length += len(block)
+                progress.advance(len(block))
     shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
     offsets = [round(length * share) for share in shares]
-    first, second = (_cut(path, start, stop, at_lines) for start, stop in pairwise(offsets))
+    first, second = (_cut(path, start, stop, at_lines, most_expansion) for start, stop in pairwise(offsets))
     return {"train": (0, first), "validation": (first, second), "test": (second, length)}
 
 
-def _cut(path: Path, offset: int, stop: int, at_line: bool) -> int:
+def _cut(path: Path, offset: int, stop: int, at_line: bool, most_expansion: int) -> int:
     """The offset after the next end of line, or of the next character if no line ends in the first half up to `stop`."""
-    with open_bytes(path) as stream:
+    with open_bytes(path, most_expansion) as stream:
         skip(stream, offset)
         following = stream.read(min(1 << 16, (stop - offset) // 2))
     newline = following.find(b"\n") if at_line else -1

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.choices import TEXT_COLUMN
-from lineartime.data.local_files import damaged, file_version, format_suffix, not_utf8, open_bytes
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
+from lineartime.data.local_files import Expansion, damaged, file_version, format_suffix, not_utf8, open_bytes
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 Format = Literal["text", "json lines", "json", "parquet"]
@@ -15,7 +15,7 @@ Format = Literal["text", "json lines", "json", "parquet"]
 _PEEK = 1 << 16  # bytes that tell an array from JSON lines
 
 
-def file_format(path: Path, column: str = TEXT_COLUMN) -> Format:
+def file_format(path: Path, column: str = TEXT_COLUMN, most_expansion: int = MAX_EXPANSION) -> Format:
     """How a file holds its text; anything but "text" has records.
 
     A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
@@ -29,13 +29,13 @@ def file_format(path: Path, column: str = TEXT_COLUMN) -> Format:
         case ".jsonl" | ".ndjson":
             return "json lines"
         case ".json":
-            return _json_format(path, column, file_version(path))
+            return _json_format(path, column, file_version(path), most_expansion)
     return "text"
 
 
 @lru_cache(maxsize=4096)
-def _json_format(path: Path, column: str, version: tuple[int, int]) -> Format:
-    with open_bytes(path) as stream:
+def _json_format(path: Path, column: str, version: tuple[int, int], most_expansion: int) -> Format:
+    with open_bytes(path, most_expansion) as stream:
         first = stream.readline(_PEEK)
         while first.isspace():
             first = stream.readline(_PEEK)
@@ -77,21 +77,21 @@ def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentE
     return ArgumentError("text_column", f"is {column}, but {where} has the columns {names}: name the one that holds the text.")
 
 
-def read_records(path: Path, file_format: Format, column: str) -> Iterator[str]:
+def read_records(path: Path, file_format: Format, column: str, most_expansion: int = MAX_EXPANSION) -> Iterator[str]:
     """The texts of a file of records in order; LineartimeError, naming file and place, for what cannot be read."""
     match file_format:
         case "json lines":
-            return _json_lines(path, column)
+            return _json_lines(path, column, most_expansion)
         case "json":
-            return _json(path, column)
+            return _json(path, column, most_expansion)
         case "parquet":
-            return _parquet(path, column)
+            return _parquet(path, column, most_expansion)
     raise ValueError(f"{path} has no records.")
 
 
-def _json_lines(path: Path, column: str) -> Iterator[str]:
+def _json_lines(path: Path, column: str, most_expansion: int) -> Iterator[str]:
     position = 0
-    with open_bytes(path) as stream:
+    with open_bytes(path, most_expansion) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{path}, line {number},"
@@ -99,9 +99,9 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
             position += len(line)
 
 
-def _json(path: Path, column: str) -> Iterator[str]:
+def _json(path: Path, column: str, most_expansion: int) -> Iterator[str]:
     """The records of an array, or the one record that the file is; all of it is in memory at a time."""
-    with open_bytes(path) as stream:
+    with open_bytes(path, most_expansion) as stream:
         whole = _loaded(str(path), stream.read(), 0)
     if isinstance(whole, dict):
         yield _text(str(path), whole, column)
@@ -143,13 +143,14 @@ def _no_text(where: str, column: str, value: object) -> LineartimeError:
     return LineartimeError(f'{where} has no text in "{column}", but {value!r:.40}: correct it, or leave it out.')
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
+def _parquet(path: Path, column: str, most_expansion: int) -> Iterator[str]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise missing_extra("pyarrow", "data", f"Reading {path}") from None
     number = 0
+    expansion = Expansion(path, most_expansion)
     try:
         with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
             names = file.schema_arrow.names
@@ -161,6 +162,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                     text = value.as_py()
                     if not isinstance(text, str):
                         raise _no_text(f"{path}, row {number},", column, text)
+                    expansion.count(len(text))
                     yield text
                     number += 1
     except UnicodeDecodeError as error:

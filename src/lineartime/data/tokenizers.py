@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.hub import first_line
-from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.files import TOKENIZER_FILE
+from lineartime.json_files import open_regular
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
@@ -126,12 +129,13 @@ class JsonTokenizer:
             import tokenizers
         except ImportError:
             raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {source}") from None
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises plain Exception
-            raise LineartimeError(
-                f"{source} is not a tokenizer file ({error}): give a tokenizer.json of the tokenizers library."
-            ) from None
+        check_definition(definition, source)
+        with no_panics(source):
+            try:
+                self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
+            except Exception as error:  # the library raises plain Exception
+                what = f"{source} is not a tokenizer file ({error!s:.300})"
+                raise LineartimeError(f"{what}: give a tokenizer.json of the tokenizers library.") from None
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text and does not end it
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -152,15 +156,17 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts: int64 [n] each."""
-        try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception, for instance for an unknown word
-            raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
+        with no_panics(self._source):
+            try:
+                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            except Exception as error:  # the library raises plain Exception, for instance for an unknown word
+                raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self._tokenizer.decode([token for token in ids if token < self._known])
+        with no_panics(self._source):
+            text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
     def stream_decoder(self) -> "_JsonStreamDecoder":
@@ -229,24 +235,25 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
     """
     try:
         import huggingface_hub
-        import tokenizers
+        import tokenizers  # noqa: F401
     except ImportError:
         raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
     name = choice.removeprefix(_HUB)
     try:
         # Fails at once without a network; the download alone would retry.
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
-        definition: str = tokenizers.Tokenizer.from_pretrained(name).to_str()
-    except Exception as error:  # of the network, of the hub, and of the library, which raises plain Exception
-        try:
-            definition = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE))).read_text(encoding="utf-8")
-        except (OSError, ValueError):  # it is not there, or the name cannot be one
-            raise ArgumentError(
-                "tokenizer",
-                f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
-                "network, or give the path of a tokenizer.json.",
-            ) from None
-    return JsonTokenizer(definition, choice)
+        file = Path(huggingface_hub.hf_hub_download(name, TOKENIZER_FILE))
+    except Exception as error:  # of the network, and of the hub
+        with suppress(ValueError):  # the name cannot be one
+            file = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE)))
+            if file.is_file():
+                return JsonTokenizer(_read(file), choice)
+        raise ArgumentError(
+            "tokenizer",
+            f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
+            "network, or give the path of a tokenizer.json.",
+        ) from None
+    return JsonTokenizer(_read(file), choice)
 
 
 def named_tokenizer(choice: str) -> Tokenizer:
@@ -263,15 +270,23 @@ def read_tokenizer(path: Path) -> Tokenizer:
         LineartimeError: if the file cannot be read or is not a tokenizer.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    try:
-        definition = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise cannot("read", file, error) from None
-    except UnicodeDecodeError:
-        raise LineartimeError(f"{file} is not a tokenizer file: give a tokenizer.json of the tokenizers library.") from None
+    definition = _read(file)
     if definition == ByteTokenizer().to_json():
         return ByteTokenizer()
     return JsonTokenizer(definition, str(file))
+
+
+def _read(file: Path) -> str:
+    """The text of a definition; LineartimeError if it cannot be read, or is none."""
+    with reporting("read", file), open_regular(file) as opened:
+        content = opened.read(LARGEST + 1)
+    advice = "give a tokenizer.json of the tokenizers library"
+    if len(content) > LARGEST:
+        raise LineartimeError(f"{file} is not a tokenizer file (it is larger than {LARGEST >> 20} MiB): {advice}.")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise LineartimeError(f"{file} is not a tokenizer file (it is not UTF-8 at byte {error.start:,}): {advice}.") from None
 
 
 def check_vocabulary(tokenizer: object, vocab_size: int) -> None:

@@ -181,8 +181,9 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
         if not (folder / file).is_file():
             raise _damaged(folder, file)
         if verified.get(file) != _version(folder / file):
-            if sha256(folder / file) != written:
-                raise _damaged(folder, file)
+            with Progress(f"checking {file}"):
+                if sha256(folder / file) != written:
+                    raise _damaged(folder, file)
             new[file] = _version(folder / file)
     if new:
         _remember(folder, {**verified, **new})

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from lineartime.checkpoint import find_checkpoint, has_training_state, load, load_tokenizer, read_training_state
-from lineartime.choices import TEXT_COLUMN, Context, Device, Precision, Split
+from lineartime.checkpoint import has_training_state, load, load_tokenizer, read_from, read_training_state
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
 from lineartime.data import Tokenizer, default_cache, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
@@ -17,11 +17,18 @@ from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
 
 
+def _read(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model of a checkpoint, its tokenizer, and the options it was trained with, none if it does not tell."""
+    trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    return load(checkpoint), load_tokenizer(checkpoint), trained
+
+
 def evaluate(
     model: LanguageModel | str | Path,
     data: str | Path | Sequence[str | Path] | None = None,
     *,
     text_column: str | None = None,
+    max_expansion: int | None = None,
     tokenizer: Tokenizer | None = None,
     split: Split = "test",
     context: Context = "windowed",
@@ -42,6 +49,7 @@ def evaluate(
             run was trained on.
         text_column: the column of JSON, Parquet and data sets of the hub that holds the text; the default is "text", and for
             the text of a run as in its training.
+        max_expansion: the most bytes of text for each byte of a compressed file; the default is as in training.
         tokenizer: the model's own; the folder of a run holds it.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, every token having all earlier
@@ -73,10 +81,9 @@ def evaluate(
     trained: dict[str, Any] = {}
     untold = "a model in memory does not tell"
     if isinstance(model, (str, Path)):
-        checkpoint = find_checkpoint(model)
-        model, tokenizer = load(checkpoint, choose_device(device)), tokenizer or load_tokenizer(checkpoint)
-        trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-        untold = f"{checkpoint} has no training.json, which tells"
+        untold = f"{model} has no training.json, which tells"
+        model, own_tokenizer, trained = read_from(model, _read)
+        model, tokenizer = model.to(choose_device(device)), tokenizer or own_tokenizer
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
@@ -97,7 +104,8 @@ def evaluate(
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
 
     column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
-    corpus = load_corpus(data or trained["data"], column)
+    expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
+    corpus = load_corpus(data or trained["data"], column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
     if say is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lineartime.data.batches import causal_batch, measured_batch, read_window
 from lineartime.data.corpora import no_text
+from lineartime.data.progress import Progress
 from lineartime.data.prose import is_prose
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
@@ -119,13 +120,15 @@ def windowed(
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
     positions, task = _Positions(), model.config.task
     device = next(model.parameters()).device
-    for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
-        batch = measured_batch(task, windows, tokenizer, starts)
-        prefix = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
-        with autocast(device, bf16):
-            logits = model(batch.inputs.to(device), prefix_lengths=prefix)
-        losses = token_losses(logits, batch.targets.to(device)).cpu()
-        positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
+    with Progress(f"measuring {stream.name}", total=tokens) as progress:
+        for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
+            batch = measured_batch(task, windows, tokenizer, starts)
+            prefix = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
+            with autocast(device, bf16):
+                logits = model(batch.inputs.to(device), prefix_lengths=prefix)
+            losses = token_losses(logits, batch.targets.to(device)).cpu()
+            positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
+            progress.advance(losses[:, skip:].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     context = f"windows of {context_length} tokens, {overlap}"
     if task == "prefix-lm":
@@ -154,12 +157,14 @@ def carried(
     positions = _Positions()
     device = next(model.parameters()).device
     state = model.init_state(1)
-    for start in range(0, tokens, segment):
-        batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
-        with autocast(device, bf16):
-            logits, state = model.extend(batch.inputs.to(device), state)
-        losses = token_losses(logits, batch.targets.to(device)).cpu()
-        positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
+    with Progress(f"measuring {stream.name}", total=tokens) as progress:
+        for start in range(0, tokens, segment):
+            batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
+            with autocast(device, bf16):
+                logits, state = model.extend(batch.inputs.to(device), state)
+            losses = token_losses(logits, batch.targets.to(device)).cpu()
+            positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
+            progress.advance(losses.numel())
     context = "carried from the first token of the split to the last"
     return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=False)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.screen import SCREEN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         ended = reproduce(ReproduceConfig(**options))
     except LineartimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=SCREEN)
         return 1
     except KeyboardInterrupt:
         return 130
     if ended.interrupted:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
+        print("interrupted: run the same command again to resume", file=SCREEN)
         return 130
     return 0
 

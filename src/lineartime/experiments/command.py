@@ -1,6 +1,5 @@
 """One call of `reproduce`, from its options to its files."""
 
-import sys
 from dataclasses import dataclass
 
 from lineartime.errors import ArgumentError
@@ -11,6 +10,7 @@ from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import run_all
+from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ def reproduce(config: ReproduceConfig) -> Ended:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(line, file=SCREEN, flush=True)

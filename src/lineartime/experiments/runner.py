@@ -19,6 +19,7 @@ from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_speed, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
+from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.claim import claim
 
@@ -235,7 +236,7 @@ def _passing_on(process: "subprocess.Popen[str]") -> Iterator[list[int]]:
         asked.append(number)
         process.send_signal(signal.SIGINT)
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request) for number in stop_signals()}
     try:
         yield asked
     finally:

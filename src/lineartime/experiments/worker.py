@@ -20,6 +20,7 @@ from lineartime.experiments.definitions import Test
 from lineartime.experiments.outcome import OUTCOME_FILE
 from lineartime.files import write_atomically
 from lineartime.runs.metrics import METRICS_FILE, read_metrics
+from lineartime.screen import SCREEN
 
 INTERRUPTED = 130
 
@@ -33,7 +34,7 @@ def main() -> int:
     try:
         return INTERRUPTED if perform(job) is None else 0
     except LineartimeError as error:
-        print(error, file=sys.stderr)
+        print(error, file=SCREEN)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -60,7 +61,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
         if not (folder / METRICS_FILE).exists() or not read_metrics(folder):
             raise LineartimeError(sentence) from error
         outcome = {"error": sentence}
-        print(sentence, file=sys.stderr)
+        print(sentence, file=SCREEN)
     if outcome is not None:
         write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
@@ -97,7 +98,7 @@ def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dic
     config = TrainConfig.from_dict(read_training_state(checkpoint).config)
     tokenizer = load_tokenizer(checkpoint)
     model = load(checkpoint, choose_device(config.device))
-    corpus = load_corpus(config.data, config.text_column)
+    corpus = load_corpus(config.data, config.text_column, config.max_expansion)
     measured = []
     with using_threads(config.threads):
         for test in tests:

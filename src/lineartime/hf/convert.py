@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from lineartime.checkpoint import Which, find_checkpoint, is_checkpoint, list_checkpoints, load, load_tokenizer, save
 from lineartime.errors import ArgumentError, LineartimeError, reporting
-from lineartime.files import TOKENIZER_FILE, new_folder
+from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.folder import CONFIG, read_json, read_shapes, weight_files
@@ -60,7 +60,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         LineartimeError: if the model cannot be read, or the folder cannot be written.
     """
     found, destination = find_checkpoint(source, checkpoint), Path(destination)
-    with new_folder("destination", destination) as folder:
+    with new_folder("destination", destination) as partial, utf8_path(partial) as folder:
         model, tokenizer = load(found), load_tokenizer(found)
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
@@ -74,7 +74,8 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
             made.save_pretrained(folder)
         fast_tokenizer(tokenizer).save_pretrained(folder)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        (folder / CARD).write_text(model_card(model.config, destination.name, parameters), encoding="utf-8")
+        card = model_card(model.config, destination.name, parameters)
+        (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # of a name that is no UTF-8
     return destination
 
 
@@ -113,7 +114,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
     model = build_model(config)
     state: dict[str, Tensor] = {}
     for file, names in files.items():
-        with safe_open(file, "pt") as opened:
+        with utf8_path(file) as path, safe_open(path, "pt") as opened:
             state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
     model.load_state_dict(state)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))

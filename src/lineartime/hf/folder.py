@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lineartime.errors import LineartimeError, reporting
+from lineartime.files import utf8_path
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -43,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_shapes(file: Path) -> dict[str, list[int]]:
     """The shape of each tensor in a file by its name, from the header alone; LineartimeError if it is damaged."""
     try:
-        with safe_open(file, "pt") as opened:
+        with utf8_path(file) as path, safe_open(path, "pt") as opened:
             names = list(opened.keys())
             return {name: opened.get_slice(name).get_shape() for name in names}
     except (SafetensorError, OSError) as error:

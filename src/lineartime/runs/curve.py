@@ -1,6 +1,7 @@
 """Plots of losses: one run by step, and by position in the context; several runs by step, tokens and time."""
 
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import cycle
@@ -29,7 +30,7 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
     figure = new_figure("The loss curve", 7, 4.2)
     axes = figure.subplots()
     _draw_losses(axes, run)
-    axes.set_title(_title(run) if title is None else title)
+    axes.set_title(drawable(_title(run) if title is None else title))
     return save_figure(figure, run / CURVE_FILE)
 
 
@@ -45,7 +46,7 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
         _draw_losses(axes[0], run)
-        axes[0].set_title(_title(run))
+        axes[0].set_title(drawable(_title(run)))
     _draw_positions(axes[-1], evaluation)
     return save_figure(figure, file)
 
@@ -79,7 +80,11 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
     axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
     axes.set_xscale("log", base=2)
     what = "place in the window" if evaluation.masked else "tokens read before"
-    axes.set(title=evaluation.text, xlabel=what, ylabel=f"loss (nats per {'masked token' if evaluation.masked else 'token'})")
+    axes.set(
+        title=drawable(evaluation.text),
+        xlabel=what,
+        ylabel=f"loss (nats per {'masked token' if evaluation.masked else 'token'})",
+    )
     axes.grid(alpha=0.3)
     label_axes(axes)
     axes.legend()
@@ -113,9 +118,9 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     for row, (title, runs) in zip(grid, groups.items(), strict=True):
         entries |= _draw_group(row, runs, look)
         row[0].set_ylabel("loss (nats per token)")
-        row[1].set_title(title, fontsize="medium")
+        row[1].set_title(drawable(title), fontsize="medium")
     figure.suptitle(f"validation loss; faint: training loss, mean of the last {AVERAGED} steps", fontsize="medium")
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(entries.values(), map(drawable, entries), loc="outside lower center", ncols=columns, frameon=False)
     return save_figure(figure, file)
 
 
@@ -189,12 +194,17 @@ def counted(number: float) -> str:
 
 def save_figure(figure: Any, file: Path) -> Path:
     """Write a figure and return the file; LineartimeError if that fails, or the suffix is no picture format."""
-    try:
-        with reporting("write", file):
-            figure.savefig(file, dpi=150)
-    except ValueError:  # matplotlib does not know the suffix
-        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.") from None
+    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
+    with reporting("write", file), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
+        figure.savefig(file, dpi=150)
     return file
+
+
+def drawable(text: str) -> str:
+    """A text that matplotlib can draw: without formulas, which stand between dollars, and bytes of paths that are no UTF-8."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text).replace("$", r"\$")
 
 
 def _trailing_means(losses: Sequence[float]) -> list[float]:

@@ -19,6 +19,7 @@ from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import AVERAGED, MetricsLog
 from lineartime.runs.trackers import Trackers
+from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Reporter(NullReporter):
 
 def _progress() -> Progress:
     """The progress bar, disabled where it cannot be shown; its console prints lines everywhere."""
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(file=SCREEN, highlight=False, markup=False)
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
     return Progress(
         TextColumn("step {task.completed}/{task.total}"),

@@ -15,7 +15,7 @@ from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
 """The most columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "text_column", "steps", "out", "resume", "like", "cache", "track")
+_NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
 """The options that must be equal for losses to compare, and what to call them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, decode
 from lineartime.host import MOST_THREADS
@@ -22,6 +22,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 Steps = Annotated[int, Between(1, 10**9)]
 Size = Annotated[int, Between(1, 2**30)]
+Expansion = Annotated[int, Between(1, 10**9)]
 Lanes = Annotated[int, Between(1, 10**5)]
 Positive = Annotated[float, Between(above=0)]
 NotNegative = Annotated[float, Between(0)]
@@ -49,6 +50,8 @@ class TrainConfig:
     """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
+    max_expansion: Expansion = MAX_EXPANSION
+    """Bytes of text for each byte of a compressed file, at most: a small file that becomes huge is refused."""
     tokenizer: str | None = None
     """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False

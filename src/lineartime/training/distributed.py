@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lineartime.errors import ArgumentError, LineartimeError, ReportedError
+from lineartime.training.environment import read_environment
 from lineartime.training.liveness import meet, naming_the_lost
 
 Result = TypeVar("Result")
@@ -124,7 +125,8 @@ class World:
     def _first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
         if self.store is None:
             return make()
-        machine, machines = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        environment = read_environment()
+        machine, machines = environment.group_rank, environment.group_world_size
         if self.local_rank == 0:
             try:
                 result = make()
@@ -137,26 +139,6 @@ class World:
             if self.store.get(f"first/{name}/{other}") != b"made":
                 raise ReportedError(f"The first process of machine {other} could not prepare {name}.")
         return result if self.local_rank == 0 else make()
-
-
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def is_main_process() -> bool:
-    """Whether this process, perhaps one of several, is the one that reports to the user."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def local_rank() -> int:
-    """The number of this process among those of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def started_again() -> bool:
-    """Whether torchrun started this process to replace a lost one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager
@@ -172,7 +154,9 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         LineartimeError: if `context_parallel` does not divide the processes, or one of them, which is named, does not start or
             is lost.
     """
-    if not started_by_torchrun():
+    environment = read_environment()
+    rank, size = environment.rank, environment.world_size
+    if size == 1:
         if context_parallel > 1:
             raise ArgumentError(
                 "context_parallel", f"is {context_parallel}, but this is one process: start {context_parallel} with torchrun."
@@ -187,7 +171,6 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             f"WORLD_SIZE in the environment is {os.environ['WORLD_SIZE']}, but {missing[0]} is not set: start the processes "
             "with torchrun, which sets both."
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if context_parallel < 1 or size % context_parallel:
         raise World(rank, size).said_once(
             ArgumentError(
@@ -214,7 +197,7 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             if context_parallel > 1:
                 context_group, _ = dist.new_subgroups(group_size=context_parallel, timeout=wait)
             checkpoint_group = dist.new_group(backend="gloo", timeout=wait)
-            yield World(rank, size, local_rank(), context_parallel, context_group, checkpoint_group, store)
+            yield World(rank, size, environment.local_rank, context_parallel, context_group, checkpoint_group, store)
         finally:
             # DDP frees its process group with the GIL held and joins the threads of gloo, which need it to free tensors.
             time.sleep(0.01)

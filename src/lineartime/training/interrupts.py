@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lineartime.host import stop_signals
+
 
 @dataclass
 class Stop:
@@ -24,7 +26,7 @@ class Stop:
 
 @contextmanager
 def interrupts(alone: bool, seconds: float = math.inf) -> Iterator[Stop]:
-    """Turn SIGINT (Ctrl-C), SIGTERM and the end of so many seconds into a request to stop.
+    """Turn SIGINT (Ctrl-C), SIGTERM, SIGHUP (the end of the terminal) and the end of so many seconds into a request to stop.
 
     If the process is `alone`, a second SIGINT acts as usual. Otherwise each signal may arrive many times: sent to a process
     group, and passed on by torchrun to each of its processes.
@@ -33,8 +35,7 @@ def interrupts(alone: bool, seconds: float = math.inf) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop
         return
-    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: signal.getsignal(number) for number in stop_signals()}
 
     def request(number: int, _frame: object) -> None:
         stop.signalled = True

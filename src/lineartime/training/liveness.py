@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lineartime.errors import Argument, LineartimeError
+from lineartime.training.environment import read_environment
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
@@ -67,7 +68,8 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
 
 
 def _connect(rank: int, size: int, timeout: float) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    environment = read_environment()
+    host, port = os.environ["MASTER_ADDR"], environment.master_port or 0
     # torchrun, which outlives all processes, serves the store if it can.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -82,7 +84,7 @@ def _connect(rank: int, size: int, timeout: float) -> dist.Store:
             "torchrun, is not running there; its own output says why."
         ) from None
     # Processes of an earlier start, since lost, used another prefix.
-    return dist.PrefixStore(f"lineartime/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"lineartime/{environment.restart_count}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout: float) -> None:

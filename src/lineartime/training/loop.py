@@ -22,7 +22,8 @@ from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
 from lineartime.training.contention import Contention
-from lineartime.training.distributed import World, join_world, local_rank, started_again
+from lineartime.training.distributed import World, join_world
+from lineartime.training.environment import read_environment
 from lineartime.training.folder import check_shared, claimed, starting_point
 from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.optimizers import build_optimizer, learning_rate
@@ -38,9 +39,9 @@ from lineartime.training.validation import Validation
 def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResult:
     """Train a model, or resume a run from its last checkpoint: `train(preset="flash-tiny", data="books/", steps=1000)`.
 
-    Several processes started by torchrun share the work. An interrupt (SIGINT, SIGTERM) ends training after the current step,
-    which is saved; the result then says that the run is not finished. A resumed run has the losses of an uninterrupted one: to
-    the bit on a CPU with the same number of processes and threads.
+    Several processes started by torchrun share the work. An interrupt (SIGINT, SIGTERM, SIGHUP) ends training after the current
+    step, which is saved; the result then says that the run is not finished. A resumed run has the losses of an uninterrupted
+    one: to the bit on a CPU with the same number of processes and threads.
 
     Args:
         config: options; the default is `TrainConfig()`.
@@ -75,7 +76,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
 def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
     """`train` with all options; `left_out` has the value of each option that nobody gave."""
-    device = choose_device(config.device, local_rank())
+    device = choose_device(config.device, read_environment().local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
     with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
@@ -91,7 +92,7 @@ def prepare(
     with world.failing_together():
         config.check()
         check_trackers(config.track)
-    if started_again():  # torchrun has replaced a lost process: resume if there is a checkpoint
+    if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
         config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
     start, notes = world.share(lambda: starting_point(config))
     check_shared(config.run_directory, world)

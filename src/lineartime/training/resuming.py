@@ -25,6 +25,7 @@ from lineartime.training.recipes import recipe_config, recipe_preset
 _MAY_CHANGE = (
     "data",  # another path to the same text, which is checked
     "text_column",
+    "max_expansion",
     "device",
     "precision",
     "threads",

@@ -23,7 +23,7 @@ from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoin
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
 from lineartime.data import Tokenizer
 from lineartime.errors import Argument, LineartimeError, reporting
-from lineartime.files import synchronise
+from lineartime.files import synchronise, utf8_path
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer
@@ -143,10 +143,10 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
 
     dcp = _engine()
     optimizer.start_at(step)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
     moments = optimizer.moments()
     try:
-        dcp.load(moments, storage_reader=reader, no_dist=world.size == 1)
+        with utf8_path(folder) as path:
+            dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=world.size == 1)
     except dist.DistError:  # another process is lost
         raise
     except (

@@ -69,7 +69,9 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or default_cache()
-    corpus: Corpus = world.first_on_each_machine("the corpus", lambda: load_corpus(config.data, config.text_column))
+    corpus: Corpus = world.first_on_each_machine(
+        "the corpus", lambda: load_corpus(config.data, config.text_column, config.max_expansion)
+    )
     tokenizer: Tokenizer = world.first_on_each_machine(
         "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )

@@ -1,0 +1,160 @@
+"""Several threads and processes at once on one model, one run or one cache: the same results, or a sentence."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime import Sampling
+from lineartime import checkpoint as checkpoints
+from lineartime.data import ByteTokenizer, load_corpus, token_stream
+from lineartime.errors import LineartimeError
+from lineartime.models.heads import CausalLM
+from lineartime.training.config import TrainConfig
+
+Config = Callable[..., TrainConfig]
+TINY: dict[str, dict[str, Any]] = {
+    "flash-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16, "chunk_size": 8},
+    "flash-next-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16, "chunk_size": 8},
+    "flash-quad-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16},
+    "transformer++-tiny": {"d_model": 32, "n_blocks": 2, "n_heads": 2},
+    "performer-tiny": {"d_model": 32, "n_blocks": 2, "n_heads": 2},
+    "combiner-tiny": {"d_model": 32, "n_blocks": 2, "n_heads": 2, "chunk_size": 8},
+}
+
+
+def at_once(actions: list[Callable[[], Any]]) -> list[Any]:
+    """The results of actions that begin at the same moment, each in a thread of its own."""
+    barrier = threading.Barrier(len(actions))
+
+    def run(action: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return action()
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(run, actions))
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_threads_that_generate_from_one_model_get_what_each_would_get_alone(preset: str) -> None:
+    model = lineartime.build(preset, vocab_size=258, **TINY[preset]).eval()
+    assert isinstance(model, CausalLM)
+
+    def text(seed: int) -> list[int]:
+        prompt = torch.randint(0, 256, (3 + 5 * seed,), generator=torch.Generator().manual_seed(seed))
+        return list(lineartime.generate(model, prompt, 30, Sampling(seed=seed)))
+
+    alone = [text(seed) for seed in range(4)]
+    fresh = lineartime.build(preset, vocab_size=258, **TINY[preset]).eval()  # its tables are not made yet
+    fresh.load_state_dict(model.state_dict())
+    model = fresh
+    assert at_once([lambda seed=seed: text(seed) for seed in range(4)]) == alone
+
+
+def test_a_thread_may_train_on_while_others_read_a_model(config: Config) -> None:
+    model = lineartime.train(config(steps=1)).model
+    ids = torch.randint(0, 256, (1, 20))
+    with torch.no_grad():
+        expected = model(ids)
+    results = at_once([lambda: model(ids).detach() for _ in range(4)])
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_of_two_trainings_in_one_folder_one_trains_and_the_other_says_why_not(config: Config) -> None:
+    def train() -> Any:
+        try:
+            return lineartime.train(config(steps=3))
+        except LineartimeError as error:
+            return str(error)
+
+    results = at_once([train, train, train])
+    sentences = [result for result in results if isinstance(result, str)]
+    [finished] = [result for result in results if not isinstance(result, str)]
+    assert finished.finished
+    assert len(sentences) == 2
+    for sentence in sentences:
+        assert "which another run is using: wait for its end" in sentence or "already holds a run" in sentence
+    checkpoints.verify(checkpoints.last_checkpoint(finished.run))
+
+
+def test_processes_that_encode_the_same_text_do_not_disturb_each_other(text: Path, tmp_path: Path) -> None:
+    def encode() -> Any:
+        return token_stream(load_corpus(str(text)), "train", ByteTokenizer(), tmp_path / "cache")
+
+    streams = at_once([encode] * 4)
+    assert len({stream.digest for stream in streams}) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def removed_while_read(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes a checkpoint after it was chosen, as a run in training does, the first time one is verified."""
+    verify = checkpoints.format.verify_model
+
+    def remove_and_verify(checkpoint: Path) -> None:
+        if checkpoint.name == name and checkpoint.exists():
+            shutil.rmtree(checkpoint)
+        verify(checkpoint)
+
+    monkeypatch.setattr(checkpoints.format, "verify_model", remove_and_verify)
+
+
+def test_a_run_whose_checkpoint_is_removed_while_it_is_read_is_measured_by_another(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = lineartime.train(config(steps=4)).run
+    best = checkpoints.best_checkpoint(run).name
+    removed_while_read(run, best, monkeypatch)
+    assert lineartime.evaluate(run, max_tokens=20).tokens == 20
+    assert best not in [each.name for each in checkpoints.list_checkpoints(run)]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = checkpoints.last_checkpoint(lineartime.train(config(steps=2)).run)
+    removed_while_read(last.parent, last.name, monkeypatch)
+    with pytest.raises(LineartimeError, match=r"^The checkpoint .*step-00000002 was removed while it was read: give another"):
+        lineartime.load(last)
+
+
+def test_a_run_whose_checkpoints_all_vanish_is_no_endless_search(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lineartime.train(config(steps=2)).run
+
+    def gone(checkpoint: Path) -> None:
+        raise LineartimeError("gone")
+
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(LineartimeError, match="are removed before they are read: give the folder of one, or copy one"):
+        checkpoints.read_from(run, gone)
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_again_and_again_while_it_trains(config: Config) -> None:
+    trained = config(steps=12, eval_every=1)
+    run = trained.run_directory
+    ended = threading.Event()
+    failures: list[Exception] = []
+    measured: list[float] = []
+
+    def measure() -> None:
+        while not ended.is_set():
+            if checkpoints.list_checkpoints(run):
+                try:
+                    measured.append(lineartime.evaluate(run, max_tokens=20).loss)
+                except Exception as error:
+                    failures.append(error)
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    try:
+        alone = lineartime.train(config(steps=12, eval_every=1, out=run.with_name("alone")))
+        assert lineartime.train(trained).validation_losses == alone.validation_losses
+    finally:
+        ended.set()
+        thread.join()
+    assert not failures, failures[:3]
+    assert measured
