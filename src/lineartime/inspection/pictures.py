@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.errors import missing_extra
 from lineartime.inspection.look import Inspection, LayerView
-from lineartime.runs.curve import new_figure, save_figure
+from lineartime.runs.curve import drawable, new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 POSITIVE, NEGATIVE = (217, 95, 2), (31, 119, 180)
@@ -73,7 +73,7 @@ def draw_layer(layer: LayerView, title: str, file: Path) -> None:
             _draw_map(axes, layer.weights[panel], "attention" if panel == "attention" else f"{panel} part", figure)
     if not panels:
         every[0].set_axis_off()
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     if layer.missing:
         figure.supxlabel("\n".join(layer.missing), fontsize="small")
     save_figure(figure, file)
