@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_out_of_memory(error):
             raise
         return _fail("This machine has too little memory: use a smaller --batch-size or --context-length.")
-    except KeyboardInterrupt:
-        print("stopped", file=SCREEN)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "stopped", file=SCREEN)
         return INTERRUPTED
     return 0
 

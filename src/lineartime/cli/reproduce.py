@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import tyro
 
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,8 @@ class Options(ReproduceConfig):
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Run what is missing and write the report; after an interrupt, print the command that resumes it."""
+    """Run what is missing and write the report; after an interrupt, KeyboardInterrupt tells the command that resumes it."""
     from lineartime.experiments.command import reproduce
 
     if reproduce(ReproduceConfig(**vars(options))).interrupted:
-        print(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}", file=SCREEN)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")

@@ -34,6 +34,7 @@ def repair_interpreter() -> None:
     split into three products of tf32, exactly.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    jit: Any = importlib.import_module("triton.runtime.jit")
     tl: Any = importlib.import_module("triton.language")
     cast, dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
 
@@ -70,6 +71,12 @@ def repair_interpreter() -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.rewrite()(*args, **kwargs)
+
+    # Where Triton was imported before, for something else, its own functions are made for a compiler.
+    for module in (tl, tl.standard):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, jit.JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(function.fn))
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
     interpreter.InterpreterBuilder.create_dot = create_dot
