@@ -115,6 +115,7 @@ def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple
     model = check_model(load(checkpoint, device), CausalLM, "generate")
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
+    model.lay_out_for_steps()
     if not options.compile:
         return model, options.precision
     why_not = compiler_missing(device)
