@@ -170,6 +170,15 @@ def test_joined_streams_know_their_positions_and_their_number(name: str) -> None
             model.step(torch.zeros(shape, dtype=torch.long), streams)
 
 
+def test_states_of_other_models_are_named_before_they_are_joined() -> None:
+    model = causal("transformer++-tiny")
+    wider = build_model(small("transformer++-tiny", "clm").override(d_model=32)).eval()
+    assert isinstance(wider, CausalLM)
+    for other in (causal("flash-tiny"), wider):
+        with pytest.raises(ArgumentError, match=r"^states(\.k)? (is|has) .*, but Attention needs"):
+            model.join_streams([model.init_state(1), other.init_state(1)])
+
+
 def test_states_that_are_none_of_this_model_are_named() -> None:
     model, other = causal("flash-tiny"), build_model(small("flash-tiny", "clm").override(n_blocks=3))
     assert isinstance(other, CausalLM)

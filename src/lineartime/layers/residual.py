@@ -311,7 +311,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
         batch = x.shape[0]
         for part in state.states if isinstance(state, RaggedState) else [state]:
-            check_state(part, self._no_streams, type(self).__name__)
+            check_state(part, self.no_streams, type(self).__name__)
             if part[0].device != x.device:
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
         own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
@@ -319,7 +319,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
 
     @cached_property
-    def _no_streams(self) -> State | ShiftedState:
+    def no_streams(self) -> State | ShiftedState:
         """The state of no streams, which shows how a state is built."""
         return self.init_state(0)
 

@@ -50,7 +50,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """
         self.check_causal()
         for state in states:
-            check_state(state, self._no_streams, type(self).__name__, "states")
+            check_state(state, self.no_streams, type(self).__name__, "states")
         own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in states])
         shifted = [state.last for state in states if isinstance(state, ShiftedState)]
         return ShiftedState(torch.cat(shifted), own) if self.token_shift else own

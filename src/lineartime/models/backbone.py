@@ -17,6 +17,7 @@ from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer
 from lineartime.layers.stepping import SteppingMixer
+from lineartime.layers.streams import check_state
 from lineartime.models.config import ModelConfig
 from lineartime.models.grouped import GroupedStreams
 from lineartime.ops.checks import check_whole, is_readable
@@ -212,6 +213,9 @@ class Backbone(nn.Module):
         for state in states:
             self._check_states("states", state)
         if not self.steps_in_place:
+            for block, of_block in zip(self.blocks, zip(*states, strict=True), strict=True):
+                for state in of_block:
+                    check_state(state, block.mixer.no_streams, type(block.mixer).__name__, "states")
             return GroupedStreams(states, self.embedding.weight.device)
         return tuple(
             block.stepping_mixer.join_streams(block_states)
@@ -229,7 +233,7 @@ class Backbone(nn.Module):
         self.check_ids(ids)
         embedded = self.embedding(ids)
         if isinstance(streams, GroupedStreams):
-            _check_one_each(ids, streams.position)
+            _check_one_each(ids, len(streams))
             return streams.step(embedded, self.read_next)
         return self.read_step(embedded, streams)
 
@@ -238,7 +242,7 @@ class Backbone(nn.Module):
         self._check_states("streams", streams)
         if not isinstance(streams[0].position, Tensor):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
-        _check_one_each(embedded, streams[0].position)
+        _check_one_each(embedded, streams[0].position.shape[0])
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._first_input(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -297,7 +301,7 @@ class Backbone(nn.Module):
                 )
 
 
-def _check_one_each(tokens: Tensor, positions: Tensor) -> None:
-    """Raise ArgumentError unless there is one token for each stream."""
-    if tokens.shape[:2] != (positions.shape[0], 1):
-        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{positions.shape[0]}, 1], a token each.")
+def _check_one_each(tokens: Tensor, streams: int) -> None:
+    """Raise ArgumentError unless there is one token for each of so many streams."""
+    if tokens.shape[:2] != (streams, 1):
+        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{streams}, 1], a token each.")

@@ -26,7 +26,6 @@ class GroupedStreams:
         sizes = [len(next(iter(state[0]))) for state in states]
         of_row = [place for place, size in enumerate(sizes) for _ in range(size)]
         positions = [state[0].position for state in states]
-        self._device = device
         self._states: list[Any] = []
         self._rows: list[Tensor] = []
         for position in sorted(set(positions)):
@@ -35,6 +34,10 @@ class GroupedStreams:
             rows = [row for row, place in enumerate(of_row) if positions[place] == position]
             self._rows.append(torch.tensor(rows, device=device, dtype=torch.long))
         self._order = torch.cat(self._rows).argsort()
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self._order)
 
     @property
     def position(self) -> Tensor:
