@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
@@ -96,10 +97,8 @@ def test_a_package_of_the_step_gives_the_logits_of_the_model(tmp_path: Path) -> 
 
 
 def test_a_step_in_onnx_gives_the_logits_of_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
-    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     model, ids = flash(n_blocks=1), torch.randint(0, 40, (3, 20))
-    session = runtime.InferenceSession(str(write_onnx(export_step(model), tmp_path / "step.onnx")))
+    session = onnxruntime.InferenceSession(str(write_onnx(export_step(model), tmp_path / "step.onnx")))
     assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]
     names = [given.name for given in session.get_inputs()]
     dtypes = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
