@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 from measure import markdown, save
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
-from lineartime.machine import choose_precision
+from lineartime.machine import choose_precision, using_threads
 from lineartime.models.presets import resolve
 
 CPU = torch.device("cpu")
@@ -57,6 +60,42 @@ def time_first(dtype: Any) -> float:
     return time.perf_counter() - start
 
 
+class _Calls(TorchDispatchMode):
+    """Counts the operations that reach PyTorch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def causes() -> dict[str, float]:
+    """Of an eager float32 step of flash-tiny: its calls and the share of dense maps; and how fast weights are read here."""
+    step = prepare(Subject("flash-tiny", "eager", resolve("flash-tiny")), Case("decode", 1024, "fp32", 1), CPU).step
+    with _Calls() as calls:  # type: ignore[no-untyped-call]
+        step()
+    with using_threads(1):
+        for _ in range(30):
+            step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(50):
+                step()
+        times = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
+        weights = [torch.randn(1088, 256) for _ in range(24)]  # 27 MB: more than a cache nearby holds
+        by_columns = [weight.mT.contiguous().mT for weight in weights]
+        token = torch.randn(1, 256)
+        read = {
+            "by rows": lambda: [functional.linear(token, weight) for weight in weights],
+            "by columns": lambda: [functional.linear(token, weight) for weight in by_columns],
+            "sum": lambda: [weight.sum() for weight in weights],
+        }
+        seconds = median_seconds(read, 21, partial(synchronized, CPU))
+    gigabytes = sum(weight.nbytes for weight in weights) / 1e9
+    found = {"calls": float(calls.count), "share of dense maps": times["aten::addmm"] / sum(times.values())}
+    return found | {f"GB/s {name}": gigabytes / value for name, value in seconds.items() if value}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="timings of each case, of which the median is taken")
@@ -77,6 +116,7 @@ def main() -> None:
             print(json.dumps(rows[-len(SUBJECTS) :]), flush=True)
         with tempfile.TemporaryDirectory() as cache:
             rows += [{"first_call": number, "dtype": dtype, "seconds": first_call(dtype, cache)} for number in (1, 2)]
+    rows.append({"causes": causes()})
     save("generation", rows, table(rows))
 
 
@@ -84,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Tokens a second, with the goals."""
     lines = []
     for row in rows:
-        if "first_call" in row:
+        if "mode" not in row:
             continue
         key = (row["preset"], row["mode"], row["dtype"], row["position"], row["streams"])
         goal = f"{GOALS[key]:,}" if key in GOALS else "-"
@@ -96,7 +136,23 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "first_call" in row
     ]
-    return markdown(header, lines) + "\n" + markdown(["compiling the step, precision", "cache on disk", "first token"], starts)
+    found = next(row["causes"] for row in rows if "causes" in row)
+    why = [
+        ["calls into PyTorch", f"{found['calls']:.0f}"],
+        ["time of the dense maps, one thread", f"{found['share of dense maps']:.0%}"],
+        *[
+            [f"weights read in a product with one row, {how}", f"{found[f'GB/s {how}']:.1f} GB/s"]
+            for how in ("by rows", "by columns")
+        ],
+        ["weights read to sum them", f"{found['GB/s sum']:.1f} GB/s"],
+    ]
+    return "\n".join(
+        [
+            markdown(header, lines),
+            markdown(["compiling the step, precision", "cache on disk", "first token"], starts),
+            markdown(["an eager step of `flash-tiny`, fp32", ""], why),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from lineartime.cli import main
 from lineartime.models.backbone import Backbone
+from lineartime.models.heads import CausalLM
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -39,18 +40,24 @@ def test_the_text_is_alone_on_standard_output_and_the_precision_is_told_on_stand
         assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_a_compiled_step_gives_the_same_text_and_what_cannot_be_compiled_says_why(
+def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Not compiled for real, which takes long: tests/models/test_compile_blocks.py does that.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled: list[CausalLM] = []
+    compile_step = CausalLM.compile_step
+    monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
     plain = capsys.readouterr()
+    assert not compiled
     assert main([*arguments, "--compile"]) == 0
-    compiled = capsys.readouterr()
-    assert compiled.out == plain.out
-    assert compiled.err.endswith("cpu, fp32, compiled\n")
+    with_step = capsys.readouterr()
+    assert with_step.out == plain.out
+    assert with_step.err.endswith("cpu, fp32, compiled\n")
+    assert len(compiled) == 1
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main([*arguments, "--compile"]) == 0
     without = capsys.readouterr()
@@ -59,6 +66,7 @@ def test_a_compiled_step_gives_the_same_text_and_what_cannot_be_compiled_says_wh
     monkeypatch.setattr(Backbone, "steps_in_place", False)
     assert main([*arguments, "--compile"]) == 0
     assert capsys.readouterr().err.endswith("not compiled: the memory of this system grows with the text\n")
+    assert len(compiled) == 1
 
 
 def test_generation_computes_in_the_precision_and_with_the_threads_that_are_asked_for(

@@ -50,13 +50,14 @@ def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_a
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_one_compilation_for_all_blocks_and_positions() -> None:
+@pytest.mark.parametrize("n_streams", [1, 2])
+def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) -> None:
     torch._dynamo.reset()
     counters.clear()
-    model = lineartime.build("flash-next-tiny", d_model=16, n_blocks=3, vocab_size=30, d_qk=8, chunk_size=4).eval()
-    ids = torch.randint(0, 30, (2, 14))
+    model = lineartime.build("flash-next-tiny", d_model=16, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=4).eval()
+    ids = torch.randint(0, 30, (n_streams, 14))
     with torch.no_grad():
-        states = [model.extend(ids[row : row + 1, : 2 + row], model.init_state(1))[1] for row in (0, 1)]
+        states = [model.extend(ids[row : row + 1, : 2 + row], model.init_state(1))[1] for row in range(n_streams)]
         texts = []
         for compiled in (False, True):
             if compiled:

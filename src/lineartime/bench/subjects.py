@@ -102,9 +102,10 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             return Ready(model, partial(infer, read, model, context))
         if bf16:
             model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
-        model.lay_out_for_steps()
         if subject.mode == "compiled":
             model.compile_step()
+        else:
+            model.lay_out_for_steps()
         with torch.no_grad():
             state = state_after(model, context)
             read_next = torch.no_grad()(continuing(model, [state]))

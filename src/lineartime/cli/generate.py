@@ -115,13 +115,11 @@ def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple
     model = check_model(load(checkpoint, device), CausalLM, "generate")
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
-    model.lay_out_for_steps()
-    if not options.compile:
-        return model, options.precision
     why_not = compiler_missing(device)
     if not model.steps_in_place:
         why_not = "the memory of this system grows with the text"
-    if why_not:
-        return model, f"{options.precision}, not compiled: {why_not}"
-    model.compile_step()
-    return model, f"{options.precision}, compiled"
+    if options.compile and not why_not:
+        model.compile_step()
+        return model, f"{options.precision}, compiled"
+    model.lay_out_for_steps()
+    return model, options.precision + (f", not compiled: {why_not}" if options.compile else "")

@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -222,27 +221,31 @@ class Backbone(nn.Module):
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
-    def compile_step(self) -> None:
-        """Have torch.compile make `step` faster: see `CausalLM.compile_step`."""
-        compiled = torch.compile(Block.step, fullgraph=True)
-        for block in self.blocks if self.steps_in_place else ():
-            block.step = partial(compiled, block)  # type: ignore[method-assign]
+    def check_step(self, ids: Tensor, streams: JoinedStates) -> None:
+        """Raise ArgumentError unless these are a token for each stream, [B, 1], and streams that this model joined."""
+        self.check_ids(ids)
+        if isinstance(streams, GroupedStreams):
+            _check_one_each(ids, len(streams))
+        else:
+            self._check_joined(ids, streams)
+
+    def _check_joined(self, tokens: Tensor, streams: BackboneState) -> None:
+        self._check_states("streams", streams)
+        if not isinstance(streams[0].position, Tensor):
+            raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
+        _check_one_each(tokens, streams[0].position.shape[0])
 
     def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
-        self.check_ids(ids)
+        self.check_step(ids, streams)
         embedded = self.embedding(ids)
         if isinstance(streams, GroupedStreams):
-            _check_one_each(ids, len(streams))
             return streams.step(embedded, self.read_next)
         return self.read_step(embedded, streams)
 
     def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """`step` in place for tokens that are embedded already; `inputs` gets what each block reads."""
-        self._check_states("streams", streams)
-        if not isinstance(streams[0].position, Tensor):
-            raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
-        _check_one_each(embedded, streams[0].position.shape[0])
+        self._check_joined(embedded, streams)
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._first_input(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):

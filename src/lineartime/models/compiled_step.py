@@ -1,0 +1,81 @@
+"""The step of joined streams as one compiled function.
+
+With one stream, the dense maps of a step are products of one row with a matrix, which take as long as reading the matrix.
+Matrix libraries read it at a third of the speed of memory. Code that torch.compile generates for a sum of products reads it at
+nearly full speed, and computes norms and gates on the way.
+
+Shapes: B streams, V vocabulary, K width of an input, N width of an output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lineartime.ops.precision import acc_dtype, autocast_dtype
+
+if TYPE_CHECKING:
+    from lineartime.models.backbone import BackboneState
+    from lineartime.models.heads import CausalLM
+
+CompiledStep = Callable[["CausalLM", Tensor, "BackboneState"], Tensor]
+
+
+def compiled_step() -> CompiledStep:
+    """The step of a model, or of copies of it, with streams that it joined: ids [B, 1] -> logits [B, 1, V], unchecked.
+
+    The first call compiles it.
+    """
+
+    def step(model: "CausalLM", ids: Tensor, streams: "BackboneState") -> Tensor:
+        with OneRowProducts():
+            return model.logits(model.backbone.read_step(model.backbone.embedding(ids), streams))
+
+    # PyTorch limits how often a code object is compiled: each model brings its own.
+    step.__code__ = step.__code__.replace()
+    compiled: CompiledStep = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _checked_at_each_step})
+    return compiled
+
+
+def _checked_at_each_step(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions of compiled code are: those on tensors and options, not the hundreds on hooks and global functions."""
+    hooks = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
+    return [not guard.is_global and guard.guard_type not in hooks for guard in guards]
+
+
+class OneRowProducts(TorchFunctionMode):
+    """Has products of one row with a matrix computed as sums, if the numbers that are added lie side by side in memory."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The function, or what equals it."""
+        kwargs = kwargs or {}
+        if function is F.linear and _is_row(args[0], args[1].mT):
+            return linear_row(*args, **kwargs)
+        if function is torch.bmm and _is_row(*args):
+            return bmm_row(*args)
+        return function(*args, **kwargs)
+
+
+def _is_row(x: Tensor, matrix: Tensor) -> bool:
+    rows = 1 if matrix.dim() == 2 else len(matrix)
+    return x.numel() == rows * x.shape[-1] and matrix.stride(-2) == 1 and autocast_dtype(x) is None
+
+
+def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` for one row, [..., K] with a weight [N, K] -> [..., N]."""
+    dtype = acc_dtype(x)
+    out = (x.reshape(1, -1).to(dtype) * weight.to(dtype)).sum(-1)
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def bmm_row(x: Tensor, matrices: Tensor) -> Tensor:
+    """`torch.bmm` for one row each, [B, 1, K] with [B, K, N] -> [B, 1, N]."""
+    dtype = acc_dtype(x)
+    return (x.to(dtype) * matrices.mT.to(dtype)).sum(-1)[:, None].to(x.dtype)

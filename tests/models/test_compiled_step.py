@@ -1,0 +1,79 @@
+"""Products of one row are computed as sums, with equal results; others are left alone. test_compile_blocks.py compiles them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lineartime
+from lineartime.models.compiled_step import OneRowProducts, bmm_row, linear_row
+from lineartime.models.heads import CausalLM
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_row_times_a_matrix_is_the_dense_map(dtype: torch.dtype, tolerance: float, with_bias: bool) -> None:
+    x, weight = torch.randn(1, 1, 7, dtype=dtype), torch.randn(5, 7, dtype=dtype)
+    bias = torch.randn(5, dtype=dtype) if with_bias else None
+    expected, found = F.linear(x, weight, bias), linear_row(x, weight, bias)
+    assert (found.shape, found.dtype) == (expected.shape, dtype)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_rows_times_a_matrix_each_are_the_batched_product(dtype: torch.dtype, tolerance: float) -> None:
+    x, matrices = torch.randn(3, 1, 7, dtype=dtype), torch.randn(3, 5, 7, dtype=dtype).mT
+    torch.testing.assert_close(bmm_row(x, matrices), torch.bmm(x, matrices), atol=tolerance, rtol=tolerance)
+
+
+def test_only_products_that_read_a_matrix_by_rows_once_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[str] = []
+
+    def recorded(name: str) -> Tensor:
+        replaced.append(name)
+        return torch.zeros(())
+
+    monkeypatch.setattr("lineartime.models.compiled_step.linear_row", lambda *_: recorded("linear"))
+    monkeypatch.setattr("lineartime.models.compiled_step.bmm_row", lambda *_: recorded("bmm"))
+    row, rows, weight, matrices = torch.ones(1, 1, 6), torch.ones(2, 1, 6), torch.ones(6, 6), torch.ones(2, 6, 6)
+    by_columns = weight.mT.contiguous().mT
+    with OneRowProducts():
+        F.linear(rows, weight)
+        F.linear(row, by_columns)
+        torch.bmm(rows, matrices)
+        torch.bmm(torch.ones(2, 3, 6), matrices.mT)
+        with torch.autocast("cpu", torch.bfloat16):
+            F.linear(row, weight)
+        assert not replaced
+        F.linear(row, weight)
+        torch.bmm(rows, matrices.mT)
+        assert replaced == ["linear", "bmm"]
+
+
+@pytest.mark.parametrize("n_streams", [1, 3])
+def test_a_step_with_these_products_is_the_step(n_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, vocab_size=30, d_qk=8, chunk_size=4).eval().double()
+    assert isinstance(model, CausalLM)
+    ids = torch.randint(0, 30, (n_streams, 14))
+    with torch.no_grad():
+        _, state = model.extend(ids[:, :5], model.init_state(n_streams))
+        plain, other = model.join_streams([state]), model.join_streams([state])
+        expected = torch.cat([model.step(ids[:, place, None], plain) for place in range(5, 14)], 1)
+        model.lay_out_for_steps()
+        model.compile_step()
+        found = torch.cat([model.step(ids[:, place, None], other) for place in range(5, 14)], 1)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_compiled_model_still_names_wrong_tokens_and_streams() -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, vocab_size=30, d_qk=8, chunk_size=4).eval()
+    assert isinstance(model, CausalLM)
+    streams = model.join_streams([model.init_state(1)])
+    model._compiled_step = lambda *_: pytest.fail("nothing should be computed")
+    with pytest.raises(ValueError, match=r"ids holds 30, but must be from 0 to vocab_size - 1 = 29"):
+        model.step(torch.tensor([[30]]), streams)
+    with pytest.raises(ValueError, match=r"ids has shape \[2, 1\], but must be \[1, 1\]"):
+        model.step(torch.zeros(2, 1, dtype=torch.long), streams)
+    with pytest.raises(ValueError, match=r"streams .* must be what join_streams returned"):
+        model.step(torch.zeros(1, 1, dtype=torch.long), model.init_state(1))
