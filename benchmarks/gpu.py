@@ -39,7 +39,7 @@ from lineartime.generation.streams import recorded_step
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import mixed_chunk_attention, quadratic_attention
-from lineartime.ops.triton import common, mixed_chunk, quadratic
+from lineartime.ops.triton import common, mixed_chunk, quadratic_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
@@ -288,8 +288,9 @@ class Run:
         scales = torch.rand(1, count, device=self.device)
         options: dict[str, Any] = {"causal": True, "activation": "relu2"}
         states = mixed_chunk.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)
-        weigh = partial(quadratic.weigh, q, k, v, bias, rows, 0.1, readers=q, states=states, **options)
-        gradient = partial(quadratic.score_gradient, q, k, v, bias, rows, d_out, 0.1, n_summed=1, dtype=dtype, **options)
+        weigh = partial(quadratic_kernels.weigh, q, k, v, bias, rows, 0.1, readers=q, states=states, **options)
+        inputs = (q, k, v, bias, rows, d_out, 0.1)
+        gradient = partial(quadratic_kernels.score_gradient, *inputs, n_summed=1, dtype=dtype, **options)
         inside, across = count * chunk**2, 2 * count * chunk * d_qk * d_value  # causal: half of all pairs, twice
         cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
             "weigh": (weigh, inside * (d_qk + d_value) + across, 2 * v.numel() + 3 * q.numel() + states.numel()),

@@ -27,6 +27,7 @@ from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import read
 from lineartime.models.cost import cost
+from lineartime.models.heads import LanguageModel
 from lineartime.models.presets import presets, resolve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.runs.record import RECORD_FILE
@@ -467,8 +468,14 @@ def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
     assert large.peak > 4 * small.peak > 4 * small.gradients
 
 
-@pytest.mark.slow
-def test_compiled_subjects_have_the_time_of_compiling(options: Callable[..., BenchConfig]) -> None:
+def test_compiled_subjects_have_the_time_of_compiling(
+    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def traced(model: LanguageModel) -> None:  # without code for a processor, which tests/models/test_compile_blocks.py makes
+        for block in model.backbone.blocks:
+            block.compile(backend="eager")
+
+    monkeypatch.setattr(LanguageModel, "compile_blocks", traced)
     modes = ("eager", "compiled")
     config = options(override=SMALL[:4], presets=("flash-tiny",), measure=("forward",), modes=modes, context_lengths=(8,))
     run_benchmark(config)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lineartime.ops.activations import laplace
 
 kernels = pytest.importorskip("lineartime.ops.triton.quadratic")
+common = pytest.importorskip("lineartime.ops.triton.common")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -242,4 +243,4 @@ def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(
     dtype: torch.dtype, precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert kernels.number_formats(dtype)["PRECISION"] == expected
+    assert common.number_formats(dtype)["PRECISION"] == expected

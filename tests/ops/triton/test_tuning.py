@@ -4,7 +4,7 @@ import pytest
 import torch
 
 common = pytest.importorskip("lineartime.ops.triton.common")
-quadratic = pytest.importorskip("lineartime.ops.triton.quadratic")
+quadratic = pytest.importorskip("lineartime.ops.triton.quadratic_kernels")
 
 
 def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:

@@ -1,4 +1,4 @@
-"""Quadratic attention by Triton kernels, for GPUs: see `lineartime.ops.triton.quadratic`."""
+"""Quadratic attention by Triton kernels, for GPUs: see `lineartime.ops.triton.quadratic_kernels`."""
 
 import torch
 from torch import Tensor

@@ -34,7 +34,7 @@ from lineartime.ops.triton.common import (
     tuned,
     workspace,
 )
-from lineartime.ops.triton.quadratic import score_gradient, weigh
+from lineartime.ops.triton.quadratic_kernels import score_gradient, weigh
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
 

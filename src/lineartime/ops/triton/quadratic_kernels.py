@@ -1,0 +1,348 @@
+"""The kernels of quadratic attention, without a T x T matrix in memory, forward or backward.
+
+Shapes: B batch, T tokens, s query/key width, e value width.
+
+    out[t] = sum over j of P[t, j] v[j]          P[t, j] = r[t] f(X[t, j])     X[t, j] = c q[t].k[j] + bias[t, j]
+    dv[j]  = sum over t of P[t, j] dout[t]      dX[t, j] = r[t] f'(X[t, j]) dout[t].v[j]
+    dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]        dbias = sum over b of dX
+
+with r = row_scale, c = score_scale, f the activation, and P = dX = 0 at j > t where attention is causal.
+
+A program owns a block of rows and walks over the blocks of the others, whose scores it computes on the way. The rows are
+queries and the others keys; for dv and dk it is the other way round: TRANSPOSED. Every number is
+summed by one program in a fixed order, so that the same inputs always give the same bits.
+"""
+
+# Triton may be absent, has no types, and writes the constants of a kernel in capitals.
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+# ruff: noqa: N803, N806
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineartime.ops.triton.common import (
+    activate,
+    activation_slope,
+    as_operand,
+    jit,
+    length_bucket,
+    load_tile,
+    number_formats,
+    on_device,
+    store_tile,
+    token_bucket,
+    tuned,
+    width_block,
+    workspace,
+)
+
+# 1. Tiles of scores and of their gradients ----------------------------------------------------------------------------
+
+
+@jit
+def score_tile(
+    x, y, bias, x_tile, rows, others, T, score_scale,
+    S: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """X, or X^T if the bias is transposed too, at [rows, others]: products of x and y, [T, s] both.
+
+    The first BLOCK_S columns of x are in x_tile.
+    """
+    columns = tl.arange(0, BLOCK_S)
+    scores = tl.dot(x_tile, tl.trans(load_tile(y, others, columns, T, S, COMPUTE)), input_precision=PRECISION)
+    if S > BLOCK_S:
+        for start in range(BLOCK_S, S, BLOCK_S):
+            x_part = load_tile(x, rows, start + columns, T, S, COMPUTE)
+            y_part = load_tile(y, others, start + columns, T, S, COMPUTE)
+            scores = tl.dot(x_part, tl.trans(y_part), scores, input_precision=PRECISION)
+    scores *= score_scale
+    if HAS_BIAS:
+        scores += load_tile(bias, rows, others, T, T, scores.dtype)
+    return scores
+
+
+@jit
+def mask_tile(tile, rows, others, row_scale, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The tile times the row_scale of its queries, zero where attention is causal and the key is behind the query."""
+    # Beyond the edges nothing needs a mask: values and output gradients read as zero there.
+    if TRANSPOSED:
+        tile *= tl.load(row_scale + others, mask=others < T, other=0.0)[None, :]
+        if CAUSAL:
+            tile = tl.where(rows[:, None] <= others[None, :], tile, 0.0)
+    else:
+        tile *= tl.load(row_scale + rows, mask=rows < T, other=0.0)[:, None]
+        if CAUSAL:
+            tile = tl.where(rows[:, None] >= others[None, :], tile, 0.0)
+    return tile
+
+
+@jit
+def score_gradient_tile(
+    scores, x_values, y_values, row_scale, rows, others, T,
+    E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, TRANSPOSED: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dX, or dX^T, at [rows, others]; of the values v and the gradients dout, [T, e] both, x_values are those of the rows."""
+    columns = tl.arange(0, BLOCK_E)
+    products = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
+    for start in range(0, E, BLOCK_E):
+        x_part = load_tile(x_values, rows, start + columns, T, E, COMPUTE)
+        y_part = load_tile(y_values, others, start + columns, T, E, COMPUTE)
+        products = tl.dot(x_part, tl.trans(y_part), products, input_precision=PRECISION)
+    return mask_tile(products * activation_slope(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
+
+
+# 2. out, and dv -------------------------------------------------------------------------------------------------------
+
+
+@tuned(
+    [
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=2),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=8, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+    ],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
+    interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    unfit=lambda sizes: sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128,
+)
+@jit
+def weigh_kernel(
+    x, y, values, bias, row_scale, readers, states, out, T, bucket, tokens, score_scale,
+    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_STATES: tl.constexpr, TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """P values or P^T values, + readers states where given; a program: rows of one sequence x columns of the values."""
+    # Programs side by side have the same rows, whose queries and keys they find in the cache.
+    column_blocks = (E + BLOCK_E - 1) // BLOCK_E
+    blocks = (T + BLOCK_M - 1) // BLOCK_M
+    batch = (tl.program_id(0) // (blocks * column_blocks)).to(tl.int64)
+    block = tl.program_id(0) // column_blocks % blocks
+    if CAUSAL and not TRANSPOSED:
+        block = blocks - 1 - block  # the longest rows first, so that none is left for the end
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % column_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
+    inner = tl.arange(0, BLOCK_S)
+    x += batch * T * S
+    y += batch * T * S
+    values += batch * T * E
+    row_scale += batch * T
+    acc = tl.full((BLOCK_M, BLOCK_E), 0.0, ACC)
+
+    if HAS_STATES:
+        readers += batch * T * S
+        states += batch * S * E
+        STEP: tl.constexpr = 32 if BLOCK_S > 32 else BLOCK_S
+        for start in range(0, S, STEP):
+            part = start + tl.arange(0, STEP)
+            reader = load_tile(readers, rows, part, T, S, COMPUTE)
+            state = as_operand(load_tile(states, part, columns, S, E, states.dtype.element_ty), COMPUTE, PRECISION)
+            acc = tl.dot(reader, state, acc, input_precision=PRECISION)
+
+    first = 0
+    last = T
+    if CAUSAL and TRANSPOSED:
+        first = block * BLOCK_M // BLOCK_N * BLOCK_N
+    if CAUSAL and not TRANSPOSED:
+        last = tl.minimum((block + 1) * BLOCK_M, T)
+    x_tile = load_tile(x, rows, inner, T, S, COMPUTE)
+    for start in range(first, last, BLOCK_N):
+        others = start + tl.arange(0, BLOCK_N)
+        scores = score_tile(x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
+        weights = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
+        value = load_tile(values, others, columns, T, E, COMPUTE)
+        acc = tl.dot(as_operand(weights, COMPUTE, PRECISION), value, acc, input_precision=PRECISION)
+    store_tile(out + batch * T * E, acc, rows, columns, T, E)
+
+
+def weigh(
+    q: Tensor, k: Tensor, values: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool,
+    activation: str, transposed: bool = False, readers: Tensor | None = None, states: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """P values plus readers @ states where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e].
+
+    Transposed, P^T values, of a bias that is transposed too.
+    """
+    (batch, length, width), n_columns = q.shape, values.shape[-1]
+    out = workspace(values.shape, values.dtype, values.device)
+
+    def grid(config: dict[str, Any]) -> tuple[int]:
+        return (batch * triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(n_columns, config["BLOCK_E"]),)
+
+    x, y = (k, q) if transposed else (q, k)
+    with on_device(values):
+        weigh_kernel[grid](
+            x, y, values, bias, row_scale, readers, states, out, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
+            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            HAS_STATES=states is not None, TRANSPOSED=transposed, BLOCK_S=width_block(width, values.dtype),
+            **number_formats(values.dtype),
+        )  # fmt: skip
+    return out
+
+
+# 3. dq, and dk --------------------------------------------------------------------------------------------------------
+
+
+@tuned(
+    [
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=8, num_stages=3),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+    ],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
+    interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
+    unfit=lambda sizes: (
+        (sizes["BLOCK_S"] > 128 and sizes["BLOCK_N"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
+    ),
+)
+@jit
+def score_input_gradient_kernel(
+    x, y, x_values, y_values, bias, row_scale, out, T, bucket, tokens, score_scale,
+    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Dq = c dX k, or dk = c dX^T q; a program: rows of one sequence x columns of y."""
+    blocks = (T + BLOCK_M - 1) // BLOCK_M
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    if CAUSAL and not TRANSPOSED:
+        block = blocks - 1 - block
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    x += batch * T * S
+    y += batch * T * S
+    x_values += batch * T * E
+    y_values += batch * T * E
+    row_scale += batch * T
+
+    first = 0
+    last = T
+    if CAUSAL and TRANSPOSED:
+        first = block * BLOCK_M // BLOCK_N * BLOCK_N
+    if CAUSAL and not TRANSPOSED:
+        last = tl.minimum((block + 1) * BLOCK_M, T)
+    acc = tl.full((BLOCK_M, BLOCK_S), 0.0, ACC)
+    x_tile = load_tile(x, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
+    for start in range(first, last, BLOCK_N):
+        others = start + tl.arange(0, BLOCK_N)
+        scores = score_tile(x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
+        d_scores = score_gradient_tile(
+            scores, x_values, y_values, row_scale, rows, others, T,
+            E, CAUSAL, ACTIVATION, TRANSPOSED, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
+        )  # fmt: skip
+        y_tile = load_tile(y, others, columns, T, S, COMPUTE)
+        acc = tl.dot(as_operand(d_scores, COMPUTE, PRECISION), y_tile, acc, input_precision=PRECISION)
+    store_tile(out + batch * T * S, acc * score_scale, rows, columns, T, S)
+
+
+def score_input_gradient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
+    causal: bool, activation: str, transposed: bool,
+) -> Tensor:  # fmt: skip
+    """Dq or, transposed, of a bias that is transposed too, dk: [B, T, s]."""
+    (batch, length, width), n_columns = q.shape, v.shape[-1]
+    x, y, x_values, y_values = (k, q, v, d_out) if transposed else (q, k, d_out, v)
+    out, block = workspace(x.shape, x.dtype, x.device), width_block(width, v.dtype)
+
+    def grid(config: dict[str, Any]) -> tuple[int, int]:
+        return batch * triton.cdiv(length, config["BLOCK_M"]), triton.cdiv(width, block)
+
+    with on_device(v):
+        score_input_gradient_kernel[grid](
+            x, y, x_values, y_values, bias, row_scale, out, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
+            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            TRANSPOSED=transposed, BLOCK_S=block, **number_formats(v.dtype),
+        )  # fmt: skip
+    return out
+
+
+# 4. dX, and dbias -----------------------------------------------------------------------------------------------------
+
+
+@tuned(
+    [
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_E": 64}, num_warps=8, num_stages=3),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+    ],
+    key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
+    interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
+    unfit=lambda sizes: (
+        ((sizes["n_summed"] > 1 or sizes["S"] > 128) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
+    ),
+)
+@jit
+def score_gradient_kernel(
+    q, k, v, bias, row_scale, d_out, out, n_summed, T, bucket, tokens, score_scale,
+    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """out[g] = sum of dX over the g-th n_summed of the sequences; a program: one tile of one g."""
+    row_blocks = (T + BLOCK_M - 1) // BLOCK_M
+    other_blocks = (T + BLOCK_N - 1) // BLOCK_N
+    group = (tl.program_id(0) // (row_blocks * other_blocks)).to(tl.int64)
+    block = tl.program_id(0) % (row_blocks * other_blocks)
+    row_start = block // other_blocks * BLOCK_M
+    other_start = block % other_blocks * BLOCK_N
+    rows = row_start + tl.arange(0, BLOCK_M)
+    others = other_start + tl.arange(0, BLOCK_N)
+
+    members = n_summed
+    if CAUSAL:
+        members = tl.where(other_start < row_start + BLOCK_M, n_summed, 0)  # no query of the tile sees any of its keys
+    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
+    for member in range(0, members):
+        batch = group * n_summed + member
+        x_tile = load_tile(q + batch * T * S, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
+        scores = score_tile(
+            q + batch * T * S, k + batch * T * S, bias, x_tile, rows, others, T, score_scale,
+            S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S,
+        )  # fmt: skip
+        acc += score_gradient_tile(
+            scores, d_out + batch * T * E, v + batch * T * E, row_scale + batch * T, rows, others, T,
+            E, CAUSAL, ACTIVATION, False, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
+        )  # fmt: skip
+    store_tile(out + group * T * T, acc, rows, others, T, T)
+
+
+def score_gradient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
+    causal: bool, activation: str, n_summed: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dX, summed over every n_summed sequences that follow each other: [B / n_summed, T, T] in `dtype`."""
+    (batch, length, width), n_columns = q.shape, v.shape[-1]
+    out = workspace((batch // n_summed, length, length), dtype, v.device)
+
+    def grid(config: dict[str, Any]) -> tuple[int]:
+        blocks = triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(length, config["BLOCK_N"])
+        return (batch // n_summed * blocks,)
+
+    with on_device(v):
+        score_gradient_kernel[grid](
+            q, k, v, bias, row_scale, d_out, out, n_summed, length, length_bucket(length),
+            token_bucket(batch * length), score_scale,
+            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
+        )  # fmt: skip
+    return out
