@@ -56,7 +56,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     assert main([*arguments, "--compile"]) == 0
     with_step = capsys.readouterr()
     assert with_step.out == plain.out
-    assert with_step.err.endswith("cpu, fp32, compiled\n")
+    assert with_step.err.endswith("cpu, fp32, compiled: the first token waits for it\n")
     assert len(compiled) == 1
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert main([*arguments, "--compile"]) == 0

@@ -120,6 +120,6 @@ def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple
         why_not = "the memory of this system grows with the text"
     if options.compile and not why_not:
         model.compile_step()
-        return model, f"{options.precision}, compiled"
+        return model, f"{options.precision}, compiled: the first token waits for it"
     model.lay_out_for_steps()
     return model, options.precision + (f", not compiled: {why_not}" if options.compile else "")
