@@ -122,8 +122,8 @@ def test_lanes_begin_with_different_texts_of_several(folder: Path, monkeypatch: 
 
 def loader(corpus: Corpus, lanes: int, **options: Any) -> Loader:
     rows = Rows(options.pop("per_step", 4), options.pop("at_once", 1), options.pop("rank", 0), options.pop("ranks", 1))
-    context = options.pop("context_length", CONTEXT)
-    return StreamingLoader(corpus, BatchMaker(BYTES, **{"task": "clm", "seed": 1, **options}), context, rows, lanes)
+    context, shuffle = options.pop("context_length", CONTEXT), options.pop("shuffle", 0)
+    return StreamingLoader(corpus, BatchMaker(BYTES, **{"task": "clm", "seed": 1, **options}), context, rows, lanes, shuffle)
 
 
 def step_rows(loaders: list[Loader]) -> list[list[int]]:
@@ -162,18 +162,19 @@ def test_rows_come_from_the_lanes_in_turn(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.sampled_from([1, 2, 4]),
     at_once=st.sampled_from([1, 2]),
     done=st.integers(0, 30),
     packed=st.booleans(),
     task=st.sampled_from(["clm", "mlm"]),
+    shuffle=st.sampled_from([0, 1, 3, 1000]),
 )
 def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
-    corpus: Corpus, ranks: int, at_once: int, done: int, packed: bool, task: str
+    corpus: Corpus, ranks: int, at_once: int, done: int, packed: bool, task: str, shuffle: int
 ) -> None:
-    options: dict[str, Any] = {"per_step": 8, "packed": packed, "task": task}
+    options: dict[str, Any] = {"per_step": 8, "packed": packed, "task": task, "shuffle": shuffle}
     whole = loader(corpus, 4, at_once=8, **options)
     expected = [step_rows([whole]) for _ in range(done + 3)]
     before = [loader(corpus, 4, at_once=2, rank=rank, ranks=2, **options) for rank in range(2)]

@@ -199,7 +199,7 @@ def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
 def test_a_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
-    common = {"data": str(file), "streaming": True, "lanes": 2, "tokens_per_batch": 4 * 24}
+    common = {"data": str(file), "streaming": True, "lanes": 2, "shuffle_documents": 7, "tokens_per_batch": 4 * 24}
     expected = trained(config(**common, out=tmp_path / "one"))
     stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '3'\n" + STOP
     assert launch(config(**common), 2, before=stop).wait() == [0, 0]

@@ -94,6 +94,11 @@ def test_a_prefix_model_trains_on_random_prefixes_and_is_measured_on_half_window
     assert "validation_bits_per_byte" in metrics(run)[-1]
 
 
+def test_a_shuffle_of_documents_needs_a_stream(config: MakeConfig) -> None:
+    with pytest.raises(ArgumentError, match=r"^shuffle_documents is 5, but needs streaming: text that is encoded beforehand"):
+        config(shuffle_documents=5).check()
+
+
 def test_prefixes_cannot_be_split_over_processes(config: MakeConfig) -> None:
     with pytest.raises(ArgumentError, match="task is prefix-lm, whose prefixes cannot be split over processes: leave out"):
         config(task="prefix-lm", context_parallel=2).check()

@@ -1,12 +1,13 @@
 """Streaming: documents of corpora too large to encode beforehand are encoded as they are read, in independent lanes.
 
 A corpus is divided into a fixed number of lanes, and row i of a run comes from lane i % lanes, so that the order of the text
-does not depend on the number of processes. Documents are not shuffled, because the datasets library cannot restore a shuffle
-buffer. Lanes start in different files, which mixes the documents.
+does not depend on the number of processes. Lanes start in different files, which mixes the documents. Those of a lane can be
+shuffled in blocks: the datasets library has a shuffle buffer, but cannot restore it.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from lineartime.data.corpora import Corpus, Source
 from lineartime.data.hub import guarded
 from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import pieces
+from lineartime.data.shuffling import shuffled
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -103,13 +105,15 @@ class _Mark(NamedTuple):
 
 
 class _Lane:
-    """The endless tokens of one share of the text; every token comes once an epoch."""
+    """The endless tokens of one share of the text; every token comes once an epoch. `shuffle` is as for `StreamingLoader`."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, lane: int, lanes: int) -> None:
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, lane: int, lanes: int, shuffle: int = 0, seed: int = 0) -> None:
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._lane = lane
         self._lanes = lanes
+        self._shuffle = shuffle
+        self._seed = seed
         self.restore({"epoch": 0, "source": None, "used": 0})
 
     def restore(self, state: State) -> None:
@@ -148,7 +152,7 @@ class _Lane:
         place = 0
         while True:
             from_the_beginning, before = source is None, place
-            for texts, after in stream_documents(self._corpus, "train", self._lane, self._lanes, source):
+            for texts, after in self._documents(epoch, source):
                 self._marks.append(_Mark(place, epoch, source))
                 for text in filter(None, texts):
                     for ids in map(self._tokenizer.encode, whole_lines(pieces(text))):
@@ -164,6 +168,12 @@ class _Lane:
                 )
             epoch, source = epoch + 1, None
 
+    def _documents(self, epoch: int, state: State | None) -> Iterator[tuple[list[str], State]]:
+        read = partial(stream_documents, self._corpus, "train", self._lane, self._lanes)
+        if not self._shuffle:
+            return read(state)
+        return shuffled(read, self._shuffle, (self._seed, self._lane, epoch), state, self._corpus.name)
+
 
 class StreamingLoader:
     """Encodes the training split of a corpus while it is read: row i is the next window of lane i % lanes.
@@ -176,13 +186,14 @@ class StreamingLoader:
         context_length: T.
         rows: the rows of this process.
         lanes: a multiple of the number of processes.
+        shuffle: how many documents of a lane are shuffled together, in an order that depends on the seed of `make`; 0 for none.
 
     Raises:
         LineartimeError: if lanes are not a multiple of the processes, for a corpus that cannot be streamed, and while reading
             for text that cannot be read.
     """
 
-    def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int) -> None:
+    def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int, shuffle: int = 0) -> None:
         if lanes < 1 or lanes % rows.ranks:
             raise ArgumentError(
                 "lanes",
@@ -196,7 +207,9 @@ class StreamingLoader:
         self._rows = rows
         self._count = lanes
         self._rows_read = 0
-        self._lanes = {lane: _Lane(corpus, make.tokenizer, lane, lanes) for lane in range(rows.rank, lanes, rows.ranks)}
+        self._lanes = {
+            lane: _Lane(corpus, make.tokenizer, lane, lanes, shuffle, make.seed) for lane in range(rows.rank, lanes, rows.ranks)
+        }
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""

@@ -24,6 +24,7 @@ Steps = Annotated[int, Between(1, 10**9)]
 Size = Annotated[int, Between(1, 2**30)]
 Expansion = Annotated[int, Between(1, 10**9)]
 Lanes = Annotated[int, Between(1, 10**5)]
+Shuffle = Annotated[int, Between(0, 10**7)]
 Positive = Annotated[float, Between(above=0)]
 NotNegative = Annotated[float, Between(0)]
 Decay = Annotated[float, Between(0, below=1)]
@@ -58,6 +59,8 @@ class TrainConfig:
     """Read the text while training, for corpora too large to encode beforehand."""
     lanes: Lanes = 8
     """Parts of a streamed corpus that are read side by side; a multiple of the number of processes."""
+    shuffle_documents: Shuffle = 0
+    """Documents of each part of a streamed corpus that are shuffled together; 0 keeps their order."""
     packed: bool = False
     """Keep documents apart: no token attends to another document."""
     context_length: Size = 512
@@ -207,6 +210,9 @@ class TrainConfig:
                 Argument("parallel", "ddp"),
                 ".",
             )
+        if self.shuffle_documents and not self.streaming:
+            advice = ": text that is encoded beforehand is shuffled by windows."
+            raise ArgumentError("shuffle_documents", f"is {self.shuffle_documents}, but needs ", Argument("streaming"), advice)
         if self.packed and self.context_parallel > 1:
             raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
         if self.task == "prefix-lm" and self.context_parallel > 1:

@@ -48,8 +48,9 @@ class Text:
         self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         if config.streaming:
-            loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes)
-            self.name = f"a stream of {corpus.name} in {config.lanes} lanes"
+            shuffle = config.shuffle_documents
+            loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes, shuffle)
+            self.name = f"a stream of {corpus.name} in {config.lanes} lanes" + (f", shuffled by {shuffle:,}" if shuffle else "")
             self.splits = describe_splits(corpus, {"validation": self.validation})
             self.identity = f"{self.name}, state {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
         else:
