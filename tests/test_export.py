@@ -1,6 +1,7 @@
 """Exported programs compute what the model computes, for any batch and length, read back from their files."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,26 @@ def test_a_package_of_the_step_gives_the_logits_of_the_model(tmp_path: Path) -> 
         logits.append(out)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing(torch.device("cpu")) != "", reason="torch.compile has no compiler here")
+def test_the_program_in_c_plus_plus_that_the_documents_show_continues_a_text(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "export.md").read_text()
+    (tmp_path / "step.cpp").write_text(page.split("```cpp\n")[1].split("```")[0])
+    build = page[page.index("    g++") : page.index("   # TORCH")].replace("-O2", "-O0")
+    environment = {**os.environ, "TORCH": str(Path(torch.__file__).parent)}
+    subprocess.run(["bash", "-c", build], cwd=tmp_path, env=environment, check=True)
+    model = flash(n_blocks=1, vocab_size=258)
+    write_package(export_step(model), tmp_path / "step.pt2")
+    command = [str(tmp_path / "step"), str(tmp_path / "step.pt2"), "def f", "20"]
+    shown = subprocess.run(command, check=True, capture_output=True).stdout
+    text = list(b"def f")
+    with torch.no_grad():
+        while len(text) < 25:
+            text.append(int(model(torch.tensor([text]))[0, -1, :256].argmax()))
+    assert len(set(text[5:])) > 1
+    assert shown == bytes(text) + b"\n"
 
 
 def test_a_step_in_onnx_gives_the_logits_of_the_model(tmp_path: Path) -> None:
