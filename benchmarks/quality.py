@@ -14,6 +14,7 @@ from measure import RESULTS, markdown
 
 REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = REPORTS / "lm-cpu"
+DOCUMENTS = RESULTS.parents[1] / "docs"
 
 
 def main() -> None:
@@ -34,6 +35,8 @@ def copy(folder: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     for file in (folder / "report.json", folder / "report.md", *sorted(folder.glob("*.png"))):
         shutil.copy(file, into)
+    if into == LANGUAGE_MODELS:
+        shutil.copy(folder / "quality.png", DOCUMENTS)
 
 
 def quality_table(report: dict[str, Any]) -> str:

@@ -54,9 +54,10 @@ def test_a_table_has_no_empty_columns() -> None:
     assert table({"system": ["a|b"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a\\|b | 1 |"
 
 
-def test_a_setting_of_which_nothing_has_run_has_no_tables() -> None:
-    def setting(tried: str | float, run: str) -> dict[str, Any]:
-        return {"rows": [{"grid": {"adamw": {"0.1": tried}}, "runs": [{"state": run}]}]}
+def test_a_setting_and_a_system_of_which_nothing_has_run_are_in_no_table() -> None:
+    def row(tried: str | float, run: str) -> dict[str, Any]:
+        return {"grid": {"adamw": {"0.1": tried}}, "runs": [{"state": run}]}
 
-    settings = [setting("missing", "missing"), setting(3.0, "missing"), setting("missing", "finished")]
-    assert begun({"settings": settings}) == settings[1:]
+    not_begun, tuned, run = row("missing", "missing"), row(3.0, "missing"), row("missing", "finished")
+    settings = [{"rows": [not_begun]}, {"rows": [tuned, not_begun]}, {"rows": [not_begun, run]}]
+    assert begun({"settings": settings}) == [{"rows": [tuned]}, {"rows": [run]}]

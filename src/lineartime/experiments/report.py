@@ -66,7 +66,8 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
     if report["started"]:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
-    lines += [f"- text of {label}: {text}" for label, text in report["texts"].items()]
+    labels = {setting["label"] for setting in begun(report)} if plan.experiment.kind == "quality" else report["texts"].keys()
+    lines += [f"- text of {label}: {text}" for label, text in report["texts"].items() if label in labels]
     if plan.config.scale == "trial":
         lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
     return "\n".join(lines)
@@ -79,6 +80,8 @@ def _incomplete(report: dict[str, Any]) -> str:
         more = f", and {len(report['missing']) - 8} more (see {JSON_FILE})" if len(report["missing"]) > 8 else ""
         lines.append(f"Missing runs: {shown}{more}.")
     lines += [f"{problem.rstrip('.')}." for problem in report["problems"]]
+    if report["missing"]:
+        lines.append("Settings and systems of which nothing has run are left out of the tables of quality.")
     return "\n\n".join(lines)
 
 
@@ -122,8 +125,9 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
 
 
 def begun(report: dict[str, Any]) -> list[Row]:
-    """The settings of which anything has run."""
-    return [setting for setting in report["settings"] if any(_has_begun(row) for row in setting["rows"])]
+    """The settings of which anything has run, each with the systems that have."""
+    found = [{**setting, "rows": list(filter(_has_begun, setting["rows"]))} for setting in report["settings"]]
+    return [setting for setting in found if setting["rows"]]
 
 
 def _has_begun(row: Row) -> bool:
