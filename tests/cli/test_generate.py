@@ -150,3 +150,13 @@ def test_text_appears_as_it_is_produced(folder: Path, start: Start) -> None:
             break
     assert process.returncode == 130
     assert "Traceback" not in shown
+
+
+def test_many_samples_tell_that_they_are_being_drawn(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lineartime.data.progress._PATIENCE", 0.0)
+    assert main(["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "40", "--samples", "3"]) == 0
+    shown = capsys.readouterr()
+    assert "drawing 3 samples ...\n" in shown.err
+    assert shown.out.count("--- sample") == 3

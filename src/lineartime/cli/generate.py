@@ -38,7 +38,7 @@ class Options:
     stop: tuple[str, ...] = ()
     """Texts that end the continuation; it is cut before the first one to appear."""
     samples: int = 1
-    """Continuations to produce; with more than one, each is printed when it is complete."""
+    """Continuations to produce; with more than one, they are printed when all are complete."""
     temperature: float = 0.8
     """Below 1, likely tokens become more likely; 0 always takes the most likely token."""
     top_k: int = 0
@@ -73,6 +73,7 @@ def run(options: Options) -> None:
 
 def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.checkpoint import find_checkpoint, load_tokenizer
+    from lineartime.data.progress import Progress
     from lineartime.generation import Sampling
     from lineartime.text_generation import generate_samples, generate_text
 
@@ -96,7 +97,8 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             sys.stdout.flush()
         return
     print(note, file=SCREEN, flush=True)
-    samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
+    with Progress(f"drawing {options.samples} samples"):
+        samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
     for number, sample in enumerate(samples, 1):
         if options.json:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)
