@@ -20,7 +20,7 @@ def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: 
         f"{there}: a model of transformers, which its Auto classes load after `import lineartime.hf`",
         f"{back}: a model of lineartime, which `lineartime generate {back}` and the other commands read",
     ]
-    assert error == ""
+    assert set(error.splitlines()) <= {f"converting {source} ..." for source in (folder / "run", there)}  # if it takes long
     assert main(["generate", back, "--prompt", "the", "--max-tokens", "3"]) == 0
     capfd.readouterr()
 

@@ -30,43 +30,49 @@ class Options:
 
 def run(options: Options) -> None:
     """Convert the model, and say how to load it."""
+    from lineartime.data.progress import Progress
+
+    with Progress(f"converting {options.source}"):
+        said = _convert(options)
+    print(said)
+
+
+def _convert(options: Options) -> str:
+    """Convert the model: what was written, and how to load it."""
     if options.to == "flash-pytorch":
-        _write_flash_pytorch(options)
-        return
+        return _write_flash_pytorch(options)
     from lineartime.foreign import is_foreign
 
     if is_foreign(options.source):
-        _read_foreign(options)
-        return
+        return _read_foreign(options)
     _refuse(options, "flash_pytorch", "tokenizer")
     from lineartime.hf.convert import convert
     from lineartime.hf.folder import CONFIG
 
     folder = convert(options.source, options.destination, checkpoint=options.checkpoint)
     if (folder / CONFIG).exists():
-        print(f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`")
-    else:
-        _say_ours(folder)
+        return f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`"
+    return _ours(folder)
 
 
-def _read_foreign(options: Options) -> None:
+def _read_foreign(options: Options) -> str:
     from lineartime.data.tokenizers import named_tokenizer
     from lineartime.foreign import convert
 
     _refuse(options, "checkpoint")
     arguments = dict(_read(item) for item in options.flash_pytorch)
     tokenizer = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
-    _say_ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
+    return _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
 
 
-def _write_flash_pytorch(options: Options) -> None:
+def _write_flash_pytorch(options: Options) -> str:
     from lineartime.checkpoint import load
     from lineartime.foreign import write_flash_pytorch
 
     _refuse(options, "flash_pytorch", "tokenizer")
     arguments = write_flash_pytorch(load(options.source, checkpoint=options.checkpoint), options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    print(f"{options.destination}: the state_dict of FLASHTransformer({shown})")
+    return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 
 
 def _refuse(options: Options, *names: str) -> None:
@@ -77,8 +83,8 @@ def _refuse(options: Options, *names: str) -> None:
             raise ArgumentError(name, f"is given, but converting {options.source} needs none: leave it out.")
 
 
-def _say_ours(folder: Path) -> None:
-    print(f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read")
+def _ours(folder: Path) -> str:
+    return f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read"
 
 
 def _read(item: str) -> tuple[str, Any]:

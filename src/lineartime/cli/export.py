@@ -35,23 +35,29 @@ def run(options: Options) -> None:
             Argument("part", "step"),
             ".",
         )
-    from lineartime.checkpoint import find_checkpoint, load
-    from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
-    from lineartime.models.heads import CausalLM, check_model
+    from lineartime.data.progress import Progress
+    from lineartime.export import checked_file
 
     checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before what takes time
+    with Progress(f"exporting {options.run}"):
+        said = _export(options)
+    print(said)
+
+
+def _export(options: Options) -> str:
+    """Export the model: what was written, and how to load it."""
+    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
+    from lineartime.models.heads import CausalLM, check_model
+
     model = load(find_checkpoint(options.run, options.checkpoint))
     if options.part == "text":
         file = write_program(export_text(model), options.file)
-        print(f"{file}: ids [B, T] to logits [B, T, V], for torch.export.load after `import lineartime`")
-        return
+        return f"{file}: ids [B, T] to logits [B, T, V], for torch.export.load after `import lineartime`"
     program = export_step(check_model(model, CausalLM, "continue a text"))
     if options.format == "package":
         file = write_package(program, options.file)
-        print(f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++")
-    elif options.format == "onnx":
-        file = write_onnx(program, options.file)
-        print(f"{file}: a step of streams in ONNX")
-    else:
-        file = write_program(program, options.file)
-        print(f"{file}: a step of streams, for torch.export.load")
+        return f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++"
+    if options.format == "onnx":
+        return f"{write_onnx(program, options.file)}: a step of streams in ONNX"
+    return f"{write_program(program, options.file)}: a step of streams, for torch.export.load"
