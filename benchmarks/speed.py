@@ -2,7 +2,8 @@
 parts by name.
 
 Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
-goals are in benchmarks/results/speed.md. Other parts keep their earlier results. Generation is measured by generation.py.
+goals are in benchmarks/results/speed.md. Other parts keep their earlier results. generation.py measures
+generation, length.py other lengths.
 """
 
 import argparse
@@ -41,16 +42,6 @@ PARTS = {
         peers=("flash-pytorch",),
         rounds=5,
     ),
-    "long": part(
-        "long",
-        presets=("flash-tiny",),
-        override=("n_blocks=12", *SIZES[2:]),
-        measure=("train",),
-        context_lengths=(1024, 65536),
-        tokens_per_batch=65536,  # for both lengths, so that the batch is equal
-        rounds=2,
-    ),
-    "forward": part("forward", measure=("forward",), context_lengths=(65536,), rounds=1, warmup=0),
     "memory": part(
         "memory", measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True
     ),
@@ -80,7 +71,7 @@ def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def figures() -> list[list[str]]:
     """Rows of figure, goal and result, which is "not measured" if the part has not run."""
-    train, long, forward, memory = (entries(name) for name in ("train", "long", "forward", "memory"))
+    train, memory = (entries(name) for name in ("train", "memory"))
 
     def ratio(of: dict[tuple[str, int], dict[str, Any]], slow: str, fast: str, length: int, key: str = "seconds") -> str:
         """The time of one model over that of another: the median over the rounds."""
@@ -91,12 +82,6 @@ def figures() -> list[list[str]]:
         others = [b[key]] if key != "seconds" else b[key]
         return f"{statistics.median(x / y for x, y in zip(values, others, strict=True)):.2f}"
 
-    def per_token(model: str) -> str:
-        short, longer = long.get((model, 1024)), long.get((model, 65536))
-        if not short or not longer or not longer["seconds"]:
-            return "not measured"
-        return f"{longer['median_seconds'] / longer['tokens'] / (short['median_seconds'] / short['tokens']):.2f}"
-
     rows = []
     for length in (1024, 8192):
         for peer, goal in (("flash-pytorch", "1.7"), ("flash-pytorch compiled", "1.35")):
@@ -106,9 +91,6 @@ def figures() -> list[list[str]]:
     for length, goal in ((1024, "1.25"), (8192, "4.5")):
         what = f"transformer++ compiled / flash, a training step, T = {length:,}"
         rows.append([what, f">= {goal}", ratio(train, "transformer++-tiny compiled", "flash-tiny", length)])
-    what = "transformer++ / flash, T = 65,536, forward alone"
-    rows.append([what, ">= 25", ratio(forward, "transformer++-tiny", "flash-tiny", 65536)])
-    rows.append(["flash, training, time per token at 65,536 / at 1,024", "<= 1.15", per_token("flash-tiny")])
     for length in (1024, 8192):
         entry = train.get(("flash-tiny", length))
         use = "not measured" if entry is None else f"{entry['use_of_peak']:.0%}"

@@ -122,6 +122,11 @@ def _text(options: Mapping[str, Any]) -> str:
     return ", ".join(_names([data] if isinstance(data, str) else data)) or default_text()
 
 
+def _without_path(test: Row) -> Row:
+    """A test without the path of its text, whose name is in `texts`."""
+    return {name: value for name, value in test.items() if name != "text"}
+
+
 def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> Row:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer = "adamw" if chosen is None else chosen.optimizer
@@ -175,7 +180,7 @@ def _run(run: Run, seed: int, speed: float | None) -> Row:
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
         "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in points],
-        "tests": [asdict(test) for test in run.tests],
+        "tests": [_without_path(asdict(test)) for test in run.tests],
     }
 
 

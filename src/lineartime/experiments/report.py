@@ -118,6 +118,7 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         if any(row["rate_at_edge"] for row in rows):
             yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
     yield legend(plan)
+    yield from _positions_table(report)
     if len(plan.experiment.tests) > 1:
         yield from _tests_table(report, metric)
     if plan.experiment.pairs:
@@ -133,6 +134,25 @@ def begun(report: dict[str, Any]) -> list[Row]:
 def _has_begun(row: Row) -> bool:
     tried = [cell for grid in row["grid"].values() for cell in grid.values()]
     return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
+
+
+def _positions_table(report: dict[str, Any]) -> Iterator[str]:
+    """What a longer context is worth: the losses of the first seed by the place of a token."""
+    for setting in begun(report):
+        measured = {row["name"]: _by_position(row) for row in setting["rows"]}
+        found = {name: losses for name, losses in measured.items() if losses}
+        if found:
+            columns = {"system": list(found)}
+            for place in next(iter(found.values())):
+                columns[place] = [f"{losses[place]:.3f}" for losses in found.values()]
+            yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
+            yield table(columns)
+
+
+def _by_position(row: Row) -> dict[str, float]:
+    """The loss at the places of a context as trained, from the fourth on; empty if the first run is not finished."""
+    parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
+    return {f"{first:,.0f} to {last:,.0f}": loss for first, last, loss in parts if 4 <= first < last}
 
 
 def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
