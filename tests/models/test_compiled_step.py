@@ -1,12 +1,14 @@
 """Products of one row are computed as sums, with equal results; others are left alone. test_compile_blocks.py compiles them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import lineartime
-from lineartime.models.compiled_step import OneRowProducts, bmm_row, linear_row
+from lineartime.models.compiled_step import OneRowProducts, _checked_at_each_step, bmm_row, linear_row
 from lineartime.models.heads import CausalLM
 
 
@@ -64,6 +66,14 @@ def test_a_step_with_these_products_is_the_step(n_streams: int, monkeypatch: pyt
         model.compile_step()
         found = torch.cat([model.step(ids[:, place, None], other) for place in range(5, 14)], 1)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_compiled_step_is_checked_against_tensors_options_and_modes_but_not_against_hooks_and_globals() -> None:
+    kept = ["TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "GRAD_MODE", "GLOBAL_STATE"]
+    left_out = ["EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT"]
+    guards = [SimpleNamespace(guard_type=kind, is_global=False) for kind in kept + left_out]
+    guards.append(SimpleNamespace(guard_type="CLOSURE_MATCH", is_global=True))
+    assert _checked_at_each_step(guards) == [True] * 5 + [False] * 3
 
 
 def test_a_compiled_model_still_names_wrong_tokens_and_streams() -> None:

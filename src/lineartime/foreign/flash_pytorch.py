@@ -23,6 +23,7 @@ from lineartime.layers.norms import Norm
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
+from lineartime.ops.activations import Activation
 from lineartime.ops.positions import N_BUCKETS
 
 PACKAGE = "FLASH-pytorch"
@@ -77,7 +78,7 @@ def from_flash_pytorch(
         )
     if not add_residual:
         raise ArgumentError("add_residual", "is False, but must be True: the residual is a part of our layers.")
-    activation = "laplace" if laplace_attn_fn else "relu2"
+    activation: Activation = "laplace" if laplace_attn_fn else "relu2"
     built: CausalLM | MaskedLM | FLASH | GAU
     if is_model(weights):
         shift = shift_tokens is not False
@@ -99,7 +100,7 @@ def from_flash_pytorch(
         built = GAU(
             **options,
             causal=causal,
-            activation=activation,  # type: ignore[arg-type]
+            activation=activation,
             rope=False,
             normalization="paper_bias",
             max_length=sequence_length if causal else None,
