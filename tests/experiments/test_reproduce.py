@@ -75,6 +75,7 @@ def test_an_interrupted_experiment_resumes_where_it_was_and_reports_everything(
     assert (report["complete"], report["missing"], report["problems"], notes) == (True, [], [], [])
     text = file.read_text()
     assert "Not complete" not in text
+    assert "Test loss by the place of a token in its context" in text
     [setting] = report["settings"]
     flash, transformer = setting["rows"]
     assert [run["state"] for run in flash["runs"]] == ["finished"] * 2
