@@ -29,6 +29,12 @@ def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.Monkey
         assert (fact.value, word in fact.why) == (expected, True)
 
 
+def test_it_tells_why_functions_in_cpp_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINEARTIME_NATIVE", "0")
+    fact = next(fact for fact in describe_machine() if fact.name == "C++ functions")
+    assert (fact.value, fact.why) == ("no", "LINEARTIME_NATIVE is 0")
+
+
 def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def cache_folder() -> Path:
+    """The user's folder for what can be made again: encoded text and compiled functions."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
+
+
 def processor_name() -> str:
     """The model name of the CPU where the system tells it, otherwise its architecture."""
     return _described("model name") or platform.machine()

@@ -11,6 +11,7 @@ import torch
 import lineartime
 from lineartime.host import processor_name
 from lineartime.machine import choose_device, compiler_missing, faster_precision
+from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
 
 EXTRAS = {
@@ -52,6 +53,12 @@ def describe_machine() -> Iterator[Fact]:
     yield Fact("precision", *faster_precision(device))
     missing = compiler_missing(device)
     yield Fact("torch.compile", "no", missing) if missing else Fact("torch.compile", "yes", "used if a run is long enough")
+    reason = why_not_native()
+    yield (
+        Fact("C++ functions", "no", reason)
+        if reason
+        else Fact("C++ functions", "yes", "built at first use, for tiles on a CPU")
+    )
     yield from _backends(device)
     for package, extra in EXTRAS.items():
         if importlib.util.find_spec(package) is None:

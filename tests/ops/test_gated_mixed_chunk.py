@@ -1,8 +1,10 @@
 """FLASH between its dense maps: the tiled form against the definition and against plain PyTorch.
 
+Every test runs twice: with what lies between matrix products in C++, and in plain PyTorch.
 C = 4 and tiles of 8 tokens in most tests, so that sequences have several tiles, and tiles several rows.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,18 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.machine import using_threads
+from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import LayoutPlan, make_layout
-from lineartime.ops.mixed_chunk import chunked, tiled, tiled_passes
+from lineartime.ops.mixed_chunk import chunked, tile_native, tiled, tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 
 
+@pytest.fixture(autouse=True, params=["native", "plain"])
+def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = why_not_native()
+    if request.param == "plain":
+        monkeypatch.setattr(tile_native, "native_library", lambda source: None)
+    elif reason:
+        pytest.skip(f"functions in C++ cannot be built here: {reason}")
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_passes, "TILE_TOKENS", 8)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 8)
 
 
 @pytest.fixture
@@ -146,6 +159,30 @@ def test_the_same_bits_come_twice() -> None:
     inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24, dtype=torch.float32)
     once, again = (values_and_gradients(inputs, "tiled", chunk_size=64) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_the_number_of_threads_changes_nothing_but_rounding(threads: int) -> None:
+    inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24)
+    alone = values_and_gradients(inputs, "tiled", chunk_size=64)
+    with using_threads(threads):
+        together = values_and_gradients(inputs, "tiled", chunk_size=64)
+        again = values_and_gradients(inputs, "tiled", chunk_size=64)
+    assert_same(alone, together)
+    assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_so_and_large_inputs_do_not_overflow(dtype: torch.dtype) -> None:
+    projected, gamma, beta, bias = (x.detach().to(dtype) for x in make_inputs(1, 8))
+    projected[0, 0, 0], projected[0, 0, 1], projected[0, 1, 0], projected[0, 7, -1] = -1e4, 1e4, math.nan, math.nan
+    out = gated_mixed_chunk_attention(
+        projected, gamma, beta, bias=bias, chunk_size=CHUNK, positions=None, causal=True, backend="tiled"
+    )
+    assert out[0, 0, 0].abs() < 1e-25
+    assert out[0, 1, 0].isnan()
+    assert out[0, 7].isnan().all()
+    assert out[0, :4].isnan().sum() == 1
 
 
 def kept_bytes(run: Callable[[], object]) -> int:

@@ -16,7 +16,7 @@ from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.summary import describe_splits
 from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
-from lineartime.data.tokens import TokenStream, default_cache, token_stream
+from lineartime.data.tokens import TokenStream, token_stream
 from lineartime.data.train_tokenizer import names_tokenizer, tokenizer_for, train_tokenizer
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "causal_batch",
-    "default_cache",
     "describe_splits",
     "load_corpus",
     "local_text",

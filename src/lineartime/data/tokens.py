@@ -116,11 +116,6 @@ class Shards:
             index += 1
 
 
-def default_cache() -> Path:
-    """The default folder of token files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
-
-
 def token_stream(
     corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: str | Path, max_tokens: int | None = None
 ) -> TokenStream:

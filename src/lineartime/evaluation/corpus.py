@@ -6,11 +6,12 @@ from typing import Any, get_args
 
 from lineartime.checkpoint import has_training_state, load, load_tokenizer, read_from, read_training_state
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
-from lineartime.data import Tokenizer, default_cache, describe_splits, load_corpus, token_stream
+from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, carried, windowed
 from lineartime.fields import Between, check_limits
+from lineartime.host import cache_folder
 from lineartime.layers.checks import check_positive
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
@@ -107,7 +108,7 @@ def evaluate(
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
     corpus = load_corpus(data or trained["data"], column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, split, tokenizer, default_cache() if cache is None else cache, max_tokens)
+    stream = token_stream(corpus, split, tokenizer, cache_folder() if cache is None else cache, max_tokens)
     if say is not None:
         for line in describe_splits(corpus, {split: stream}):
             say(line)

@@ -88,9 +88,10 @@ def _trained(folder: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
 def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dict[str, Any]]:
     """The last model of a run on its test split, or its beginning."""
     from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
-    from lineartime.data import default_cache, load_corpus, token_stream
+    from lineartime.data import load_corpus, token_stream
     from lineartime.evaluation import windowed
     from lineartime.experiments.chunks import with_chunk_size
+    from lineartime.host import cache_folder
     from lineartime.machine import choose_device, using_threads
     from lineartime.training.config import TrainConfig
 
@@ -107,7 +108,7 @@ def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dic
                 continue
             length = config.context_length * test.times_context
             tokens = None if most_tokens is None else max(most_tokens, length)
-            stream = token_stream(corpus, "test", tokenizer, config.cache or default_cache(), tokens)
+            stream = token_stream(corpus, "test", tokenizer, config.cache or cache_folder(), tokens)
             batch = max(1, config.batch_size * config.context_length // length)
             result = windowed(
                 changed,

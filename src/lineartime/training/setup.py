@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Rows, Tokenizer, default_cache, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
+from lineartime.data import Corpus, Rows, Tokenizer, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
 from lineartime.errors import Argument, ArgumentError
+from lineartime.host import cache_folder
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
@@ -68,7 +69,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     with world.failing_together():
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
-        cache = config.cache or default_cache()
+        cache = config.cache or cache_folder()
     corpus: Corpus = world.first_on_each_machine(
         "the corpus", lambda: load_corpus(config.data, config.text_column, config.max_expansion)
     )

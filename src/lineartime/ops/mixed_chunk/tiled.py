@@ -8,7 +8,12 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, e value w
 
 Written over whole sequences, each step between two matrix products goes through main memory, which takes as long as the
 products do. A tile stays in the cache. The backward pass keeps only `projected`, the attention's output and the sums that the
-chunks read; it computes queries, keys and scores again. The arithmetic of both passes is in tiled_passes.py.
+chunks read; it computes queries, keys and scores again.
+
+    tiles.py          how a batch is cut into tiles
+    tiled_passes.py   the forward and the backward pass over the tiles, with the matrix products
+    tile_work.py      what lies between the products, in plain PyTorch
+    tile_native.py    the same by the functions of tiles.cpp, which are built at first use where there is a compiler
 """
 
 from typing import Any
@@ -19,7 +24,9 @@ from torch import Tensor
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.tiled_passes import Core, Documents, backward, forward
+from lineartime.ops.mixed_chunk.tile_native import tile_work
+from lineartime.ops.mixed_chunk.tiled_passes import backward, forward
+from lineartime.ops.mixed_chunk.tiles import Documents
 from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
@@ -55,8 +62,8 @@ def _tiled_mixed_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The result [B, G, C, e] and, to be kept, attention's output and the sums that chunks read."""
     with without_autocast(projected):
-        core = Core(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
-        return forward(core, Documents(document, n_documents), causal, keep)
+        work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        return forward(work, Documents(document, n_documents), causal, keep)
 
 
 def _tiled_mixed_chunk_backward(
@@ -65,9 +72,9 @@ def _tiled_mixed_chunk_backward(
     state_scale: Tensor, document: Tensor | None, n_documents: int, score_scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with without_autocast(projected):
-        core = Core(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
         documents = Documents(document, n_documents)
-        d_projected, *rest = backward(core, d_gated.contiguous(), attended, read, documents, causal)
+        d_projected, *rest = backward(work, d_gated.contiguous(), attended, read, documents, causal)
         like = (gamma, beta, gamma if bias is None else bias)
         d_gamma, d_beta, d_bias = (gradient.to(x.dtype) for gradient, x in zip(rest, like, strict=True))
         return d_projected, d_gamma, d_beta, d_bias

@@ -1,0 +1,110 @@
+"""Functions in C++ for processors: built at first use where there is a compiler, and kept on disk.
+
+LINEARTIME_NATIVE=0 turns them off.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from lineartime.host import cache_folder
+
+SWITCH = "LINEARTIME_NATIVE"
+"""The environment variable that turns native functions off."""
+_COMPILERS = ("c++", "g++", "clang++")
+_BUILD_SECONDS = 120.0
+_OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_UNITS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+"""Options by what PyTorch says that the processor can do. Not -march=native: a folder may be shared by several machines."""
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler of this machine, or None."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
+def openmp_library() -> Path | None:
+    """PyTorch's own library of threads: a second one would start as many again, which would get in their way."""
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return libraries[0] if libraries else None
+
+
+def why_not_native() -> str | None:
+    """Why functions in C++ cannot be built here: the end of a sentence, or None."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    if platform.system() != "Linux":
+        return f"they are built on Linux, not on {platform.system()}"
+    if openmp_library() is None:
+        return "PyTorch came without the library of threads that they share with it"
+    return None if cpp_compiler() else "there is no C++ compiler here"
+
+
+@cache
+def native_library(source: Path) -> ctypes.CDLL | None:
+    """The functions of a file, or None where they cannot be built; the first process here takes some seconds to build them.
+
+    Warns:
+        RuntimeWarning: if the compiler fails, with its first line.
+    """
+    compiler, openmp = cpp_compiler(), openmp_library()
+    if why_not_native() is not None or compiler is None or openmp is None:
+        return None
+    options = (*_OPTIONS, *_UNITS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    parts = (source.read_bytes(), *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())))
+    library = cache_folder() / "native" / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    try:
+        functions = _opened(library)
+        if functions is None:
+            _build([compiler, *options], source, openmp, library)
+            functions = ctypes.CDLL(str(library))
+        return functions
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or str(error)).strip()
+        warnings.warn(
+            f"{source.name} could not be built, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "
+            f"({SWITCH}=0 turns this message off)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _opened(library: Path) -> ctypes.CDLL | None:
+    """The functions of a library; None if it is not there, damaged, or in a folder that others can write to."""
+    try:
+        return ctypes.CDLL(str(library)) if _is_own(library.parent) else None
+    except OSError:
+        return None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether no one but this user, or the system's, can write to a folder."""
+    facts = folder.stat()
+    return facts.st_uid in (0, os.getuid()) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _build(command: list[str], source: Path, openmp: Path, library: Path) -> None:
+    """Compile, then put the library in its place at once: other processes see all of it or nothing."""
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_own(library.parent):
+        raise OSError(f"{library.parent} belongs to someone else, or others can write to it")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made, objects = Path(folder) / library.name, Path(folder) / "objects.o"
+        for arguments in (["-c", str(source), "-o", str(objects)], ["-shared", str(objects), str(openmp), "-o", str(made)]):
+            step = command if "-c" in arguments else command[:1]  # -fopenmp would link the system's own library of threads
+            subprocess.run([*step, *arguments], check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        made.replace(library)

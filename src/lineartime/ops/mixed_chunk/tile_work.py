@@ -1,0 +1,162 @@
+"""What the tiled form computes of a tile between matrix products: here in plain PyTorch, in tile_native.py by tiles.cpp.
+
+Shapes: N chunks of a tile, C chunk size, e value width, s query/key width.
+
+    U, V, Z = split(silu(projected))                      q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)
+    weights = weight_scale * relu(score_scale * q_quad.k_quad + bias)^2
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lineartime.ops.mixed_chunk.tiles import Tile, chunks_at_once
+from lineartime.ops.precision import acc_dtype
+
+
+class TileWork(ABC):
+    """The constants of a call, and what they make of a tile. `acc_dtype` is the dtype of scores and sums.
+
+    Args:
+        projected: [B, G, C, 2 e + s], contiguous. Its dtype is that of matrix products.
+        gamma, beta: [4, s].
+        bias: [C, C], or None.
+        rotations: [2, B or 1, G, C, s / 2], or None.
+        weight_scale: [B or 1, G or 1, C or 1, C or 1].
+        state_scale: [B or 1, G], of the queries q_lin.
+        score_scale: of the products q_quad.k_quad.
+    """
+
+    def __init__(
+        self, projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None,
+        weight_scale: Tensor, state_scale: Tensor, score_scale: float,
+    ) -> None:  # fmt: skip
+        self.projected, self.score_scale = projected, score_scale
+        self.compute = projected.dtype
+        self.acc_dtype = acc_dtype(projected)
+        self.d_qk = gamma.shape[1]
+        self.d_value = (projected.shape[-1] - self.d_qk) // 2
+        self.gamma, self.beta = gamma.to(self.acc_dtype), beta.to(self.acc_dtype)
+        self.bias = None if bias is None else bias.to(self.acc_dtype)
+        self.rotations = None if rotations is None else rotations.to(self.acc_dtype)
+        self.weight_scale = weight_scale.to(self.acc_dtype)
+        self.state_scale = state_scale.to(self.acc_dtype)[..., None, None]
+
+    def start_backward(self) -> None:
+        """Begin the sums that `gradients` returns."""
+        chunk_size = self.projected.shape[2]
+        self._d_projected = torch.empty_like(self.projected)
+        self._d_gamma, self._d_beta = torch.zeros_like(self.gamma), torch.zeros_like(self.beta)
+        rows = 0 if self.bias is None else chunk_size
+        self._d_bias = self.projected.new_zeros(rows, chunk_size, dtype=self.acc_dtype)
+
+    @abstractmethod
+    def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """U and V, [N, C, e], and the four maps [4, N, C, s], of which q_lin is scaled; the next call overwrites them."""
+
+    @abstractmethod
+    def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+        """The weights of values inside chunks, [N, C, C]."""
+
+    @abstractmethod
+    def weights_backward(self, q: Tensor, k: Tensor, d_weights: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The weights again, and the gradient of the scores, not yet scaled: [N, C, C] each."""
+
+    @abstractmethod
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+        """From the gradients of the gated output, of V and of the maps, not yet scaled, to those of a call."""
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of `projected`, gamma, beta and, if there is one, bias."""
+        return self._d_projected, self._d_gamma, self._d_beta, self._d_bias
+
+
+class PlainWork(TileWork):
+    """In plain PyTorch, for any machine.
+
+    The two features of a rotated pair stand side by side in the maps: products of queries and keys do not depend on the order
+    of features, and neighbours are complex numbers.
+    """
+
+    def __init__(self, projected: Tensor, *constants: Any) -> None:
+        super().__init__(projected, *constants)
+        self._activated = projected.new_empty(chunks_at_once(projected.shape[2]), *projected.shape[2:])
+        self._turns = None if self.rotations is None else torch.complex(*self.rotations.unbind(0))
+        self._gamma, self._beta = (self._in_pairs(x)[:, None, None] for x in (self.gamma, self.beta))
+
+    @override
+    def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        before = tile.of(self.projected)
+        # The same memory for every tile: the system would have to clear fresh memory each time.
+        activated = self._activated.narrow(0, 0, len(before))
+        torch.ops.aten.silu.out(before, out=activated)
+        gate, v, z = activated.split([self.d_value, self.d_value, self.d_qk], -1)
+        self._z = self._in_pairs(z).to(self.acc_dtype)
+        maps = self._rotate(torch.addcmul(self._beta, self._z, self._gamma), self._turns_of(tile))
+        maps[2].mul_(tile.of_shared(self.state_scale))
+        return gate, v, maps.to(self.compute)
+
+    @override
+    def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+        scores = self._scores(q, k)
+        return (scores * scores).mul_(tile.of_shared(self.weight_scale)).to(self.compute)
+
+    @override
+    def weights_backward(self, q: Tensor, k: Tensor, d_weights: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k)
+        scaled = scores * tile.of_shared(self.weight_scale)
+        weights = scores.mul_(scaled).to(self.compute)
+        d_scores = d_weights.to(self.acc_dtype).mul_(scaled).mul_(2)
+        if self.bias is not None:
+            self._d_bias += d_scores.sum(0)
+        return weights, d_scores.to(self.compute)
+
+    @override
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+        d_maps = d_maps.to(self.acc_dtype)
+        d_maps[:2].mul_(self.score_scale)
+        d_maps[2].mul_(tile.of_shared(self.state_scale))
+        turns = self._turns_of(tile)
+        # Not conj(): inside an operator, compiled code loses a conjugation that is not carried out.
+        self._rotate(d_maps, None if turns is None else turns.conj_physical())
+        self._d_beta += d_maps.sum((1, 2))
+        self._d_gamma += (d_maps * self._z).sum((1, 2))
+        d_z = self._in_halves(d_maps.mul_(self._gamma).sum(0)).to(self.compute)
+        gradients = (d_gated * attended, d_v, d_z)
+        widths = [part.shape[-1] for part in gradients]
+        parts = (tile.of(x).split(widths, -1) for x in (self.projected, self._d_projected))
+        for gradient, before, into in zip(gradients, *parts, strict=True):
+            torch.ops.aten.silu_backward.grad_input(gradient, before, grad_input=into)
+
+    @override
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._d_projected, self._in_halves(self._d_gamma), self._in_halves(self._d_beta), self._d_bias
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """relu(score_scale * q.k + bias), [N, C, C]."""
+        if self.compute == self.acc_dtype and self.bias is not None:
+            return torch.baddbmm(self.bias, q, k.mT, alpha=self.score_scale).relu_()
+        scores = torch.bmm(q, k.mT).to(self.acc_dtype).mul_(self.score_scale)
+        return (scores if self.bias is None else scores.add_(self.bias)).relu_()
+
+    def _turns_of(self, tile: Tile) -> Tensor | None:
+        """The complex numbers [N or 1, C, s / 2] by which a tile's tokens turn."""
+        return None if self._turns is None else tile.of_shared(self._turns)
+
+    @staticmethod
+    def _rotate(maps: Tensor, turns: Tensor | None) -> Tensor:
+        """Rotate maps [4, N, C, s], in pairs, in place."""
+        if turns is not None:
+            torch.view_as_complex(maps.unflatten(-1, (-1, 2))).mul_(turns)
+        return maps
+
+    def _in_pairs(self, x: Tensor) -> Tensor:
+        """[..., s] -> [..., s], with the two halves of a rotated pair side by side, where anything is to be rotated."""
+        return x if self.rotations is None else x.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+    def _in_halves(self, x: Tensor) -> Tensor:
+        """The inverse of `_in_pairs`."""
+        return x if self.rotations is None else x.unflatten(-1, (-1, 2)).mT.flatten(-2)

@@ -1,0 +1,260 @@
+// What tile_work.py computes between the matrix products of a tile, in one pass over the memory each.
+//
+// Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
+// T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
+// A stride of zero stands for what all chunks, or all slots, share. Work is cut by rows: results depend on the number of threads
+// in the order of the sums d_gamma and d_beta alone.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+template <class To, class From>
+inline To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline double load(double x) { return x; }
+inline float load(float x) { return x; }
+inline float load(bf16 x) { return bits<float>(uint32_t(x.bits) << 16); }
+
+inline void store(double& to, double x) { to = x; }
+inline void store(float& to, float x) { to = x; }
+inline void store(bf16& to, float x) {  // to the nearest, ties to even
+  const uint32_t all = bits<uint32_t>(x);
+  const uint32_t rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
+  to.bits = uint16_t((all & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);  // NaN stays NaN
+}
+
+template <class T>
+struct Type {
+  using A = T;
+};
+template <>
+struct Type<bf16> {
+  using A = float;
+};
+
+// 1 / (1 + exp(-x)). 2^y = 2^n 2^f, with n the nearest whole number, and the series of 2^f as long as T needs.
+template <class T>
+inline float sigmoid(float x) {
+  float y = x * -1.44269504f;
+  y = y < 126.0f ? y : 126.0f;
+  y = y > -126.0f ? y : -126.0f;
+  const float shifted = y + 12582912.0f;  // 1.5 * 2^23: the last bits are n
+  const float f = y - (shifted - 12582912.0f);
+  float p = 9.6181291e-3f;
+  if (sizeof(T) > 2) {
+    p = 1.5252734e-5f;
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+  }
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return 1.0f / (1.0f + bits<float>(bits<int32_t>(p) + int32_t(bits<uint32_t>(shifted) << 23)));
+}
+template <class T>
+inline double sigmoid(double x) {
+  return 1.0 / (1.0 + std::exp(-x));
+}
+
+// The derivative of x sigmoid(x).
+template <class T, class A>
+inline A silu_slope(A x) {
+  const A share = sigmoid<T>(x);
+  return share * (1 + x * (1 - share));
+}
+
+// Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys turn.
+template <class A>
+struct Rotations {
+  const A *cosines, *sines;
+  int64_t by_chunk, by_slot;
+};
+
+// U and V = silu(before), [N, C, 2 e], and four maps rope(silu(before) gamma + beta) of Z, [4, N, C, s]; the third times `scale`.
+template <class T, class A = typename Type<T>::A>
+void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
+              int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
+  const int64_t rows = n * c, half = s / 2;
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<A> memory(s);
+    A* __restrict z = memory.data();
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* __restrict from = before + row * (2 * e + s);
+      T* __restrict to = active + row * 2 * e;
+      for (int64_t i = 0; i < 2 * e; ++i) {
+        const A x = load(from[i]);
+        store(to[i], x * sigmoid<T>(x));
+      }
+      for (int64_t i = 0; i < s; ++i) {
+        const A x = load(from[2 * e + i]);
+        z[i] = x * sigmoid<T>(x);
+      }
+      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const A* __restrict cosine = rotations.cosines + turn;
+      const A* __restrict sine = rotations.sines + turn;
+      for (int64_t map = 0; map < 4; ++map) {
+        const A* __restrict g = gamma + map * s;
+        const A* __restrict b = beta + map * s;
+        T* __restrict out = maps + (map * rows + row) * s;
+        const A by = map == 2 ? scale[row / c] : A(1);
+        for (int64_t i = 0; i < half; ++i) {
+          const A x = z[i] * g[i] + b[i], y = z[i + half] * g[i + half] + b[i + half];
+          store(out[i], by * (x * cosine[i] - y * sine[i]));
+          store(out[i + half], by * (x * sine[i] + y * cosine[i]));
+        }
+      }
+    }
+  }
+}
+
+// weights = scale relu(score_scale products + bias)^2, [N, C, C].
+template <class T, class A = typename Type<T>::A>
+void weigh(const T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, T* weights,
+           int64_t n, int64_t c, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t row = 0; row < n * c; ++row) {
+    const T* __restrict product = products + row * c;
+    const A* __restrict b = bias + row % c * c;
+    const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
+    T* __restrict to = weights + row * c;
+    for (int64_t i = 0; i < c; ++i) {
+      const A score = load(product[i]) * score_scale + b[i];
+      const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
+      store(to[i], positive * positive * by[i]);
+    }
+  }
+}
+
+// `weigh`, the gradient of the scores from that of the weights, and its sum over chunks, added to d_bias [C, C].
+template <class T, class A = typename Type<T>::A>
+void weigh_backward(const T* products, const T* d_weights, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,
+                    A score_scale, T* weights, T* d_scores, A* d_bias, int64_t n, int64_t c, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t slot = 0; slot < c; ++slot) {
+    const A* __restrict b = bias + slot * c;
+    A* __restrict d_b = d_bias + slot * c;
+    for (int64_t chunk = 0; chunk < n; ++chunk) {
+      const int64_t begin = (chunk * c + slot) * c;
+      const T* __restrict product = products + begin;
+      const T* __restrict d_weight = d_weights + begin;
+      const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
+      T* __restrict to = weights + begin;
+      T* __restrict d_to = d_scores + begin;
+      for (int64_t i = 0; i < c; ++i) {
+        const A score = load(product[i]) * score_scale + b[i];
+        const A positive = score > 0 ? score : (score == score ? A(0) : score);
+        const A scaled = positive * by[i];
+        store(to[i], positive * scaled);
+        const A d_score = 2 * load(d_weight[i]) * scaled;
+        store(d_to[i], d_score);
+        d_b[i] += d_score;
+      }
+    }
+  }
+}
+
+// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_gamma and d_beta grow, [4, s].
+template <class T, class A = typename Type<T>::A>
+void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
+            Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c,
+            int64_t e, int64_t s, int64_t threads) {
+  const int64_t rows = n * c, half = s / 2, sums = 8 * s;
+  std::vector<A> all_sums(threads * sums, A(0));  // of every thread, which are added in order: the same bits come twice
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    std::vector<A> memory(2 * s);
+    A* __restrict z = memory.data();
+    A* __restrict d_z = z + s;
+    for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
+      const T* __restrict from = before + row * (2 * e + s);
+      const T* __restrict d_g = d_gated + row * e;
+      const T* __restrict out = attended + row * e;
+      const T* __restrict d_value = d_v + row * e;
+      T* __restrict to = d_before + row * (2 * e + s);
+      for (int64_t i = 0; i < e; ++i) store(to[i], load(d_g[i]) * load(out[i]) * silu_slope<T>(load(from[i])));
+      for (int64_t i = 0; i < e; ++i) store(to[e + i], load(d_value[i]) * silu_slope<T>(load(from[e + i])));
+      for (int64_t i = 0; i < s; ++i) {
+        const A x = load(from[2 * e + i]);
+        z[i] = x * sigmoid<T>(x);
+        d_z[i] = 0;
+      }
+      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const A* __restrict cosine = rotations.cosines + turn;
+      const A* __restrict sine = rotations.sines + turn;
+      for (int64_t map = 0; map < 4; ++map) {
+        const T* __restrict d_map = d_maps + (map * rows + row) * s;
+        const A* __restrict g = gamma + map * s;
+        A* __restrict d_b = all_sums.data() + thread * sums + map * s;
+        A* __restrict d_g = d_b + 4 * s;
+        const A by = map < 2 ? score_scale : map == 2 ? scale[row / c] : A(1);
+        for (int64_t i = 0; i < half; ++i) {
+          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
+          const A first = x * cosine[i] + y * sine[i], second = y * cosine[i] - x * sine[i];
+          d_b[i] += first;
+          d_b[i + half] += second;
+          d_g[i] += first * z[i];
+          d_g[i + half] += second * z[i + half];
+          d_z[i] += first * g[i];
+          d_z[i + half] += second * g[i + half];
+        }
+      }
+      for (int64_t i = 0; i < s; ++i) store(to[2 * e + i], d_z[i] * silu_slope<T>(load(from[2 * e + i])));
+    }
+  }
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    for (int64_t i = 0; i < 4 * s; ++i) {
+      d_beta[i] += all_sums[thread * sums + i];
+      d_gamma[i] += all_sums[thread * sums + 4 * s + i];
+    }
+  }
+}
+
+}  // namespace
+
+// For each type, the functions above by names of C.
+#define FUNCTIONS(NAME, T, A)                                                                                                  \
+  void activate_##NAME(const T* before, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
+                       int64_t turn_by_slot, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
+                       int64_t threads) {                                                                                          \
+    activate<T>(before, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
+  }                                                                                                                            \
+  void weigh_##NAME(const T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,    \
+                    T* weights, int64_t n, int64_t c, int64_t threads) {                                                           \
+    weigh<T>(products, bias, scale, by_chunk, by_slot, A(score_scale), weights, n, c, threads);                                 \
+  }                                                                                                                            \
+  void weigh_backward_##NAME(const T* products, const T* d_weights, const A* bias, const A* scale, int64_t by_chunk,            \
+                             int64_t by_slot, double score_scale, T* weights, T* d_scores, A* d_bias, int64_t n, int64_t c,     \
+                             int64_t threads) {                                                                                    \
+    weigh_backward<T>(products, d_weights, bias, scale, by_chunk, by_slot, A(score_scale), weights, d_scores, d_bias, n, c,     \
+                      threads);                                                                                                \
+  }                                                                                                                            \
+  void finish_##NAME(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,       \
+                     const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
+                     double score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
+                     int64_t threads) {                                                                                            \
+    finish<T>(before, d_gated, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
+              A(score_scale), d_before, d_gamma, d_beta, n, c, e, s, threads);                                                  \
+  }
+
+extern "C" {
+FUNCTIONS(bfloat16, bf16, float)
+FUNCTIONS(float32, float, float)
+FUNCTIONS(float64, double, double)
+}
