@@ -1,6 +1,5 @@
 """Functions in C++ that are built at first use."""
 
-import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,12 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from lineartime import native
 from lineartime.host import cache_folder
-from lineartime.native import cpp_compiler, native_library, openmp_library, why_not_native
+from lineartime.native import NativeFunctions, cpp_compiler, native_functions, openmp_library, why_not_native
 
-ADD = 'extern "C" int add(int a, int b) { return a + b; }\n'
+ADD = """
+extern "C" void add_float32(float* to, int64_t a, double b, void* nothing, int64_t threads) {
+  to[0] = nothing == nullptr && threads > 0 ? a + b : NAN;
+}
+"""
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
 
@@ -21,9 +25,9 @@ pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native_library.cache_clear()
+    native_functions.cache_clear()
     yield
-    native_library.cache_clear()
+    native_functions.cache_clear()
 
 
 @pytest.fixture
@@ -37,60 +41,62 @@ def built() -> list[Path]:
     return sorted((cache_folder() / "native").iterdir())
 
 
-def add(library: ctypes.CDLL | None) -> int:
-    assert library is not None
-    return int(library.add(2, 3))
+def add(functions: NativeFunctions | None) -> float:
+    assert functions is not None
+    result = torch.zeros(1)
+    functions.call("add", torch.float32, result, 2, 3.0, None)
+    return result.item()
 
 
 def test_a_library_is_built_once_and_again_when_its_source_changes(source: Path) -> None:
-    assert add(native_library(source)) == 5
+    assert add(native_functions(source)) == 5
     (file,) = built()
     before = file.stat().st_mtime_ns
-    native_library.cache_clear()
-    assert add(native_library(source)) == 5
+    native_functions.cache_clear()
+    assert add(native_functions(source)) == 5
     assert [x.stat().st_mtime_ns for x in built()] == [before]
     source.write_text(ADD.replace("a + b", "a - b"))
-    native_library.cache_clear()
-    assert add(native_library(source)) == -1
+    native_functions.cache_clear()
+    assert add(native_functions(source)) == -1
     assert len(built()) == 2
 
 
 def test_threads_that_build_at_the_same_time_leave_one_library(source: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: add(native_library(source)), range(4))) == [5] * 4
+        assert list(pool.map(lambda _: add(native_functions(source)), range(4))) == [5] * 4
     assert len(built()) == 1
 
 
 def test_a_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> None:
     source.write_text("this is no C++")
     with pytest.warns(RuntimeWarning, match=r"add.cpp could not be built, .*LINEARTIME_NATIVE=0"):
-        assert native_library(source) is None
+        assert native_functions(source) is None
     assert built() == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.warns(RuntimeWarning, match="could not be built.*Not a directory"):
-        assert native_library(source) is None
+        assert native_functions(source) is None
 
 
 def test_a_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
-    native_library(source)
-    native_library.cache_clear()
+    native_functions(source)
+    native_functions.cache_clear()
     (cache_folder() / "native").chmod(0o777)
     with pytest.warns(RuntimeWarning, match="belongs to someone else, or others can write to it"):
-        assert native_library(source) is None
+        assert native_functions(source) is None
 
 
 def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_library(source)
+    native_functions(source)
     (file,) = built()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # the system would not read a file again
     damaged = cache_folder() / "native" / file.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(file.read_bytes()[:100])
-    native_library.cache_clear()
-    assert add(native_library(source)) == 5
+    native_functions.cache_clear()
+    assert add(native_functions(source)) == 5
     assert damaged.read_bytes() == file.read_bytes()
 
 
@@ -105,13 +111,13 @@ def test_what_is_missing_has_a_reason_and_no_warning(
     source: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[[], object], reason: str
 ) -> None:
     monkeypatch.setattr(native, function.__name__, lambda: None)
-    assert native_library(source) is None
+    assert native_functions(source) is None
     assert why_not_native() == reason
 
 
 def test_a_variable_turns_it_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINEARTIME_NATIVE", "0")
-    assert native_library(source) is None
+    assert native_functions(source) is None
     assert why_not_native() == "LINEARTIME_NATIVE is 0"
 
 

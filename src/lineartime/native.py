@@ -14,13 +14,16 @@ import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lineartime.host import cache_folder
 
 SWITCH = "LINEARTIME_NATIVE"
 """The environment variable that turns native functions off."""
+_HEADER = Path(__file__).with_name("numbers.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _BUILD_SECONDS = 120.0
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -53,8 +56,36 @@ def why_not_native() -> str | None:
     return None if cpp_compiler() else "there is no C++ compiler here"
 
 
+class NativeFunctions:
+    """Functions of a library, of which there is one for each dtype: `name_float32`, `name_bfloat16`, ..."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._by_name: dict[tuple[str, torch.dtype], Any] = {}
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
+        """Call a function with pointers, int64 and double for tensors, int and float; None is a null pointer.
+
+        Tensors must be contiguous. As many threads as PyTorch uses come last.
+        """
+        function = self._by_name.get((name, dtype))
+        if function is None:
+            function = getattr(self._library, f"{name}_{str(dtype).removeprefix('torch.')}")
+            function.restype = None
+            self._by_name[name, dtype] = function
+        function(*map(_of_c, arguments), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _of_c(argument: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+
+
 @cache
-def native_library(source: Path) -> ctypes.CDLL | None:
+def native_functions(source: Path) -> NativeFunctions | None:
     """The functions of a file, or None where they cannot be built; the first process here takes some seconds to build them.
 
     Warns:
@@ -63,15 +94,19 @@ def native_library(source: Path) -> ctypes.CDLL | None:
     compiler, openmp = cpp_compiler(), openmp_library()
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
-    options = (*_OPTIONS, *_UNITS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    parts = (source.read_bytes(), *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())))
+    options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    parts = (
+        source.read_bytes(),
+        _HEADER.read_bytes(),
+        *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())),
+    )
     library = cache_folder() / "native" / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     try:
         functions = _opened(library)
         if functions is None:
             _build([compiler, *options], source, openmp, library)
             functions = ctypes.CDLL(str(library))
-        return functions
+        return NativeFunctions(functions)
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or str(error)).strip()
         warnings.warn(

@@ -62,7 +62,6 @@ def test_a_step_with_these_products_is_the_step(n_streams: int, monkeypatch: pyt
         _, state = model.extend(ids[:, :5], model.init_state(n_streams))
         plain, other = model.join_streams([state]), model.join_streams([state])
         expected = torch.cat([model.step(ids[:, place, None], plain) for place in range(5, 14)], 1)
-        model.lay_out_for_steps()
         model.compile_step()
         found = torch.cat([model.step(ids[:, place, None], other) for place in range(5, 14)], 1)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)

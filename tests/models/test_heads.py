@@ -1,12 +1,10 @@
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lineartime
-from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
@@ -138,23 +136,6 @@ def test_streams_at_different_positions_are_continued_together_as_each_would_be_
         for row, length in enumerate(lengths):  # what was joined stays as it was
             again, _ = model.extend(ids[row : row + 1, length : length + 1], states[row])
             torch.testing.assert_close(again[0, 0], model(ids[row : row + 1, : length + 1])[0, -1], atol=1e-4, rtol=1e-4)
-
-
-def test_a_model_that_is_laid_out_for_steps_is_the_same_model(tmp_path: Path) -> None:
-    model = build_model(small("flash-tiny", "clm").override(vocab_size=258)).eval()
-    assert isinstance(model, CausalLM)
-    ids = torch.randint(0, 258, (2, 9))
-    logits, weights = model(ids), {name: value.clone() for name, value in model.state_dict().items()}
-    model.lay_out_for_steps()
-    projection = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
-    assert projection.weight.mT.is_contiguous()
-    assert isinstance(projection.weight, torch.nn.Parameter)
-    torch.testing.assert_close(model(ids), logits, atol=1e-6, rtol=1e-5)
-    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
-        name: value.tolist() for name, value in weights.items()
-    }
-    lineartime.save(model, ByteTokenizer(), tmp_path / "saved")
-    torch.testing.assert_close(lineartime.load(tmp_path / "saved")(ids), logits, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])

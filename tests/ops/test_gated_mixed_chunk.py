@@ -27,7 +27,7 @@ CHUNK, D_QK, D_VALUE = 4, 6, 5
 def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = why_not_native()
     if request.param == "plain":
-        monkeypatch.setattr(tile_native, "native_library", lambda source: None)
+        monkeypatch.setattr(tile_native, "native_functions", lambda source: None)
     elif reason:
         pytest.skip(f"functions in C++ cannot be built here: {reason}")
 

@@ -104,8 +104,6 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
         if subject.mode == "compiled":
             model.compile_step()
-        else:
-            model.lay_out_for_steps()
         with torch.no_grad():
             state = state_after(model, context)
             read_next = torch.no_grad()(continuing(model, [state]))

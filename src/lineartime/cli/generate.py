@@ -123,5 +123,4 @@ def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple
     if options.compile and not why_not:
         model.compile_step()
         return model, f"{options.precision}, compiled: the first token waits for it"
-    model.lay_out_for_steps()
     return model, options.precision + (f", not compiled: {why_not}" if options.compile else "")

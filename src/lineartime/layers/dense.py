@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
+
+from lineartime.ops.dense import dense
 
 
 class FactoryOptions(TypedDict, total=False):
@@ -32,6 +34,10 @@ class Dense(nn.Linear):
     def __init__(self, in_features: int, *widths: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__(in_features, sum(widths), **factory)
         self.widths = widths
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., the sum of the widths]."""
+        return dense(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Draw weights and biases anew."""

@@ -85,12 +85,11 @@ class FLASH(
 
     def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
         """One more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         chunk = layout.open_chunk
         assert chunk is not None  # step_layout makes it
         row: Tensor | None = None
         if self.bias is not None:
             row = self.bias(chunk.slot, chunk.slots, layout.place_rotations)
-        attended = stream.step(maps, v, row, self.options, streams, chunk)
-        out: Tensor = self.to_output(self.gate(gate, attended))
+        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
+        out: Tensor = self.to_output(stream.step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.grouped import GroupedStreams
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
+from lineartime.ops.dense import dense
 
 
 class LanguageModel(nn.Module):
@@ -133,7 +134,7 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., d] -> logits [..., V]."""
         if self.lm_head is None:
-            return F.linear(hidden, self.backbone.embedding.weight)
+            return dense(hidden, self.backbone.embedding.weight)
         logits: Tensor = self.lm_head(hidden)
         return logits
 
@@ -186,16 +187,6 @@ class CausalLM(LanguageModel):
         """
         return self.backbone.join_streams(states)
 
-    def lay_out_for_steps(self) -> None:
-        """Store float32 dense maps by columns, in place: products with few tokens read them as they lie.
-
-        Shapes, values and names stay as they are; only `stride` of the weights changes. In bf16, 32 tokens would lose by it.
-        A compiled step reads them by rows: see `compile_step`.
-        """
-        for weight in self._dense_weights():
-            if weight.dtype == torch.float32:
-                weight.data = weight.data.mT.contiguous().mT
-
     def compile_step(self) -> None:
         """Have torch.compile make `step` faster, in place, if this model `steps_in_place`; the first step compiles it.
 
@@ -203,12 +194,7 @@ class CausalLM(LanguageModel):
         anew.
         """
         if self.steps_in_place:
-            for weight in self._dense_weights():
-                weight.data = weight.data.contiguous()
             self._compiled_step = compiled_step()
-
-    def _dense_weights(self) -> Iterator[Tensor]:
-        return (module.weight for module in self.modules() if isinstance(module, nn.Linear))
 
     def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
         """Continue joined streams by a token: ids [B, 1] -> logits [B, 1, V]; `streams` is brought up to date in place."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
 
@@ -46,6 +47,24 @@ def under_transform() -> bool:
     An operator has no rule for these: a forward-mode derivative through it would be zero, without an error.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a function in C++ may read and write these tensors, unseen by PyTorch.
+
+    They are contiguous and in the memory of the processor; nothing differentiates, traces or watches what is computed.
+    """
+    if torch.compiler.is_compiling() or under_transform() or torch.is_autocast_enabled("cpu"):
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    with_gradients = torch.is_grad_enabled()
+    return all(x is None or (_is_own(x) and not (with_gradients and x.requires_grad)) for x in tensors)
+
+
+def _is_own(x: Tensor) -> bool:
+    """Whether a tensor is PyTorch's own class, with numbers that lie side by side in the memory of the processor."""
+    return type(x) in (Tensor, Parameter) and x.device.type == "cpu" and x.is_contiguous()
 
 
 def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:

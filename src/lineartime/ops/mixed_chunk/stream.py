@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization, attention_weights, visible_share
 from lineartime.ops.chunks import exclusive_cumsum, fill
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.mixed_chunk import step_native
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, queries_and_keys
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 # 1. Streams at one position -------------------------------------------------------------------------------------------
@@ -208,6 +209,35 @@ def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype)
     read = position - slot
     summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
     return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, visible * summary_share)
+
+
+def step_projected(
+    projected: Projected,
+    bias: Tensor | None,
+    rotations: Tensor | None,
+    options: MixedChunkOptions,
+    streams: MixedChunkStreams,
+    chunk: OpenChunk,
+) -> Tensor:
+    """Gated attention for one more token of every stream: all of FLASH between its two dense maps.
+
+    Args:
+        projected: the new tokens, [B, 1, 2 e + s], with gamma and beta.
+        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
+        rotations: [2, B, 1, s / 2], or None.
+        options: as for the other forms.
+        streams: what came before; updated in place.
+        chunk: where the new tokens stand.
+
+    Returns:
+        [B, 1, e].
+    """
+    gated = step_native.step(projected, bias, rotations, options, streams, chunk)
+    if gated is not None:
+        return gated
+    gate, v, z = projected.activate()
+    maps = queries_and_keys(z, projected.gamma, projected.beta, rotations)
+    return gate * step(maps, v, bias, options, streams, chunk)
 
 
 def step(

@@ -3,7 +3,6 @@
 Shapes: B batch, N chunks of a tile, C chunk size, e value width, s query/key width.
 """
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lineartime.native import native_library
+from lineartime.native import NativeFunctions, native_functions
 from lineartime.ops.mixed_chunk.tile_work import PlainWork, TileWork
 from lineartime.ops.mixed_chunk.tiles import Tile, chunks_at_once
 
@@ -23,7 +22,7 @@ def tile_work(projected: Tensor, gamma: Tensor, *constants: Any) -> TileWork:
 
     They take pairs of features, so an odd width of queries and keys, which is never rotated, is left to plain PyTorch.
     """
-    functions = None if gamma.shape[1] % 2 else native_library(SOURCE)
+    functions = None if gamma.shape[1] % 2 else native_functions(SOURCE)
     if functions is None:
         return PlainWork(projected, gamma, *constants)
     return NativeWork(functions, projected, gamma, *constants)
@@ -32,9 +31,9 @@ def tile_work(projected: Tensor, gamma: Tensor, *constants: Any) -> TileWork:
 class NativeWork(TileWork):
     """By functions in C++, in as many threads as PyTorch uses."""
 
-    def __init__(self, functions: ctypes.CDLL, projected: Tensor, *constants: Any) -> None:
+    def __init__(self, functions: NativeFunctions, projected: Tensor, *constants: Any) -> None:
         super().__init__(projected, *constants)
-        self._functions, self._suffix = functions, str(self.compute).removeprefix("torch.")
+        self._functions = functions
         chunk_size = projected.shape[2]
         most = chunks_at_once(chunk_size)
         # The same memory for every tile: the system would have to clear fresh memory each time.
@@ -61,22 +60,23 @@ class NativeWork(TileWork):
         active = self._active[: n * c * 2 * e].view(n, c, 2 * e)
         maps = self._maps[: 4 * n * c * s].view(4, n, c, s)
         turns, scale = self._turns_and_scale(tile, n)
-        self._call("activate", before, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s)
+        self._functions.call("activate", self.compute, before, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s)
         return active[..., :e], active[..., e:], maps
 
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
         weights = torch.bmm(q, k.mT)
         scale = _by_chunk_and_slot(tile.of_shared(self._weight_scale))
-        self._call("weigh", weights, self._table, *scale, self.score_scale, weights, *weights.shape[:2])
+        self._functions.call("weigh", self.compute, weights, self._table, *scale, self.score_scale, weights, *weights.shape[:2])
         return weights
 
     @override
     def weights_backward(self, q: Tensor, k: Tensor, d_weights: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         weights = torch.bmm(q, k.mT)
         scale = _by_chunk_and_slot(tile.of_shared(self._weight_scale))
-        self._call(
-            "weigh_backward", weights, d_weights, self._table, *scale, self.score_scale, weights, d_weights, self._d_table,
+        self._functions.call(
+            "weigh_backward", self.compute,
+            weights, d_weights, self._table, *scale, self.score_scale, weights, d_weights, self._d_table,
             *weights.shape[:2],
         )  # fmt: skip
         return weights, d_weights
@@ -85,8 +85,9 @@ class NativeWork(TileWork):
     def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
         n, c = d_v.shape[:2]
         turns, scale = self._turns_and_scale(tile, n)
-        self._call(
-            "finish", tile.of(self.projected), d_gated, attended, d_v, d_maps, self.gamma, *turns, scale, self.score_scale,
+        self._functions.call(
+            "finish", self.compute,
+            tile.of(self.projected), d_gated, attended, d_v, d_maps, self.gamma, *turns, scale, self.score_scale,
             tile.of(self._d_projected), self._d_gamma, self._d_beta, n, c, self.d_value, self.d_qk,
         )  # fmt: skip
 
@@ -102,19 +103,8 @@ class NativeWork(TileWork):
         sines, *_ = _by_chunk_and_slot(tile.of_shared(self._turns[1]))
         return (cosines, sines, *strides), tile.of_shared(self.state_scale).expand(n, 1, 1).contiguous()
 
-    def _call(self, name: str, *arguments: Tensor | int | float) -> None:
-        """Call a function of tiles.cpp. Tensors are contiguous, and stay alive until it returns."""
-        function = getattr(self._functions, f"{name}_{self._suffix}")
-        function(*map(_of_c, arguments), ctypes.c_int64(torch.get_num_threads()))
-
 
 def _by_chunk_and_slot(x: Tensor) -> tuple[Tensor, int, int]:
     """[N or 1, C or 1, width], contiguous, and how far it is from one chunk and slot to the next: zero where they share."""
     x = x.contiguous()
     return x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
-
-
-def _of_c(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)

@@ -1,0 +1,72 @@
+// What all functions in C++ share: the types of tensors, and the sigmoid. Included before every file that is built.
+//
+// T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+template <class To, class From>
+inline To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline double load(double x) { return x; }
+inline float load(float x) { return x; }
+inline float load(bf16 x) { return bits<float>(uint32_t(x.bits) << 16); }
+
+inline void store(double& to, double x) { to = x; }
+inline void store(float& to, float x) { to = x; }
+inline void store(bf16& to, float x) {  // to the nearest, ties to even
+  const uint32_t all = bits<uint32_t>(x);
+  const uint32_t rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
+  to.bits = uint16_t((all & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);  // NaN stays NaN
+}
+
+template <class T>
+struct Type {
+  using A = T;
+};
+template <>
+struct Type<bf16> {
+  using A = float;
+};
+
+// 1 / (1 + exp(-x)). 2^y = 2^n 2^f, with n the nearest whole number, and the series of 2^f as long as T needs.
+template <class T>
+inline float sigmoid(float x) {
+  float y = x * -1.44269504f;
+  y = y < 126.0f ? y : 126.0f;
+  y = y > -126.0f ? y : -126.0f;
+  const float shifted = y + 12582912.0f;  // 1.5 * 2^23: the last bits are n
+  const float f = y - (shifted - 12582912.0f);
+  float p = 9.6181291e-3f;
+  if (sizeof(T) > 2) {
+    p = 1.5252734e-5f;
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+  }
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return 1.0f / (1.0f + bits<float>(bits<int32_t>(p) + int32_t(bits<uint32_t>(shifted) << 23)));
+}
+template <class T>
+inline double sigmoid(double x) {
+  return 1.0 / (1.0 + std::exp(-x));
+}
+
+}  // namespace

@@ -1,0 +1,109 @@
+"""Products of a few rows with a matrix, in C++."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lineartime.machine import using_threads
+from lineartime.native import why_not_native
+from lineartime.ops import dense as module
+from lineartime.ops.dense import MOST_ROWS, dense
+
+pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
+
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions in C++ that are called."""
+    names: list[str] = []
+    functions = module.native_functions(module.SOURCE)
+
+    class Counting:
+        def call(self, name: str, *arguments: Any) -> None:
+            names.append(name)
+            functions.call(name, *arguments)
+
+    monkeypatch.setattr(module, "native_functions", lambda source: Counting())
+    return names
+
+
+def make(dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(*rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("rows", "k", "n"), [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_it_is_the_linear_map(
+    dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int, with_bias: bool, native: list[str]
+) -> None:
+    x, weight, bias = make(dtype, rows, k, n)
+    bias_or_none = bias if with_bias else None
+    with torch.no_grad(), using_threads(2):
+        out, true = dense(x, weight, bias_or_none), F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+    assert native == ["dense"]
+    assert out.dtype == dtype
+    assert out.shape == (*rows, n)
+    assert (out - true).abs().max() <= TOLERANCES[dtype] * true.abs().max()
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class OfOthers(Tensor):
+    pass
+
+
+def _with_gradients(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return dense(x, weight.clone().requires_grad_())
+
+
+def _watched(x: Tensor, weight: Tensor) -> Tensor:
+    with Watching():
+        return dense(x, weight)
+
+
+def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return dense(x, weight)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _with_gradients,
+        _watched,
+        _in_autocast,
+        lambda x, weight: torch.compile(dense, backend="eager", fullgraph=True)(x, weight),
+        lambda x, weight: torch.func.vmap(dense, (0, None))(x, weight),
+        lambda x, weight: dense(x, weight.mT.contiguous().mT),
+        lambda x, weight: dense(x, weight.as_subclass(OfOthers)),
+        lambda x, weight: dense(x.expand(MOST_ROWS + 1, -1), weight),
+        lambda x, weight: dense(x[:0], weight),
+    ],
+)
+def test_pytorch_computes_what_it_must_see_or_does_better(run: Callable[[Tensor, Tensor], Tensor], native: list[str]) -> None:
+    x, weight, _ = make(torch.float32, (1,), 16, 8)
+    with torch.no_grad():
+        out = run(x, weight)
+        assert native == []
+        torch.testing.assert_close(out.float(), F.linear(x, weight).expand(out.shape), atol=0.1, rtol=0.1)
+
+
+def test_wrong_shapes_and_dtypes_are_told_by_pytorch() -> None:
+    x, weight, _ = make(torch.float32, (1,), 16, 8)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="shapes"):
+            dense(x[:, :5].contiguous(), weight)
+        with pytest.raises(RuntimeError, match="dtype"):
+            dense(x.double(), weight)

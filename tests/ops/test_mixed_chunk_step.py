@@ -1,0 +1,124 @@
+"""The step of FLASH between its two dense maps: in C++ and in plain PyTorch, against the definition over the whole text."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.machine import using_threads
+from lineartime.native import why_not_native
+from lineartime.ops import gated_mixed_chunk_attention
+from lineartime.ops.mixed_chunk import step_native, stream
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, mixed_chunk_state, mixed_chunk_streams
+from lineartime.ops.positions import rotary_table
+
+CHUNK, D_QK, D_VALUE, N_STREAMS = 5, 6, 7, 3
+
+
+@pytest.fixture(params=["native", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step that was taken is one in C++."""
+    native, reason = step_native.step, why_not_native()
+    if request.param == "native" and reason:
+        pytest.skip(f"functions in C++ cannot be built here: {reason}")
+    taken: list[bool] = []
+
+    def step(*arguments: Any) -> Tensor | None:
+        out = native(*arguments) if request.param == "native" else None
+        taken.append((out is not None) == (request.param == "native"))
+        return out
+
+    monkeypatch.setattr(step_native, "step", step)
+    return taken
+
+
+def make(length: int, dtype: torch.dtype = torch.float64, d_qk: int = D_QK, d_value: int = D_VALUE) -> tuple[Tensor, ...]:
+    """projected, gamma, beta, bias."""
+    shapes = ((N_STREAMS, length, 2 * d_value + d_qk), (4, d_qk), (4, d_qk), (CHUNK, CHUNK))
+    return tuple(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def new_streams(inputs: tuple[Tensor, ...]) -> MixedChunkStreams:
+    projected, gamma, *_ = inputs
+    d_value = (projected.shape[-1] - gamma.shape[1]) // 2
+    return mixed_chunk_streams([mixed_chunk_state(N_STREAMS, CHUNK, gamma.shape[1], d_value, like=projected)])
+
+
+def steps(
+    inputs: tuple[Tensor, ...], streams: MixedChunkStreams, rope: bool = True, bias: bool = True, **options: Any
+) -> Tensor:
+    projected, gamma, beta, table = inputs
+    chosen, outputs = MixedChunkOptions(CHUNK, True, **options), []
+    for token in projected.split(1, 1):
+        chunk = stream.open_chunk(streams.position, chosen, streams.sums.dtype)
+        rotations = rotary_table(streams.position[:, None], gamma.shape[1] // 2, streams.sums.dtype) if rope else None
+        row = table[chunk.slot] if bias else None
+        outputs.append(stream.step_projected(Projected(token, gamma, beta), row, rotations, chosen, streams, chunk))
+    return torch.cat(outputs, 1)
+
+
+def whole(inputs: tuple[Tensor, ...], rope: bool = True, bias: bool = True, **options: Any) -> Tensor:
+    projected, gamma, beta, table = inputs
+    positions = torch.arange(projected.shape[1]) if rope else None
+    return gated_mixed_chunk_attention(
+        projected, gamma, beta, chunk_size=CHUNK, positions=positions, causal=True, bias=table if bias else None,
+        backend="oracle", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@pytest.mark.parametrize(("rope", "bias"), [(True, True), (False, True), (True, False)])
+def test_steps_are_the_definition_over_the_text(form: list[bool], normalization: Any, rope: bool, bias: bool) -> None:
+    inputs, options = make(23), {"normalization": normalization, "rope": rope, "bias": bias}
+    streams = new_streams(inputs)
+    torch.testing.assert_close(steps(inputs, streams, **options), whole(inputs, **options), atol=1e-12, rtol=1e-12)
+    assert streams.position.tolist() == [23] * N_STREAMS
+    assert form == [True] * 23
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_forms_leave_the_same_state_for_streams_at_different_positions(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why_not_native():
+        pytest.skip(f"functions in C++ cannot be built here: {why_not_native()}")
+    inputs = make(9, d_qk=130, d_value=300)  # several parts for threads
+    results = []
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(step_native, "step", lambda *_: None)
+        states = [mixed_chunk_state(1, CHUNK, 130, 300, like=inputs[0])._replace(position=p) for p in (0, CHUNK, 3 * CHUNK)]
+        streams = mixed_chunk_streams(states)
+        with using_threads(threads):
+            results.append((steps(inputs, streams), streams))
+    (native_out, native_streams), (plain_out, plain_streams) = results
+    torch.testing.assert_close(native_out, plain_out, atol=1e-10, rtol=1e-10)
+    for one, other in zip(native_streams, plain_streams, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_errors_are_within_tolerance(form: list[bool], dtype: torch.dtype, tolerance: float) -> None:
+    rounded = make(23, dtype)
+    true = whole(tuple(x.double() for x in rounded))
+    out = steps(rounded, new_streams(rounded))
+    assert out.dtype == dtype
+    assert (out - true).abs().max() < tolerance * true.abs().max()
+    assert all(form)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        (make(2, d_qk=5), {"rope": False}),
+        (make(2), {"activation": "softmax"}),
+        (tuple(x.requires_grad_() for x in make(2)), {}),
+        ((make(2, torch.bfloat16)[0], *make(2, torch.float32)[1:]), {}),
+    ],
+)
+def test_what_the_function_cannot_do_is_left_to_pytorch(
+    inputs: tuple[Tensor, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_native, "native_functions", lambda source: pytest.fail("called"))
+    with torch.enable_grad():
+        assert steps(inputs, new_streams(tuple(x.detach() for x in inputs)), **options).shape == (N_STREAMS, 2, D_VALUE)
