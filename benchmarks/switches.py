@@ -13,8 +13,9 @@ from typing import Any
 from measure import markdown, save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
-from lineartime.data import default_cache, load_corpus, token_stream
+from lineartime.data import load_corpus, token_stream
 from lineartime.evaluation import Evaluation, windowed
+from lineartime.host import cache_folder
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -44,7 +45,7 @@ def measure(config: TrainConfig) -> dict[str, float]:
     """Train, and measure on the test split: bits per byte, a token of this text being a byte."""
     result = train(config)
     tokenizer = load_tokenizer(result.checkpoint)
-    stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
+    stream = token_stream(load_corpus(None), "test", tokenizer, cache_folder())
     found = {}
     for length in (TRAINED, LONG):
         evaluation = windowed(

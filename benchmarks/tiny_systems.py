@@ -12,8 +12,9 @@ from typing import Any
 from measure import RESULTS, markdown, save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
-from lineartime.data import default_cache, load_corpus, token_stream
+from lineartime.data import load_corpus, token_stream
 from lineartime.evaluation import windowed
+from lineartime.host import cache_folder
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -35,7 +36,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     out = folder / "-".join([preset, *(item.partition("=")[2] for item in override)])
     result = train(TrainConfig(preset=preset, override=override, out=out, resume=bool(list_checkpoints(out))))
     config, tokenizer = TrainConfig(), load_tokenizer(result.checkpoint)
-    stream = token_stream(load_corpus(None), "test", tokenizer, default_cache())
+    stream = token_stream(load_corpus(None), "test", tokenizer, cache_folder())
     length = config.context_length
     evaluation = windowed(result.model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
     row = {
