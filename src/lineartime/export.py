@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lineartime.data.hub import first_line
 from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.machine import compiler_missing
-from lineartime.models.heads import CausalLM, LanguageModel, check_model
+from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
 
 MOST_STREAMS = 2**16
 """The largest batch of a program."""
@@ -61,7 +61,8 @@ class Step(nn.Module):
 def export_text(model: LanguageModel) -> ExportedProgram:
     """A program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
-    It calls operators of lineartime, which has to be imported where the program runs.
+    That of a masked language model also takes a mask, bool [B, T], True for real tokens; a causal one needs none for padding
+    behind a text. It calls operators of lineartime, which has to be imported where the program runs.
 
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot follow for every length.
@@ -69,10 +70,11 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     config = check_model(model, LanguageModel, "be exported").config
     longest = min(LONGEST, config.longest_sequence or LONGEST)
     ids = torch.zeros(2, min(longest, 37), dtype=torch.long, device=next(model.parameters()).device)
+    inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
     sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
     with torch.no_grad(), _quiet():
         try:
-            return torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+            return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
         except Exception as error:  # torch.export raises errors of many kinds
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
             raise LineartimeError(

@@ -149,8 +149,8 @@ def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
     """The sum of what stands strictly before, along `dim`."""
-    before = x.narrow(dim, 0, max(0, x.shape[dim] - 1)).cumsum(dim)
-    return torch.cat([torch.zeros_like(x.narrow(dim, 0, min(1, x.shape[dim]))), before], dim)
+    along = [0, 0] * (-1 - dim if dim < 0 else x.dim() - 1 - dim)
+    return F.pad(x, [*along, 1, 0]).narrow(dim, 0, x.shape[dim]).cumsum(dim)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:

@@ -71,6 +71,8 @@ def previous_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         before = places - 1
     else:
-        before = F.pad(torch.where(mask, places, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
+        earlier = F.pad(mask.cumsum(1), (1, 0))[:, :-1]  # how many real tokens of the row stand before each
+        of_rank = torch.full_like(F.pad(earlier, (0, 1)), length).scatter(1, earlier.masked_fill(~mask, length), places.expand_as(mask))
+        before = of_rank.gather(1, (earlier - 1).clamp(min=0))
     before = before.masked_fill(positions == 0, length)
     return before if before.dim() == 2 else before[None]
