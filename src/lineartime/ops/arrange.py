@@ -57,8 +57,7 @@ def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
             return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
         real = None
-        # An exported program reads any length.
-        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:
+        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # a program reads any length
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)

@@ -149,7 +149,7 @@ def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
     """The sum of what stands strictly before, along `dim`."""
-    along = [0, 0] * (-1 - dim if dim < 0 else x.dim() - 1 - dim)
+    along = [0, 0] * (x.dim() - 1 - dim % x.dim())
     return F.pad(x, [*along, 1, 0]).narrow(dim, 0, x.shape[dim]).cumsum(dim)
 
 

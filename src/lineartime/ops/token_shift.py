@@ -71,8 +71,9 @@ def previous_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         before = places - 1
     else:
-        earlier = F.pad(mask.cumsum(1), (1, 0))[:, :-1]  # how many real tokens of the row stand before each
-        of_rank = torch.full_like(F.pad(earlier, (0, 1)), length).scatter(1, earlier.masked_fill(~mask, length), places.expand_as(mask))
-        before = of_rank.gather(1, (earlier - 1).clamp(min=0))
+        rank = F.pad(mask.cumsum(1), (1, 0))[:, :-1]  # real tokens of the row before each
+        slot = rank.masked_fill(~mask, length)  # padding goes to one behind the last
+        of_rank = slot.new_zeros(slot.shape[0], length + 1).scatter(1, slot, places.expand_as(slot))
+        before = of_rank.gather(1, (rank - 1).clamp(min=0))
     before = before.masked_fill(positions == 0, length)
     return before if before.dim() == 2 else before[None]

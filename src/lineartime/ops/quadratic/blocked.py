@@ -43,7 +43,7 @@ def attend(
 
 def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
     """Where the blocks of queries begin and end."""
-    if not causal or torch.compiler.is_exporting():  # how many there are would depend on the length, which a program leaves open
+    if not causal or torch.compiler.is_exporting():  # a program reads any length, so that it cannot count blocks
         return [(0, length)]
     # A causal block need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
     size = max(256, -(-length // 8))
