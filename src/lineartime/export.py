@@ -26,6 +26,7 @@ MOST_STREAMS = 2**16
 LONGEST = 2**20
 """The longest text of a program, unless the model reads less."""
 EXPORTABLE = "FLASH, GAU and softmax attention can be exported."
+"""How errors of the exporters end."""
 STATE = "state"
 """Where a package holds the shapes of a stream's state, in its metadata."""
 

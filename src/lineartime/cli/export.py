@@ -12,7 +12,7 @@ from lineartime.errors import Argument, ArgumentError
 
 @dataclass(frozen=True)
 class Options:
-    """Export a trained model as a program that PyTorch runs without its Python code."""
+    """Export a trained model as a program that PyTorch or onnxruntime runs without its Python code."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""

@@ -118,7 +118,7 @@ def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tens
 
 
 def _in_plain_pytorch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *inputs: function(*inputs[:-1], "torch")  # the backend is the last
+    return lambda *inputs: function(*inputs[:-1], "torch")  # the backend is the last argument
 
 
 _mixed_chunk_operator = register_operator(
@@ -138,4 +138,5 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {
     _mixed_chunk_operator: _in_plain_pytorch(_exported_mixed_chunk),
     _quadratic_operator: _in_plain_pytorch(_exported_quadratic),
 }
-"""The operators as operations of PyTorch, for `ExportedProgram.run_decompositions`: they count chunks by the length as well."""
+"""The operators as operations of PyTorch that count chunks by the length, for `ExportedProgram.run_decompositions`: what other
+exporters can translate. The length of the program's example must be more than a chunk."""
