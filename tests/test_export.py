@@ -5,18 +5,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.export import STATE, export_step, export_text, write_onnx, write_package, write_program
+from lineartime.layers import FLASH, GAU
 from lineartime.machine import compiler_missing
 from lineartime.models.heads import CausalLM
+from lineartime.ops.activations import ACTIVATIONS
 
 # PyTorch's own, within torch.export, where a user does not see them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
@@ -35,18 +39,17 @@ assert "lineartime" not in sys.modules
 """
 
 
-def build(preset: str, **overrides: object) -> CausalLM:
+def build(preset: str, **overrides: object) -> Any:
     torch.manual_seed(0)
     model = lineartime.build(preset, **{**SMALL, **overrides}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    assert isinstance(model, CausalLM)
     return model
 
 
 def flash(preset: str = "flash-next-tiny", **overrides: object) -> CausalLM:
-    return build(preset, d_qk=8, chunk_size=8, **overrides)
+    return build(preset, **{"d_qk": 8, "chunk_size": 8, **overrides})
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
@@ -70,15 +73,104 @@ def test_a_program_leaves_the_state_that_it_was_given(tmp_path: Path) -> None:
         state = after
 
 
-@pytest.mark.parametrize("preset", ["flash-next-tiny", "flash-quad-tiny", "transformer++-tiny"])
-def test_a_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, tmp_path: Path) -> None:
-    model = {"flash-next-tiny": flash, "flash-quad-tiny": lambda: build(preset, d_qk=8)}.get(
-        preset, lambda: build(preset, n_heads=2)
-    )()
+TEXTS: dict[str, dict[str, object]] = {
+    "flash-next-tiny": {"d_qk": 8, "chunk_size": 8},
+    "flash-quad-tiny": {"d_qk": 8},
+    "transformer++-tiny": {"n_heads": 2},
+}
+every_text = pytest.mark.parametrize(("preset", "task"), [(preset, task) for preset in TEXTS for task in ("clm", "mlm")])
+SIZES = ((1, 1), (3, 5), (3, 8), (2, 75))  # a token; less than a chunk; a chunk; several and a rest
+
+
+def batch(task: str, size: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Ids and, for a masked language model, a mask."""
+    ids = torch.randint(0, 40, size)
+    return (ids, torch.rand(size) > 0.3) if task == "mlm" else (ids,)
+
+
+def run_onnx(file: Path, *inputs: Tensor) -> Tensor:
+    session = onnxruntime.InferenceSession(str(file))
+    names = [given.name for given in session.get_inputs()]
+    (out,) = session.run(None, dict(zip(names, [x.numpy() for x in inputs], strict=True)))
+    return torch.from_numpy(out)
+
+
+@every_text
+def test_a_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, task: str, tmp_path: Path) -> None:
+    model = build(preset, task=task, **TEXTS[preset])
     program = torch.export.load(write_program(export_text(model), tmp_path / "text.pt2")).module()
-    for size in ((1, 1), (3, 8), (2, 75)):
-        ids = torch.randint(0, 40, size)
-        torch.testing.assert_close(program(ids), model(ids), atol=1e-5, rtol=0)
+    for size in SIZES:
+        inputs = batch(task, size)
+        torch.testing.assert_close(program(*inputs), model(*inputs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@every_text
+def test_a_text_in_onnx_gives_the_logits_of_the_model(preset: str, task: str, tmp_path: Path) -> None:
+    model = build(preset, task=task, n_blocks=1, **TEXTS[preset])
+    file = write_onnx(export_text(model), tmp_path / "text.onnx")
+    shapes = {given.name: given.shape for given in onnxruntime.InferenceSession(str(file)).get_inputs()}
+    assert shapes == {name: ["batch", "length"] for name in ("ids", "mask")[: len(batch(task, (1, 1)))]}
+    with torch.no_grad():
+        for size in SIZES:
+            inputs = batch(task, size)
+            torch.testing.assert_close(run_onnx(file, *inputs), model(*inputs), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_text_in_onnx_may_have_many_chunks_however_long_they_are(tmp_path: Path) -> None:
+    model = flash(n_blocks=1, chunk_size=256)
+    file = write_onnx(export_text(model), tmp_path / "text.onnx")
+    with torch.no_grad():
+        for length in (3, 256, 700):
+            ids = torch.randint(0, 40, (2, length))
+            torch.testing.assert_close(run_onnx(file, ids), model(ids), atol=1e-4, rtol=0)
+
+
+class Layers(nn.Module):
+    """The outputs of layers that read the same input, side by side."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return torch.cat([layer(x, mask) for layer in self.layers], -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, True)])
+@pytest.mark.parametrize("kind", [FLASH, GAU])
+def test_layers_with_every_option_are_the_same_in_onnx(kind: Any, causal: bool, masked: bool, tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [
+        {"activation": "relu2", "normalization": "paper"},
+        {"activation": "softmax", "bias_form": "buckets"},
+        {"activation": "softmax_plus", "rope": False},
+        {"activation": "laplace", "relative_bias": False, "normalization": kind.normalizations[-1]},
+        {"rotary_width": 4, "token_shift": True},
+    ]
+    assert {each.get("activation") for each in options} >= {*ACTIVATIONS}
+    if kind is FLASH:
+        options = [{"chunk_size": 8, **each} for each in options] + [{"chunk_size": 513}]  # whose bias is rotary
+    else:
+        options += [{"max_length": 300}]  # a table of biases instead of the rotary form
+    layers = Layers([kind(8, d_qk=8, causal=causal, **each) for each in options])
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=300)}
+
+    def given(batch: int, length: int) -> tuple[Tensor, ...]:
+        x = torch.randn(batch, length, 8)
+        return (x, torch.rand(batch, length) > 0.3) if masked else (x,)
+
+    example = given(2, 30)
+    program = torch.export.export(layers, example, dynamic_shapes=(sizes,) * len(example))
+    file = write_onnx(program, tmp_path / "layers.onnx")
+    with torch.no_grad():
+        for batch, length in SIZES:
+            inputs = given(batch, length)
+            torch.testing.assert_close(run_onnx(file, *inputs), layers(*inputs), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -143,6 +235,9 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
         export_step(build("flash-quad-tiny", d_qk=8))
     with pytest.raises(LineartimeError, match=r"torch.export cannot make a program of Reformer for every batch size"):
         export_text(build("reformer-tiny", n_heads=2))
+    with pytest.raises(LineartimeError, match=r"PyTorch cannot translate this program into ONNX .*: FLASH, GAU and softmax"):
+        write_onnx(export_text(build("mhsa-relu2-tiny", n_blocks=1, n_heads=2)), tmp_path / "text.onnx")
+    assert list(tmp_path.iterdir()) == []
     masked = lineartime.build("flash-tiny", task="mlm", d_qk=8, chunk_size=8, **SMALL)
     with pytest.raises(ArgumentError, match="masked language model, which cannot continue a text"):
         export_step(masked)  # type: ignore[arg-type]

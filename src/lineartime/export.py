@@ -4,6 +4,7 @@ Shapes: B batch or streams, T tokens, V vocabulary.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lineartime.data.hub import first_line
 from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.machine import compiler_missing
-from lineartime.models.heads import CausalLM, LanguageModel, check_model
+from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
+from lineartime.ops.exported import PLAIN
 
 MOST_STREAMS = 2**16
 """The largest batch of a program."""
 LONGEST = 2**20
 """The longest text of a program, unless the model reads less."""
+EXPORTABLE = "FLASH, GAU and softmax attention can be exported."
+"""How errors of the exporters end."""
 STATE = "state"
 """Where a package holds the shapes of a stream's state, in its metadata."""
 
@@ -61,23 +65,27 @@ class Step(nn.Module):
 def export_text(model: LanguageModel) -> ExportedProgram:
     """A program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
-    It calls operators of lineartime, which has to be imported where the program runs.
+    That of a masked language model also takes a mask, bool [B, T], True for real tokens; a causal one needs none for padding
+    behind a text. It calls operators of lineartime, which has to be imported where the program runs.
 
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot follow for every length.
     """
     config = check_model(model, LanguageModel, "be exported").config
     longest = min(LONGEST, config.longest_sequence or LONGEST)
-    ids = torch.zeros(2, min(longest, 37), dtype=torch.long, device=next(model.parameters()).device)
+    # An example of a single chunk would make that a condition of what ONNX reads.
+    chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
+    ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
+    inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
     sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
     with torch.no_grad(), _quiet():
         try:
-            return torch.export.export(model, (ids,), dynamic_shapes=(sizes,))
+            return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
         except Exception as error:  # torch.export raises errors of many kinds
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
             raise LineartimeError(
                 f"torch.export cannot make a program of {mixer} for every batch size and length ({first_line(error)}): "
-                "FLASH, GAU and softmax attention can be exported."
+                f"{EXPORTABLE}"
             ) from None
 
 
@@ -125,24 +133,47 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
 
 
 def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
-    """Write a step as ONNX: inputs ids, state_0, state_1, ...; outputs logits, next_state_0, ...
+    """Write a program as ONNX, which needs no operator of lineartime.
+
+    A text has the inputs ids and, of a masked language model, mask; the output is logits. A step has the inputs ids, state_0,
+    state_1, ... and the outputs logits, next_state_0, ...
 
     Raises:
-        LineartimeError: without onnxscript, or if the file cannot be written.
+        LineartimeError: without onnxscript, for a program with operations that ONNX does not have, or if the file cannot be
+            written.
     """
     file = checked_file(file, ".onnx")
     try:
         import onnxscript  # noqa: F401
     except ImportError:
         raise missing_extra("onnxscript", "onnx", "A program in ONNX") from None
-    states = range(len(program.example_inputs[0][1]))
-    inputs = ["ids", *(f"state_{place}" for place in states)]
-    outputs = ["logits", *(f"next_state_{place}" for place in states)]
+    given = program.example_inputs[0]
+    inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
+    if isinstance(given[-1], list):
+        states = range(len(given[-1]))
+        inputs = ["ids", *(f"state_{place}" for place in states)]
+        outputs += [f"next_state_{place}" for place in states]
+    axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have those of ids
 
     def translate_into(partial: Path) -> None:
-        torch.onnx.export(
-            program, f=partial, input_names=inputs, output_names=outputs, dynamo=True, external_data=False, verbose=False
-        )
+        try:
+            torch.onnx.export(
+                program.run_decompositions(PLAIN),
+                f=partial,
+                input_names=inputs,
+                output_names=outputs,
+                dynamic_shapes=axes,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            cause: Exception = error
+            while isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__
+            raise LineartimeError(
+                f"PyTorch cannot translate this program into ONNX ({first_line(cause)}): {EXPORTABLE}"
+            ) from None
 
     return _write(file, translate_into)
 
@@ -171,8 +202,16 @@ def _write(file: Path, write: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PyTorch's warnings about its own code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+    """Without what PyTorch and its ONNX exporter say about their own code."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import lineartime
 from lineartime.cli import main
+from lineartime.data import ByteTokenizer
 
 Fails = Callable[..., None]
 
@@ -18,7 +20,21 @@ def test_a_run_becomes_a_file(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert [file.name for file in tmp_path.iterdir()] == ["step.pt2"]
     assert main(["export", run, "text.pt2", "--part", "text"]) == 0
     assert "after `import lineartime`" in capsys.readouterr().out
+    assert main(["export", run, "text.onnx", "--part", "text", "--format", "onnx"]) == 0
+    assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in capsys.readouterr().out
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")
     fails(["export", run, "step.zip"], "file is step.zip, but must end in .pt2")
-    fails(["export", run, "a.pt2", "--part", "text", "--format", "package"], "--format is package, but .* use --part step")
+    fails(
+        ["export", run, "a.pt2", "--part", "text", "--format", "package"],
+        "--format is package, but .* use program or onnx, or --part step",
+    )
     fails(["export", run], "FILE", status=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
+def test_a_masked_language_model_becomes_a_program_of_whole_texts(capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, vocab_size=258)
+    lineartime.save(model, ByteTokenizer(), "masked")
+    fails(["export", "masked", "step.pt2"], "--part is step, but a masked language model reads whole texts: use --part text")
+    assert main(["export", "masked", "text.pt2", "--part", "text"]) == 0
+    assert "text.pt2: ids and mask [B, T] to logits [B, T, V]" in capsys.readouterr().out

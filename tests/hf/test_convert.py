@@ -117,6 +117,22 @@ def test_a_masked_model_in_several_bf16_files_comes_back(system: str, tiny: Tiny
     torch.testing.assert_close(back(ids), loaded(ids).logits)
 
 
+def test_a_chat_is_plain_turns_of_which_answers_end_as_documents_do(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi\n{{ x }} "},
+        {"role": "assistant", "content": " hello"},
+        {"role": "user", "content": "bye"},
+    ]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert chat == f"system: be kind\nuser: hi\n{{{{ x }}}}\nassistant: hello{tokenizer.eos_token}\nuser: bye\n"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer(chat + "assistant:")["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.encode("user: hi") == list(b"user: hi")  # a text that is no chat
+
+
 def _saved(model: Any, tmp_path: Path) -> Path:
     own = lineartime.build(model.config.to_model_config())
     own.backbone.load_state_dict(model.model.backbone.state_dict())
@@ -127,6 +143,7 @@ def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> No
     files = {file.name for file in folder.iterdir()}
     assert files == {
         "README.md",
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -62,3 +62,23 @@ def test_a_client_of_openais_protocol_gets_the_text_that_generate_gives(server: 
             streamed = "".join(piece.choices[0].text for piece in pieces if piece.choices)
         # Bytes at the end that are no whole character are not streamed.
         assert streamed.rstrip("\ufffd") == expected.rstrip("\ufffd")
+
+
+def test_a_chat_is_continued_at_the_assistants_turn(server: tuple[str, Path]) -> None:
+    address, folder = server
+    model, tokenizer = LineartimeForCausalLM.from_pretrained(folder), fast_tokenizer(ByteTokenizer())
+    prompt = torch.tensor([list(b"user: hello\nassistant:")])
+    drawn = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model=str(folder), messages=[{"role": "user", "content": "hello"}], max_tokens=12
+        )
+    assert answer.choices[0].message.content == tokenizer.decode(drawn, skip_special_tokens=True)
+
+    command = [sys.executable, "-m", "lineartime.hf", "chat", str(folder), f"{address}/v1", "max_new_tokens=12"]
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    chat = subprocess.run(
+        [*command, "do_sample=False"], input=b"hello\nN\n!exit\n", env=environment, cwd=folder, capture_output=True, timeout=300
+    )
+    assert chat.returncode == 0, chat.stderr.decode()
+    assert b"12 tokens in" in chat.stdout

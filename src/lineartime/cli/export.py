@@ -12,26 +12,26 @@ from lineartime.errors import Argument, ArgumentError
 
 @dataclass(frozen=True)
 class Options:
-    """Export a trained model as a program that PyTorch runs without its Python code."""
+    """Export a trained model as a program that PyTorch or onnxruntime runs without its Python code."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
     """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
-    """step: the next token of streams, state in and state out, which needs nothing but PyTorch; text: a whole text at once."""
+    """step: the next token of streams, state in and state out, of a causal model; text: a whole text at once."""
     format: Literal["program", "package", "onnx"] = "program"
-    """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: the step."""
+    """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: ONNX."""
     checkpoint: Which | None = None
     """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
 
 
 def run(options: Options) -> None:
     """Export the model and say how to load it."""
-    if options.part == "text" and options.format != "program":
+    if options.part == "text" and options.format == "package":
         raise ArgumentError(
             "format",
-            f"is {options.format}, but a whole text is read by operators of lineartime, which only a program can call: use ",
+            "is package, but a package cannot call lineartime's operators, which read a whole text: use program or onnx, or ",
             Argument("part", "step"),
             ".",
         )
@@ -48,13 +48,21 @@ def _export(options: Options) -> str:
     """Export the model: what was written, and how to load it."""
     from lineartime.checkpoint import find_checkpoint, load
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
-    from lineartime.models.heads import CausalLM, check_model
+    from lineartime.models.heads import MaskedLM
 
     model = load(find_checkpoint(options.run, options.checkpoint))
     if options.part == "text":
-        file = write_program(export_text(model), options.file)
-        return f"{file}: ids [B, T] to logits [B, T, V], for torch.export.load after `import lineartime`"
-    program = export_step(check_model(model, CausalLM, "continue a text"))
+        program = export_text(model)
+        inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"
+        if options.format == "onnx":
+            return f"{write_onnx(program, options.file)}: {inputs} to logits [B, T, V], in ONNX"
+        file = write_program(program, options.file)
+        return f"{file}: {inputs} to logits [B, T, V], for torch.export.load after `import lineartime`"
+    if isinstance(model, MaskedLM):
+        raise ArgumentError(
+            "part", "is step, but a masked language model reads whole texts: use ", Argument("part", "text"), "."
+        )
+    program = export_step(model)
     if options.format == "package":
         file = write_package(program, options.file)
         return f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++"

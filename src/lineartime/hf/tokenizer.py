@@ -10,6 +10,16 @@ from transformers import PreTrainedTokenizerFast
 from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, MASK_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.errors import LineartimeError
 
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message['role'] }}: {{ message['content'] | trim }}{{ eos_token if message['role'] == 'assistant' }}
+{% endfor -%}
+{%- if add_generation_prompt -%}
+assistant:
+{%- endif -%}
+"""
+"""Plain turns, a line each: `user: ...`, and `assistant: ...` with the end of a document behind it, where generation stops."""
+
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers that gives the same ids.
@@ -32,6 +42,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         mask_token=mask,
         padding_side="left",  # a batch of prompts is continued at its right
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
         model_input_names=["input_ids", "attention_mask"],
     )
 

@@ -51,13 +51,13 @@ def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout
     """Each document cut into chunks from its own start."""
     device, length, starts = layout.positions.device, layout.positions.shape[-1], layout.document_starts
     if layout.document is None or starts is None:
-        n_chunks = longest = max(1, -(-length // chunk_size))
+        n_chunks = longest = (length + chunk_size - 1) // chunk_size if length else 1
         document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
         if layout.mask is not None:
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
             return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
         real = None
-        if n_chunks * chunk_size != length:
+        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # a program reads any length
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)

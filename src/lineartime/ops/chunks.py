@@ -149,8 +149,9 @@ def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
     """The sum of what stands strictly before, along `dim`."""
-    before = x.narrow(dim, 0, max(0, x.shape[dim] - 1)).cumsum(dim)
-    return torch.cat([torch.zeros_like(x.narrow(dim, 0, min(1, x.shape[dim]))), before], dim)
+    front = (slice(None),) * (dim % x.dim())
+    before = x[(*front, slice(-1))].cumsum(dim)
+    return torch.cat([torch.zeros_like(x[(*front, slice(1))]), before], dim)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:

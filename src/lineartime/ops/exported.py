@@ -117,6 +117,10 @@ def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tens
     return differentiate
 
 
+def _in_plain_pytorch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *inputs: function(*inputs[:-1], "torch")  # the backend is the last argument
+
+
 _mixed_chunk_operator = register_operator(
     _exported_mixed_chunk,
     _fake_mixed_chunk,
@@ -129,3 +133,10 @@ _quadratic_operator = register_operator(
     keep_for_backward=_keep_for_backward,
     differentiate=_differentiated(_exported_quadratic),
 )
+
+PLAIN: dict[Any, Callable[..., Tensor]] = {
+    _mixed_chunk_operator: _in_plain_pytorch(_exported_mixed_chunk),
+    _quadratic_operator: _in_plain_pytorch(_exported_quadratic),
+}
+"""The operators as operations of PyTorch that count chunks by the length, for `ExportedProgram.run_decompositions`: what other
+exporters can translate. The length of the program's example must be more than a chunk."""

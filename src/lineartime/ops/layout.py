@@ -320,6 +320,6 @@ def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype
         return layout._replace(rotations=rotations)
     by_row = rotations if rotations.dim() == 4 else rotations[:, None]
     if chunks.slots is not None:
-        by_row = by_row.expand(-1, len(chunks.slots.slot), -1, -1)
+        by_row = by_row.expand(-1, chunks.slots.slot.shape[0], -1, -1)
     cut = torch.stack([chunks.cut(x) for x in by_row])
     return layout._replace(rotations=rotations, chunk_rotations=cut)

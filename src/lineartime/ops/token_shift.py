@@ -71,6 +71,9 @@ def previous_tokens(positions: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         before = places - 1
     else:
-        before = F.pad(torch.where(mask, places, -1).cummax(1).values, (1, 0), value=-1)[:, :-1]
+        rank = F.pad(mask.cumsum(1), (1, 0))[:, :-1]  # real tokens of the row before each
+        slot = rank.masked_fill(~mask, length)  # padding goes to one behind the last
+        of_rank = slot.new_zeros(slot.shape[0], length + 1).scatter(1, slot, places.expand_as(slot))
+        before = of_rank.gather(1, (rank - 1).clamp(min=0))
     before = before.masked_fill(positions == 0, length)
     return before if before.dim() == 2 else before[None]

@@ -21,11 +21,8 @@ def attend(
     published_length = options.published_length(length, real)
     if options.divides_bias and bias is not None and published_length is not None:
         bias = (bias.dense() if isinstance(bias, FactoredBias) else bias) / published_length
-    # A causal block of queries need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
-    block = max(256, -(-length // 8)) if causal else max(length, 1)
     outputs = []
-    for start in range(0, max(length, 1), block):
-        stop = min(start + block, length)
+    for start, stop in _blocks(length, causal):
         keys = stop if causal else length
         visible = torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).tril(start) if causal else None
         if real is not None:
@@ -42,6 +39,15 @@ def attend(
             )
         )
     return torch.cat(outputs, 1)
+
+
+def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
+    """Where the blocks of queries begin and end."""
+    if not causal or torch.compiler.is_exporting():  # a program reads any length, so that it cannot count blocks
+        return [(0, length)]
+    # A causal block need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
+    size = max(256, -(-length // 8))
+    return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
 
 
 def _part(bias: Tensor | FactoredBias | None, start: int, stop: int, keys: int) -> Tensor | None:

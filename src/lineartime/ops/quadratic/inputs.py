@@ -5,6 +5,7 @@ Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization, check_choice
@@ -44,7 +45,7 @@ class QuadraticOptions:
             return None
         if not isinstance(self.normalization, str):
             return float(self.normalization)
-        return float(max(length, 1)) if real is None else real.sum(1).clamp(min=1)[:, None, None]
+        return torch.sym_float(length or 1) if real is None else real.sum(1).clamp(min=1)[:, None, None]
 
     @property
     def divides_bias(self) -> bool:
