@@ -40,6 +40,7 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     stream = token_stream(local_text(run.parent / "text.txt"), "test", TOKENIZER, cache)
     by_windows = windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
     assert evaluate(str(run), cache=str(cache), precision="fp32") == by_windows
+    assert evaluate(run, checkpoint="last", cache=cache).checkpoint == last_checkpoint(run)
     assert by_windows.text == stream.name
     in_one = carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
     assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
@@ -95,6 +96,7 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
             {"data": text, "tokenizer": TOKENIZER, "context": "carried"},
             "context is carried, but this model was trained to read a prefix",
         ),
+        (model, {**given, "checkpoint": "last"}, "checkpoint is last, but a model in memory has none: leave it out"),
         (3, {}, "model is of type int, but must be a language model"),
     ]
     for found, options, message in wrong:

@@ -1,5 +1,6 @@
 """Several threads and processes at once on one model, one run or one cache: the same results, or a sentence."""
 
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import lineartime
 from lineartime import Sampling
 from lineartime import checkpoint as checkpoints
+from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import LineartimeError
 from lineartime.models.heads import CausalLM
@@ -119,6 +121,82 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(config: Config, 
     removed_while_read(last.parent, last.name, monkeypatch)
     with pytest.raises(LineartimeError, match=r"^The checkpoint .*step-00000002 was removed while it was read: give another"):
         lineartime.load(last)
+
+
+COMMANDS = {
+    "eval": ("--max-tokens", "20"),
+    "generate": ("--max-tokens", "2"),
+    "inspect": ("--text", "the square of 7 is", "--out", "{}/inspection"),
+    "convert": ("{}/converted",),
+    "export": ("{}/step.pt2",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("given", ["a run", "its checkpoint"])
+def test_a_command_whose_checkpoint_is_removed_goes_on_with_another_or_says_so(
+    command: str, given: str, config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lineartime.train(config(steps=4)).run
+    best = checkpoints.best_checkpoint(run)
+    removed_while_read(run, best.name, monkeypatch)
+    capsys.readouterr()
+    options = [option.format(run.parent) for option in COMMANDS[command]]
+    status = main([command, str(run if given == "a run" else best), *options])
+    screen = capsys.readouterr().err
+    assert not best.exists()
+    if given == "a run":
+        assert status == 0, screen
+    else:
+        [line] = [line for line in screen.splitlines() if line.startswith("error: ")]
+        assert line == f"error: The checkpoint {best} was removed while it was read: give another one."
+        assert status == 1
+
+
+def removed_at_touch(number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Removes a checkpoint before a file in it is touched for that time, as a run in training does."""
+    touches = 0
+    own = {name: getattr(Path, name) for name in ("stat", "open")}
+
+    def touching(name: str) -> Any:
+        def touch(path: Path, *arguments: Any, **options: Any) -> Any:
+            nonlocal touches
+            if checkpoint in (path, *path.parents):
+                touches += 1
+                if touches == number:
+                    checkpoint.rename(checkpoints.format.hidden(checkpoint))
+            return own[name](path, *arguments, **options)
+
+        return touch
+
+    for name in own:
+        monkeypatch.setattr(Path, name, touching(name))
+    return lambda: touches >= number
+
+
+@pytest.mark.parametrize("which", ["best", 4])
+def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(which: checkpoints.Which, config: Config) -> None:
+    run = lineartime.train(config(steps=4)).run
+    chosen = checkpoints.find_checkpoint(run, which)
+    outcomes = []
+    removed = True
+    while removed:
+        with pytest.MonkeyPatch.context() as patch:
+            came = removed_at_touch(len(outcomes) + 1, chosen, patch)
+            try:
+                outcome = checkpoints.load_with_tokenizer(run, checkpoint=which).checkpoint.name
+            except LineartimeError as error:
+                outcome = str(error)
+            removed = came()
+        outcomes.append(outcome)
+        if removed:
+            checkpoints.format.hidden(chosen).rename(chosen)
+    another = {"best": "step-00000002", 4: f"checkpoint is 4, but must be best, .* in {run}, which has .*2."}[which]
+    assert len(outcomes) > 10
+    for outcome in outcomes[:-1]:
+        assert re.fullmatch(another, outcome)
+    assert outcomes[-1] == chosen.name
 
 
 def test_a_run_whose_checkpoints_all_vanish_is_no_endless_search(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

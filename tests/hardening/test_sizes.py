@@ -1,6 +1,7 @@
 """Sizes that no machine has, and weights that are not the model's: each ends at once, in one sentence."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from lineartime.checkpoint import is_checkpoint
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
+from lineartime.files import sha256
 from lineartime.models import size
 from lineartime.models.presets import presets, resolve
 from lineartime.training.loop import train
@@ -271,19 +273,37 @@ MOMENTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def write_checksums(checkpoint: Path) -> None:
+    """Make the manifest say that the files are as they were written."""
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    manifest = {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, **manifest}))
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_run_whose_weights_are_not_its_models_is_not_resumed(run: Path, tmp_path: Path, kind: str) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    last = checkpoints.last_checkpoint(copy)
+    spoil, what = WEIGHTS[kind]
+    spoil(last)
+    write_checksums(last)
+    for earlier in checkpoints.list_checkpoints(copy)[:-1]:
+        shutil.rmtree(earlier)
+    with pytest.raises(LineartimeError) as caught:
+        train(out=copy, resume=True)
+    assert str(caught.value).startswith(f"The checkpoint {last} is damaged (")
+    assert what in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", MOMENTS)
 def test_a_damaged_optimiser_says_how_its_weights_can_be_used(run: Path, tmp_path: Path, kind: str) -> None:
-    import shutil
-
-    from lineartime.files import sha256
-
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     last = checkpoints.last_checkpoint(copy)
     spoil, what = MOMENTS[kind]
     spoil(copy)
-    manifest = {f.relative_to(last).as_posix(): sha256(f) for f in last.rglob("*") if f.is_file() and f.name != "manifest.json"}
-    (last / "manifest.json").write_text(json.dumps({"format": 1, **manifest}))
+    write_checksums(last)
     with pytest.raises(LineartimeError) as caught:
         train(out=copy, resume=True)
     assert what in str(caught.value)

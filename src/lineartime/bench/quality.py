@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lineartime.checkpoint import last_checkpoint, read_model_config
+from lineartime.checkpoint import read_from, read_model_config
 from lineartime.errors import ArgumentError, LineartimeError, cannot
 from lineartime.models.config import ModelConfig
 from lineartime.runs.summary import summarize
@@ -51,7 +51,7 @@ def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
         )
     if preset not in models:
         return {preset: summary.bits_per_byte}
-    different = _differences(read_model_config(last_checkpoint(run)), models[preset])
+    different = _differences(read_from(run, read_model_config, "last"), models[preset])
     if different:
         raise ArgumentError(
             "metrics",

@@ -12,6 +12,7 @@ is not stored anywhere, but read from the folder.
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from lineartime.checkpoint.format import (
     add_validation_loss,
     checkpoint_path,
     checkpoint_step,
+    damaged,
     has_training_state,
     hidden,
     is_checkpoint,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from lineartime.models.heads import CausalLM, MaskedLM
 
 __all__ = [
+    "Loaded",
     "TextPosition",
     "TrainingState",
     "UnfitWeightsError",
@@ -51,6 +54,7 @@ __all__ = [
     "add_validation_loss",
     "best_checkpoint",
     "checkpoint_path",
+    "damaged",
     "find_checkpoint",
     "has_training_state",
     "is_checkpoint",
@@ -60,6 +64,7 @@ __all__ = [
     "load",
     "load_into",
     "load_tokenizer",
+    "load_with_tokenizer",
     "prune",
     "read_from",
     "read_model_config",
@@ -91,6 +96,27 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
     """
     return read_from(path, read_model, checkpoint).to(device).eval()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode and its tokenizer, both of one checkpoint."""
+
+    checkpoint: Path
+    model: "CausalLM | MaskedLM"
+    tokenizer: "Tokenizer"
+
+
+def load_with_tokenizer(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> Loaded:
+    """Load a model with its tokenizer; arguments and errors as for `load`.
+
+    Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
+    """
+    from lineartime.data import read_tokenizer
+
+    loaded = read_from(path, lambda found: Loaded(found, read_model(found), read_tokenizer(found)), checkpoint)
+    loaded.model.to(device).eval()
+    return loaded
 
 
 def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | None = None) -> Content:
@@ -182,13 +208,13 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
     last = last_checkpoint(path)
     if which == "last":
         return last
-    steps = [checkpoint_step(checkpoint) for checkpoint in list_checkpoints(path)]
-    if which not in steps or isinstance(which, bool):
-        there = ", ".join(map(str, steps))
+    found = {checkpoint_step(checkpoint): checkpoint for checkpoint in list_checkpoints(path)}
+    if which not in found or isinstance(which, bool):
+        there = ", ".join(map(str, found))
         raise ArgumentError(
             "checkpoint", f"is {which!r}, but must be best, last, or the step of a checkpoint in {path}, which has {there}."
         )
-    return list_checkpoints(path)[steps.index(which)]
+    return found[which]
 
 
 def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:

@@ -119,6 +119,8 @@ def load_into(model: "LanguageModel", checkpoint: Path) -> None:
 
 def verify_model(checkpoint: Path) -> None:
     """Raise DamagedCheckpointError unless the files of the model are as they were written, if there are checksums."""
+    if not (checkpoint / WEIGHTS).is_file():
+        raise damaged(checkpoint, f"{WEIGHTS} is missing")
     if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
         verify(checkpoint, _MODEL_FILES)
 

@@ -63,17 +63,16 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate the checkpoint and print the result."""
-    from lineartime.checkpoint import find_checkpoint
     from lineartime.evaluation import evaluate
     from lineartime.machine import choose_device, choose_precision, using_threads
 
-    checkpoint = find_checkpoint(options.run, options.checkpoint)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     with using_threads(options.threads):
         evaluation = evaluate(
-            checkpoint,
+            options.run,
             options.data,
+            checkpoint=options.checkpoint,
             text_column=options.text_column,
             max_expansion=options.max_expansion,
             split=options.split,
@@ -87,21 +86,22 @@ def run(options: Options) -> None:
             cache=options.cache,
             say=lambda line: print(line, file=SCREEN),
         )
+    assert evaluation.checkpoint is not None
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(checkpoint), "precision": precision, perplexity: evaluation.perplexity}
-        print(json.dumps({**facts, **dataclasses.asdict(evaluation)}))
+        facts = {"checkpoint": str(evaluation.checkpoint), "precision": precision, perplexity: evaluation.perplexity}
+        print(json.dumps({**dataclasses.asdict(evaluation), **facts}))
     else:
         words = evaluation.prose if options.words == "auto" else options.words == "on"
-        _print(evaluation, checkpoint, f"{device.type}, {precision}", words)
+        _print(evaluation, f"{device.type}, {precision}", words)
     if options.plot is not None:
-        picture = draw_report(checkpoint.parent, evaluation, options.plot)
+        picture = draw_report(evaluation.checkpoint.parent, evaluation, options.plot)
         print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
-def _print(evaluation: "Evaluation", checkpoint: Path, where: str, words: bool) -> None:
+def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     console = output_console(markup=False)
-    what = f"{checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
+    what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f} nats per token")

@@ -46,11 +46,11 @@ def run(options: Options) -> None:
 
 def _export(options: Options) -> str:
     """Export the model: what was written, and how to load it."""
-    from lineartime.checkpoint import find_checkpoint, load
+    from lineartime.checkpoint import load
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.heads import MaskedLM
 
-    model = load(find_checkpoint(options.run, options.checkpoint))
+    model = load(options.run, checkpoint=options.checkpoint)
     if options.part == "text":
         program = export_text(model)
         inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"

@@ -38,17 +38,16 @@ class Options:
 
 def run(options: Options) -> None:
     """Print the candidates for each mask."""
-    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.checkpoint import load_with_tokenizer
     from lineartime.filling import fill_mask
     from lineartime.machine import choose_device
     from lineartime.models.heads import MaskedLM, check_model
 
-    checkpoint = find_checkpoint(options.run, options.checkpoint)
-    model = check_model(load(checkpoint, choose_device(options.device)), MaskedLM, "fill masks")
-    masks = fill_mask(model, load_tokenizer(checkpoint), options.text, options.top)
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
+    masks = fill_mask(check_model(loaded.model, MaskedLM, "fill masks"), loaded.tokenizer, options.text, options.top)
     if options.json:
         found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]
-        print(json.dumps({"checkpoint": str(checkpoint), "text": options.text, "masks": found}))
+        print(json.dumps({"checkpoint": str(loaded.checkpoint), "text": options.text, "masks": found}))
         return
     console = output_console(markup=False)
     for number, candidates in enumerate(masks, 1):

@@ -18,7 +18,7 @@ from lineartime.screen import SCREEN
 if TYPE_CHECKING:
     import torch
 
-    from lineartime.models.heads import CausalLM
+    from lineartime.models.heads import CausalLM, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,19 @@ def run(options: Options) -> None:
 
 
 def _generate(options: Options, prompt: str, device: "torch.device") -> None:
-    from lineartime.checkpoint import find_checkpoint, load_tokenizer
+    from lineartime.checkpoint import load_with_tokenizer
     from lineartime.data.progress import Progress
     from lineartime.generation import Sampling
     from lineartime.text_generation import generate_samples, generate_text
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    checkpoint = find_checkpoint(options.run, options.checkpoint)
-    model, how = _model(options, checkpoint, device)
-    tokenizer = load_tokenizer(checkpoint)
+    loaded = load_with_tokenizer(options.run, device, checkpoint=options.checkpoint)
+    model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
-    note = f"{checkpoint}: {device.type}, {how}"
+    note = f"{loaded.checkpoint}: {device.type}, {how}"
     if options.samples == 1 and not options.json:
-        pieces = generate_text(model, tokenizer, prompt, options.max_tokens, sampling, options.stop)
+        pieces = generate_text(model, loaded.tokenizer, prompt, options.max_tokens, sampling, options.stop)
         print(note, file=SCREEN, flush=True)
         sys.stdout.write(prompt)
         try:
@@ -98,7 +97,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
         return
     print(note, file=SCREEN, flush=True)
     with Progress(f"drawing {options.samples} samples"):
-        samples = generate_samples(model, tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
+        samples = generate_samples(model, loaded.tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
     for number, sample in enumerate(samples, 1):
         if options.json:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)
@@ -106,15 +105,14 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             print(f"--- sample {number} of {options.samples} ---\n{prompt}{sample.text}", flush=True)
 
 
-def _model(options: Options, checkpoint: Path, device: "torch.device") -> "tuple[CausalLM, str]":
+def _prepared(model: "LanguageModel", options: Options, device: "torch.device") -> "tuple[CausalLM, str]":
     """The model, as the options say it should compute, and how it does in words."""
     import torch
 
-    from lineartime.checkpoint import load
     from lineartime.machine import compiler_missing
     from lineartime.models.heads import CausalLM, check_model
 
-    model = check_model(load(checkpoint, device), CausalLM, "generate")
+    model = check_model(model, CausalLM, "generate")
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
     why_not = compiler_missing(device)

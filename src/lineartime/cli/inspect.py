@@ -32,15 +32,14 @@ class Options:
 
 def run(options: Options) -> None:
     """Read the text, write the folder, and say where it is."""
-    from lineartime.checkpoint import find_checkpoint, load, load_tokenizer
+    from lineartime.checkpoint import load_with_tokenizer
     from lineartime.inspection import inspect, write_inspection
     from lineartime.machine import choose_device
 
     text = read_text("text", options.text, "text_file", options.text_file)
-    checkpoint = find_checkpoint(options.run, options.checkpoint)
-    model = load(checkpoint, choose_device(options.device))
-    inspection = inspect(model, load_tokenizer(checkpoint), text, options.max_tokens)
-    page = write_inspection(inspection, str(checkpoint), options.out)
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
+    inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
+    page = write_inspection(inspection, str(loaded.checkpoint), options.out)
     left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""
     layers = "1 layer" if len(inspection.layers) == 1 else f"{len(inspection.layers)} layers"
     print(f"{page}: {layers}, for a browser; the pictures beside it are the same{left_out}")

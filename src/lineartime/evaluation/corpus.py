@@ -1,10 +1,11 @@
 """Evaluate a model, or the model of a run, on a split of a text."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from lineartime.checkpoint import has_training_state, load, load_tokenizer, read_from, read_training_state
+from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_tokenizer, read_from, read_training_state
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
 from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
@@ -18,16 +19,17 @@ from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
 
 
-def _read(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
-    """The model of a checkpoint, its tokenizer, and the options it was trained with, none if it does not tell."""
+def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
+    """A checkpoint, and the options its run was started with, none if it does not tell."""
     trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return load(checkpoint), load_tokenizer(checkpoint), trained
+    return load_with_tokenizer(checkpoint), trained
 
 
 def evaluate(
     model: LanguageModel | str | Path,
     data: str | Path | Sequence[str | Path] | None = None,
     *,
+    checkpoint: Which | None = None,
     text_column: str | None = None,
     max_expansion: int | None = None,
     tokenizer: Tokenizer | None = None,
@@ -45,9 +47,10 @@ def evaluate(
     """Measure a model on a split of a text: `evaluate("runs/books")`, or `evaluate(model, "books/", tokenizer=...)`.
 
     Args:
-        model: the folder of a run (its best checkpoint is used), of a checkpoint or of a saved model; or a model in memory.
+        model: the folder of a run, of a checkpoint or of a saved model; or a model in memory.
         data: name of a corpus, or a file or folder, which is split as for training, or several of them; the default is what a
             run was trained on.
+        checkpoint: of a run: "best" (the default), with the lowest validation loss, "last", or the step of one.
         text_column: the column of JSON, Parquet and data sets of the hub that holds the text; the default is "text", and for
             the text of a run as in its training.
         max_expansion: the most bytes of text for each byte of a compressed file; the default is as in training.
@@ -79,12 +82,16 @@ def evaluate(
         ("precision", precision, Precision),
     ):
         check_choice(name, choice, get_args(allowed))
+    measured: Path | None = None
     trained: dict[str, Any] = {}
     untold = "a model in memory does not tell"
     if isinstance(model, (str, Path)):
         untold = f"{model} has no training.json, which tells"
-        model, own_tokenizer, trained = read_from(model, _read)
-        model, tokenizer = model.to(choose_device(device)), tokenizer or own_tokenizer
+        loaded, trained = read_from(model, _read, checkpoint)
+        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
+        model = loaded.model.to(choose_device(device))
+    elif checkpoint is not None:
+        raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
@@ -115,14 +122,16 @@ def evaluate(
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     length: int = trained["context_length"] if context_length is None else context_length
     if context == "carried" and isinstance(model, CausalLM):
-        return carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
-    return windowed(
-        model,
-        stream,
-        tokenizer,
-        context_length=length,
-        stride=length if stride is None else stride,
-        batch_size=batch_size,
-        bf16=bf16,
-        max_tokens=max_tokens,
-    )
+        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+    else:
+        evaluation = windowed(
+            model,
+            stream,
+            tokenizer,
+            context_length=length,
+            stride=length if stride is None else stride,
+            batch_size=batch_size,
+            bf16=bf16,
+            max_tokens=max_tokens,
+        )
+    return replace(evaluation, checkpoint=measured)

@@ -5,8 +5,9 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ class Evaluation:
             a line without spaces is a word.
         by_position: the loss by the number of tokens before, in powers of two. The first of these tokens is the one before
             the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
+        checkpoint: whose model was measured, which two equal results may differ in; None for a model in memory.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Evaluation:
     word_perplexity: float | None
     prose: bool
     by_position: list[Position]
+    checkpoint: Path | None = field(default=None, compare=False)
 
     @property
     def perplexity(self) -> float:

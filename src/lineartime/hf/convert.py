@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import Which, find_checkpoint, is_checkpoint, list_checkpoints, load, load_tokenizer, save
+from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer, save
 from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
@@ -59,9 +59,10 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         ArgumentError: for a destination that holds something.
         LineartimeError: if the model cannot be read, or the folder cannot be written.
     """
-    found, destination = find_checkpoint(source, checkpoint), Path(destination)
+    destination = Path(destination)
     with new_folder("destination", destination) as partial, utf8_path(partial) as folder:
-        model, tokenizer = load(found), load_tokenizer(found)
+        loaded = load_with_tokenizer(source, checkpoint=checkpoint)
+        model, tokenizer = loaded.model, loaded.tokenizer
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
         with torch.device("meta"):

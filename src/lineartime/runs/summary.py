@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.checkpoint import checkpoint_path, last_checkpoint, list_checkpoints, read_training_state
+from lineartime.checkpoint import checkpoint_path, list_checkpoints, read_from, read_training_state
 from lineartime.errors import LineartimeError, cannot
 from lineartime.runs.claim import is_claimed
 from lineartime.runs.curve import thinned
@@ -129,7 +129,7 @@ def _record(path: Path, problems: list[str]) -> Record:
             problems.append(str(error))
     if list_checkpoints(path):
         try:
-            return Record(read_training_state(last_checkpoint(path)).config, ())
+            return Record(read_from(path, read_training_state, "last").config, ())
         except LineartimeError as error:
             problems.append(str(error))
     return Record({}, ())

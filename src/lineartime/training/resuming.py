@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from lineartime.checkpoint import (
-    find_checkpoint,
     is_checkpoint,
-    last_checkpoint,
     last_whole_checkpoint,
+    read_from,
     read_model_config,
     read_training_state,
 )
@@ -115,15 +114,16 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         # The folder may follow from other options, which need not be given again.
         config = dataclasses.replace(reparse(defaults), out=config.run_directory)
     elif config.like is not None:
-        like = config.like if is_checkpoint(config.like) else last_checkpoint(config.like)
-        defaults = dataclasses.replace(saved_config(like), out=None, resume=False, recipe=None, like=config.like)
+        started = read_from(config.like, saved_config, None if is_checkpoint(config.like) else "last")
+        defaults = dataclasses.replace(started, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, reparse)
     if config.init_from is not None:
-        defaults = _with_model_of(find_checkpoint(config.init_from), defaults)
+        usual = defaults
+        defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
         config = _merging_override(defaults, reparse)
         config = dataclasses.replace(config, init_from=defaults.init_from)
     return config, defaults

@@ -84,13 +84,14 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         with errors_in_override():
             model = build_model(model_config).to(device)
         objective = Objective(model, world.context_group)
-        if start is not None:
-            checkpoints.load_into(model, start)
-        elif config.init_from is not None:
+        source = start or config.init_from
+        if source is not None:
             try:
-                checkpoints.load_into(model, config.init_from)
+                checkpoints.load_into(model, source)
             except checkpoints.UnfitWeightsError as error:
-                what = f"is {config.init_from}, whose weights are not those of the model that is asked for: {error}."
+                if start is not None:
+                    raise checkpoints.damaged(start, str(error)) from None
+                what = f"is {source}, whose weights are not those of the model that is asked for: {error}."
                 raise ArgumentError("init_from", what) from None
     text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     tokens_per_step = rows.per_step * config.context_length
