@@ -24,6 +24,11 @@ from torch import Tensor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
 
+if INTERPRETED:
+    from lineartime.ops.triton.interpreter import repair_interpreter
+
+    repair_interpreter()
+
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""
 
@@ -131,10 +136,19 @@ def tuned(
 
     def tune(kernel: Any) -> Any:
         prune = {"early_config_prune": fitting} if len(configs) > 1 else None
-        _TUNERS.append(triton.autotune(configs, key, prune_configs_by=prune, cache_results=True)(kernel))
+        tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)
+        _TUNERS.append(tuner(kernel))
         return _TUNERS[-1]
 
     return tune
+
+
+def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
+    """How long a launch takes, as the autotuner asks; Triton 3.6 asks even where one configuration is left."""
+    if _pinned:
+        return [0.0] * len(quantiles)
+    times: list[float] = triton.runtime.driver.active.get_benchmarker()(launch, quantiles=quantiles)
+    return times
 
 
 # 2. In a kernel -------------------------------------------------------------------------------------------------------
@@ -159,6 +173,13 @@ def store_tile(matrix, tile, rows, columns, n_rows, n_columns):
     offsets = rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
     inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
     tl.store(matrix + offsets, tile.to(matrix.dtype.element_ty), mask=inside)
+
+
+@jit
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """Total + a b."""
+    # Triton 3.6 takes float32 for the dtype of every sum, unless told.
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @jit
