@@ -117,7 +117,8 @@ def tuned(
         configs: blocks, warps and stages to try.
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
-        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel.
+        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
+            and IN_REGISTERS: see `operands_in_registers`.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
@@ -126,11 +127,12 @@ def tuned(
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
+        known = {**arguments, **constants, "IN_REGISTERS": operands_in_registers()}
         fit = [
             config
             for config in configs
             if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
-            and not unfit({**arguments, **constants, **config.kwargs})
+            and not unfit({**known, **config.kwargs})
         ]
         return fit[:1] if _pinned else fit
 
@@ -141,6 +143,12 @@ def tuned(
         return _TUNERS[-1]
 
     return tune
+
+
+def operands_in_registers() -> bool:
+    """Whether tensor cores read what they multiply from registers, not from shared memory, which leaves fewer for sums."""
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch // 10 not in (9, 10)
 
 
 def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:

@@ -112,7 +112,12 @@ def score_gradient_tile(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
-    unfit=lambda sizes: sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128,
+    unfit=lambda sizes: (
+        (sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["HAS_STATES"] and sizes["BLOCK_N"] > 32)
+        or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
+    ),
 )
 @jit
 def weigh_kernel(
@@ -197,15 +202,16 @@ def weigh(
     [
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
     unfit=lambda sizes: (
-        (sizes["BLOCK_S"] > 128 and sizes["BLOCK_N"] > 32)
+        ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
+        or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
     ),
 )
@@ -288,7 +294,11 @@ def score_input_gradient(
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
     unfit=lambda sizes: (
-        ((sizes["n_summed"] > 1 or sizes["S"] > 128) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+        (
+            (sizes["n_summed"] > 1 or sizes["S"] > 128 or sizes["IN_REGISTERS"])
+            and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64
+        )
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
     ),
 )
