@@ -52,6 +52,22 @@ REGISTERS = 65536
 # 1. What the library launches -----------------------------------------------------------------------------------------
 
 
+class Absent:
+    """A GPU that is not there, as far as Triton asks for it before it launches anything."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 @dataclass
 class Launch:
     """A recorded launch of a kernel, with the configurations that tuning would try, the preferred one first."""
@@ -108,6 +124,7 @@ CASES: dict[str, Callable[[], None]] = {
     "flash fp32": partial(flash, (2, 2048), torch.float32),
     "flash-quad fp32, rotary bias": partial(gau, (2, 2048), torch.float32),
     "flash fp16": partial(flash, (2, 2048), torch.float16),
+    "flash-quad fp16, rotary bias": partial(gau, (2, 2048), torch.float16),
     "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, activation="laplace"),
     "flash-quad bf16, s = 512": partial(gau, (2, 2048), d_qk=512, relative_bias=False),
     "flash bf16, s = 256": partial(flash, (2, 2048), d_qk=256),
@@ -117,9 +134,10 @@ CASES: dict[str, Callable[[], None]] = {
 """What is recorded, by name, the most important first."""
 
 
-def recorded(case: str) -> list[Launch]:
-    """The launches of a case."""
+def recorded(case: str, capability: int) -> list[Launch]:
+    """The launches of a case on a GPU of this compute capability."""
     launches: list[Launch] = []
+    triton.runtime.driver.set_active(Absent(capability))
 
     def record(tuner: Any, *arguments: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
@@ -132,22 +150,6 @@ def recorded(case: str) -> list[Launch]:
 
 
 # 2. One compilation ---------------------------------------------------------------------------------------------------
-
-
-class Absent:
-    """A GPU that is not there, as far as Triton asks for it before it launches anything."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -263,9 +265,9 @@ def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
     """What to compile, each kernel once."""
     seen = set()
     for case in cases:
-        for launch in recorded(case):
-            for rank in range(len(launch.configs)):
-                for capability in capabilities:
+        for capability in capabilities:
+            for launch in recorded(case, capability):
+                for rank in range(len(launch.configs)):
                     job = Job(launch, rank, capability)
                     if job.source not in seen:
                         seen.add(job.source)
@@ -296,7 +298,7 @@ def compile_all(jobs: Sequence[Job], seconds: float, processes: int, done: Calla
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
+    """The rows in Markdown, below the version of Triton."""
     head = (
         "kernel",
         "variant",
@@ -309,7 +311,8 @@ def as_table(rows: Sequence[Row]) -> str:
         "products",
         "error",
     )
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * 4 + ["---:"] * 4 + ["---"] * 2) + " |"]
+    lines = [f"Compiled by Triton {triton.__version__}.", ""]
+    lines += ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * 4 + ["---:"] * 4 + ["---"] * 2) + " |"]
     case = ""
     for row in rows:
         if row.case != case:

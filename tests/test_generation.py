@@ -8,7 +8,7 @@ import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError
 from lineartime.generation import Sampling, generate, generate_batch, streams
-from lineartime.generation.sampling import draw
+from lineartime.generation.sampling import draw, pick
 from lineartime.models import CausalLM
 
 GREEDY = Sampling(temperature=0.0)
@@ -94,6 +94,13 @@ def frequencies(sampling: Sampling, n: int = 4000) -> list[float]:
     return (counts / n).tolist()
 
 
+def frequencies_of_picks(sampling: Sampling, n: int = 4000) -> list[float]:
+    """Of numbers that are spread evenly, and those at both ends."""
+    logits = torch.tensor([0.1, 0.6, 0.3]).log()
+    uniform = torch.cat([torch.arange(n - 1) / n, torch.tensor([1 - 2**-24])])
+    return (torch.bincount(pick(logits.expand(n, -1), sampling, uniform), minlength=3) / n).tolist()
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
@@ -109,6 +116,51 @@ def frequencies(sampling: Sampling, n: int = 4000) -> list[float]:
 )
 def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expected: list[float]) -> None:
     assert frequencies(sampling) == pytest.approx(expected, abs=0.025)
+    assert frequencies_of_picks(sampling) == pytest.approx(expected, abs=0.001)
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 7, 0.9)])
+@torch.no_grad()
+def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
+    model: CausalLM, sampling: Sampling
+) -> None:
+    states = [streams.prefill(model, prompt)[1] for prompt in ([1, 2, 3], [5])]
+    compiled = torch.compile(streams.step_and_pick, fullgraph=True, backend="aot_eager")
+    texts = []
+    for step in (streams.step_and_pick, compiled):
+        joined, tokens, generator = model.join_streams(states), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
+        text = []
+        for _ in range(12):
+            tokens = step(model, joined, sampling, tokens, torch.rand(2, generator=generator))
+            text.append(tokens.tolist())
+        texts.append(text)
+    assert texts[0] == texts[1]
+    assert len({tuple(tokens) for tokens in texts[0]}) > 2
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_a_recorded_step_continues_texts_as_the_plain_one(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(function: Any, inputs: Any, changed: Any) -> Any:
+        """As a CUDA graph: arguments are read from, and results written to, memory that stays."""
+        out = torch.zeros_like(inputs[0])
+        assert len(changed) == len(list(streams.tensors_of(function.args[1])))
+
+        def replayed(*given: torch.Tensor) -> torch.Tensor:
+            for tensor, value in zip(inputs, given, strict=True):
+                tensor.copy_(value)
+            return out.copy_(function(*inputs))
+
+        return replayed
+
+    prompts, seeded = [[1, 2, 3], [5], [1, 2, 3]], Sampling(1.0, seed=3)
+    plain = generate_batch(model, prompts, 20, GREEDY)
+    monkeypatch.setattr(streams, "_can_record", lambda _model: True)
+    monkeypatch.setattr(streams, "recorded", recorded)
+    assert generate_batch(model, prompts, 20, GREEDY) == plain
+    texts = generate_batch(model, prompts, 20, seeded)
+    assert generate_batch(model, prompts, 20, seeded) == texts
+    assert texts[0] != texts[2], "two texts share a random number"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def test_every_part_runs_from_a_bare_clone_and_writes_its_tables(tmp_path: Path)
     data = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {row["part"]: row["result"] for row in data["tables"]["parts"]} == dict.fromkeys(PARTS, "done")
     assert {"errors", "train", "profile", "generation", "kernels", "ops"} <= set(data["tables"])
-    assert all(row["worst_ratio"] <= 2.5 and row["same_bits"] for row in data["tables"]["errors"])
+    assert {row["dtype"] for row in data["tables"]["errors"]} == {"bfloat16", "float32", "float16"}
+    assert all(row["worst_ratio"] <= 3 and row["same_bits"] for row in data["tables"]["errors"])
     assert all(isinstance(row["ms"], float) or "not installed" in row["ms"] for row in data["tables"]["train"])
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "## goals\n\n- share of calls that give the same bits twice: 1, goal >= 1\n" in text

@@ -1,9 +1,15 @@
-"""Learned parts of positions: what a printed model tells of them."""
+"""Learned parts of positions: relative biases, and what a printed model tells of them."""
+
+from typing import Any
 
 import pytest
+import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
-from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
+from lineartime.layers import FLASH, GAU
+from lineartime.layers.positions import BucketBias, LearnedPositions, RelativeBias, RotaryBias, ScaledSin, TableBias
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,36 @@ from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin,
 )
 def test_positions_show_their_sizes(part: nn.Module, shown: str) -> None:
     assert repr(part) == shown
+
+
+@pytest.mark.parametrize("bias", [TableBias(300), RotaryBias(8), BucketBias(causal=True), BucketBias(causal=False)])
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "first"), [(1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)]
+)
+def test_a_bias_of_tokens_side_by_side_is_that_of_their_positions(
+    bias: RelativeBias, n_queries: int, n_keys: int, first: int
+) -> None:
+    bias = bias.double()
+    queries, keys = torch.arange(first, first + n_queries), torch.arange(n_keys)
+    weights = torch.randn(n_queries, n_keys, dtype=torch.float64)
+    parameters = list(bias.parameters())
+    results = []
+    for out in (bias.side_by_side(n_queries, n_keys, first), bias(queries, keys)):
+        results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), parameters)))
+    torch.testing.assert_close(*results, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "form"), [(FLASH, "auto"), (GAU, "buckets")])
+def test_a_compiled_backward_pass_adds_up_in_a_fixed_order(kind: Any, form: Any) -> None:
+    layer = kind(8, d_qk=4, bias_form=form, **({"chunk_size": 16} if kind is FLASH else {"max_length": 64}))
+    called: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=collect)
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(2, 40, 8)).sum().backward()
+    assert called
+    # On a GPU these add by atomic operations, in another order at each call.
+    assert not [name for name in called if any(part in name for part in ("index_put", "scatter", "index_add"))]

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import lineartime
+from lineartime.generation import Sampling
+from lineartime.generation.streams import step_and_pick
 from lineartime.models import CausalLM
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
@@ -45,6 +47,9 @@ def test_a_decode_step_copies_nothing_to_the_host(preset: str) -> None:
     model, token = on_meta(preset).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
     streams = model.join_streams([model.init_state(3)])
     assert model.step(token, streams).shape == (3, 1, 30)
+    for sampling in (Sampling(temperature=0.0), Sampling(1.0, 5, 0.9)):
+        uniform = torch.zeros(3, device="meta")
+        assert step_and_pick(model, streams, sampling, token[:, 0], uniform).shape == (3,)
 
 
 @torch.no_grad()

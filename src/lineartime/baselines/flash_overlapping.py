@@ -99,9 +99,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         if self.bias is None:
             return None
         size = self.slots_of_chunk(layout)
-        reach = torch.arange((2 if self.causal else 3) * size, device=self.gamma.device)
-        bias: Tensor = self.bias(reach[size : 2 * size], reach, layout.place_rotations)
-        return bias
+        return self.bias.side_by_side(size, (2 if self.causal else 3) * size, size, layout.place_rotations)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """Inside chunks and with their neighbours."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.generation.sampling import Sampling, chosen, draw
-from lineartime.generation.streams import continuing, prefill
+from lineartime.generation.streams import drawing, prefill
 from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
 
@@ -50,14 +50,14 @@ def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int,
     with torch.no_grad():
         once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
         logits = torch.stack([once[ids][0] for ids in prompts])
-        read_next = continuing(model, [once[ids][1] for ids in prompts])
+        draw_next = drawing(model, [once[ids][1] for ids in prompts], sampling, generator)
     del once  # the state of a long prompt may be large
-    for count in range(1, max_tokens + 1):
-        tokens = draw(logits, sampling, generator)
+    tokens = draw(logits, sampling, generator)
+    yield tokens.tolist()
+    for _ in range(1, max_tokens):
+        with torch.no_grad():
+            tokens = draw_next(tokens)
         yield tokens.tolist()
-        if count < max_tokens:
-            with torch.no_grad():
-                logits = read_next(tokens)
 
 
 def generate_batch(

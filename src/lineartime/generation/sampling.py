@@ -64,10 +64,31 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tens
     logits = logits.float().cpu()
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    # Relative to the largest logit and in float64, so that no temperature overflows.
-    scores = (logits - logits.amax(-1, keepdim=True)).double() / sampling.temperature
+    probabilities, tokens = _allowed(logits, sampling, torch.float64)
+    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+
+
+def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """Draw as `draw` does, by a number in [0, 1) for each text: [B, V] and [B] -> int64 [B], where the logits are.
+
+    It copies nothing to the host, so that it can be part of a CUDA graph.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    probabilities, tokens = _allowed(logits.float(), sampling, torch.float32)
+    reached = probabilities.cumsum(-1)
+    below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
+    # The product may be rounded up to the sum: the last token that can be drawn is the last with a probability.
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    return tokens.gather(-1, below.minimum(last))[:, 0]
+
+
+def _allowed(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tokens from the likeliest on, with their probabilities, up to a factor; 0 where top_p forbids them: [B, n] both."""
+    # Relative to the largest logit, so that no temperature overflows; a GPU multiplies by the inverse, which must be finite.
+    temperature = max(sampling.temperature, torch.finfo(dtype).tiny)
+    scores = (logits - logits.amax(-1, keepdim=True)).to(dtype) / temperature
     ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1])) if sampling.top_k else scores.sort(-1, descending=True)
     probabilities = ranked.softmax(-1)
     # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
-    probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
-    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+    return probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= sampling.top_p, 0.0), tokens

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lineartime.generation.sampling import Sampling, draw, pick
 from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneState, JoinedStates
 from lineartime.models.grouped import GroupedStreams
@@ -50,31 +51,79 @@ def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
     """
     streams, device = model.join_streams(states), next(model.parameters()).device
     step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
-    if device.type == "cuda" and model.steps_in_place:
+    if _can_record(model):
         step = recorded_step(model, streams)
     return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
 
 
+def drawing(
+    model: CausalLM, states: Sequence[BackboneState], sampling: Sampling, generator: torch.Generator
+) -> Callable[[Tensor], Tensor]:
+    """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones.
+
+    Where CUDA records the step, drawing is a part of the graph, and the next token waits for no copy of the last.
+
+    Args:
+        model, states: as for `continuing`.
+        sampling: how to draw.
+        generator: on the CPU.
+    """
+    if not _can_record(model):
+        read_next = continuing(model, states)
+        return lambda tokens: draw(read_next(tokens), sampling, generator)
+    streams = model.join_streams(states)
+    assert not isinstance(streams, GroupedStreams)
+    tokens = torch.zeros_like(streams[0].position)
+    inputs = tokens, torch.zeros(len(tokens), device=tokens.device)
+    step = recorded(partial(step_and_pick, model, streams, sampling), inputs, list(tensors_of(streams)))
+    return lambda tokens: step(tokens, torch.rand(len(tokens), generator=generator))
+
+
+def step_and_pick(model: CausalLM, streams: JoinedStates, sampling: Sampling, tokens: Tensor, uniform: Tensor) -> Tensor:
+    """Continue joined streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
+    return pick(model.step(tokens[:, None], streams)[:, 0], sampling, uniform)
+
+
+def _can_record(model: CausalLM) -> bool:
+    return next(model.parameters()).is_cuda and model.steps_in_place
+
+
 def recorded_step(model: CausalLM, streams: JoinedStates) -> Callable[[Tensor], Tensor]:
-    """`model.step` in place as a CUDA graph, which launches the hundreds of kernels of a token at once."""
+    """`model.step` in place as a CUDA graph."""
     assert not isinstance(streams, GroupedStreams)
     ids = torch.zeros_like(streams[0].position[:, None])
-    before = [tensor.clone() for tensor in tensors_of(streams)]
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
-        for _ in range(3):
-            model.step(ids, streams)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model.step(ids, streams)
-    for tensor, value in zip(tensors_of(streams), before, strict=True):
+    return recorded(partial(model.step, streams=streams), (ids,), list(tensors_of(streams)))
+
+
+def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """A function as a CUDA graph, which launches the hundreds of kernels of a token at once.
+
+    Args:
+        function: of tensors; the same launches at each call, and no copies to the host.
+        inputs: the memory that it reads its arguments from.
+        changed: what it changes in place; that stays as it is until the first call of the result.
+
+    Returns:
+        The function, of tensors on any device; the next call overwrites the tensor that it returns.
+    """
+    before = [tensor.clone() for tensor in changed]
+    with torch.cuda.device(inputs[0].device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
+            for _ in range(3):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = function(*inputs)
+    for tensor, value in zip(changed, before, strict=True):
         tensor.copy_(value)  # undo the trial steps
 
-    def step(tokens: Tensor) -> Tensor:
-        ids.copy_(tokens)
+    def replayed(*given: Tensor) -> Tensor:
+        for tensor, value in zip(inputs, given, strict=True):
+            tensor.copy_(value)
         graph.replay()
-        return logits
+        return out
 
-    return step
+    return replayed

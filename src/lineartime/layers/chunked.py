@@ -5,7 +5,6 @@ Shapes: B batch, C chunk size, s query/key width, e value width.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -77,9 +76,8 @@ class ChunkedUnit(GatedUnit[State]):
         """The relative bias of the quadratic part, [C, C], if there is one; with the C of the layout."""
         if self.bias is None:
             return None
-        slots = torch.arange(self.slots_of_chunk(layout), device=self.gamma.device)
-        bias: Tensor = self.bias(slots, slots, layout.place_rotations)
-        return bias
+        slots = self.slots_of_chunk(layout)
+        return self.bias.side_by_side(slots, slots, table=layout.place_rotations)
 
     def slots_of_chunk(self, layout: Layout) -> int:
         """C, or fewer where the layout has short documents alone."""

@@ -104,12 +104,12 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout, causal: bool) -> Tensor:
         """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
-        places = torch.arange(q.shape[1], device=q.device)
         bias: Tensor | FactoredBias | None
         if isinstance(self.bias, RotaryBias) and not self._divides_bias:
+            places = torch.arange(q.shape[1], device=q.device)
             bias = self.bias.factors(places, places, layout.place_rotations)
         else:
-            bias = self._bias(places, places, layout)
+            bias = self._bias(q.shape[1], q.shape[1], 0, layout)
         normalization = self._constant_normalization() if self.causal else self.normalization
         options = QuadraticOptions(causal, self.activation, normalization)
         attend = exported.quadratic if torch.compiler.is_exporting() else attend_rows
@@ -127,16 +127,16 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     def _divides_bias(self) -> bool:
         return QuadraticOptions(self.causal, self.activation, self.normalization).divides_bias
 
-    def _bias(self, query_positions: Tensor, key_positions: Tensor, layout: Layout) -> Tensor | None:
-        if isinstance(self.bias, TableBias) and key_positions.shape[0] > self.bias.max_length:
+    def _bias(self, n_queries: int, n_keys: int, first_query: int, layout: Layout) -> Tensor | None:
+        if isinstance(self.bias, TableBias) and n_keys > self.bias.max_length:
             raise ArgumentError(
                 "max_length",
                 f"is {self.bias.max_length}, the length of this GAU's table of relative biases, but the sequence has "
-                f"{key_positions.shape[0]} tokens: build it with a larger max_length, or with None for no limit.",
+                f"{n_keys} tokens: build it with a larger max_length, or with None for no limit.",
             )
         if self.bias is None:
             return None
-        bias: Tensor = self.bias(query_positions, key_positions, layout.place_rotations)
+        bias = self.bias.side_by_side(n_queries, n_keys, first_query, layout.place_rotations)
         return bias / self._constant_length if self.causal and self._divides_bias else bias
 
     def init_own_state(self, batch_size: int) -> KVCache:
@@ -148,13 +148,13 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
         """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
         q, k = maps.unbind(1)
-        keys = torch.arange(state.position + len(layout.positions), device=v.device)
+        n_new = len(layout.positions)
         return quadratic_attention_extend(
             q,
             k,
             v,
             state,
-            bias=self._bias(layout.positions, keys, layout),
+            bias=self._bias(n_new, state.position + n_new, state.position, layout),
             activation=self.activation,
             normalization=self._constant_normalization(),
         )

@@ -13,7 +13,16 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.checks import is_readable
-from lineartime.ops.positions import N_BUCKETS, FactoredBias, bucket_bias, rotary_bias, sinusoid, table_bias
+from lineartime.ops.positions import (
+    N_BUCKETS,
+    FactoredBias,
+    bucket_bias,
+    bucket_values,
+    by_distance,
+    rotary_bias,
+    sinusoid,
+    table_bias,
+)
 
 BiasForm = Literal["auto", "buckets"]
 BIAS_FORMS: tuple[str, ...] = ("auto", "buckets")
@@ -43,6 +52,11 @@ class TableBias(nn.Module):
         """[Q, K] for positions [Q] and [K] within `max_length`; `table` is for the rotary form."""
         return table_bias(self.table, query_positions, key_positions)
 
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
+        first = self.max_length - first_query - n_queries
+        return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries)
+
 
 class RotaryBias(nn.Module):
     """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s."""
@@ -66,6 +80,11 @@ class RotaryBias(nn.Module):
         """[Q, K] for positions [Q] and [K]; `table` holds rotations that were computed before."""
         return self.factors(query_positions, key_positions, table).dense()
 
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; `table` holds rotations that were computed before."""
+        places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
+        return self.forward(places[first_query : first_query + n_queries], places[:n_keys], table)
+
     def factors(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> FactoredBias:
         """The same as a product that is not carried out."""
         return rotary_bias(self.a, self.b, query_positions, key_positions, table)
@@ -87,6 +106,11 @@ class BucketBias(nn.Module):
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
         """[Q, K] for positions [Q] and [K]; `table` is for the rotary form."""
         return bucket_bias(self.values, query_positions, key_positions, self.causal)
+
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
+        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
+        offsets = torch.arange(n_queries + n_keys - 1, device=self.values.device) - (first_query + n_queries - 1)
+        return by_distance(bucket_values(self.values, offsets, self.causal), n_queries)
 
 
 RelativeBias = TableBias | RotaryBias | BucketBias

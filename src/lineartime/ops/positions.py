@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.operator import register_operator
@@ -122,6 +123,17 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     return table[key_positions[None, :] - query_positions[:, None] + centre]
 
 
+def by_distance(values: Tensor, n_queries: int) -> Tensor:
+    """Relative bias [Q, K] from a value for each distance, [Q + K - 1]: bias[t, j] = values[j - t + Q - 1].
+
+    It takes no index: compiled for a GPU, the gradient of an index adds up in another order at each call.
+    """
+    n_keys = values.shape[0] - n_queries + 1
+    # A row that is one value shorter than the rows of the result begins one place further right in each.
+    rows = values.expand(n_queries, -1).reshape(-1)
+    return F.pad(rows, (0, n_queries)).view(n_queries, n_keys + n_queries)[:, :n_keys].flip(0)
+
+
 N_BUCKETS, FARTHEST_BUCKET = 32, 128
 """T5's: the number of buckets, and the distance from which on all keys share one."""
 
@@ -147,6 +159,12 @@ def bucket_bias(values: Tensor, query_positions: Tensor, key_positions: Tensor, 
     table = values[distance_buckets(offsets, causal)]
     wanted = key_positions[None, :] - query_positions[:, None]
     return table[wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET]
+
+
+def bucket_values(values: Tensor, offsets: Tensor, causal: bool) -> Tensor:
+    """The value of the bucket of each offset, [N_BUCKETS] and [n] -> [n], without an index: see `by_distance`."""
+    chosen = distance_buckets(offsets, causal)[:, None] == torch.arange(N_BUCKETS, device=values.device)
+    return torch.where(chosen, values, 0.0).sum(-1)
 
 
 class FactoredBias(NamedTuple):

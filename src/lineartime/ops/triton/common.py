@@ -24,6 +24,11 @@ from torch import Tensor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
 
+if INTERPRETED:
+    from lineartime.ops.triton.interpreter import repair_interpreter
+
+    repair_interpreter()
+
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""
 
@@ -112,7 +117,8 @@ def tuned(
         configs: blocks, warps and stages to try.
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
-        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel.
+        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
+            and IN_REGISTERS: see `operands_in_registers`.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
@@ -121,20 +127,36 @@ def tuned(
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
+        known = {**arguments, **constants, "IN_REGISTERS": operands_in_registers()}
         fit = [
             config
             for config in configs
             if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
-            and not unfit({**arguments, **constants, **config.kwargs})
+            and not unfit({**known, **config.kwargs})
         ]
         return fit[:1] if _pinned else fit
 
     def tune(kernel: Any) -> Any:
         prune = {"early_config_prune": fitting} if len(configs) > 1 else None
-        _TUNERS.append(triton.autotune(configs, key, prune_configs_by=prune, cache_results=True)(kernel))
+        tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)
+        _TUNERS.append(tuner(kernel))
         return _TUNERS[-1]
 
     return tune
+
+
+def operands_in_registers() -> bool:
+    """Whether tensor cores read what they multiply from registers, not from shared memory, which leaves fewer for sums."""
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch // 10 not in (9, 10)
+
+
+def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
+    """How long a launch takes, as the autotuner asks; Triton 3.6 asks even where one configuration is left."""
+    if _pinned:
+        return [0.0] * len(quantiles)
+    times: list[float] = triton.runtime.driver.active.get_benchmarker()(launch, quantiles=quantiles)
+    return times
 
 
 # 2. In a kernel -------------------------------------------------------------------------------------------------------
@@ -159,6 +181,13 @@ def store_tile(matrix, tile, rows, columns, n_rows, n_columns):
     offsets = rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
     inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
     tl.store(matrix + offsets, tile.to(matrix.dtype.element_ty), mask=inside)
+
+
+@jit
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """Total + a b."""
+    # Triton 3.6 takes float32 for the dtype of every sum, unless told.
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @jit

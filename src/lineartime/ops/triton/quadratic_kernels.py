@@ -27,6 +27,7 @@ from torch import Tensor
 from lineartime.ops.triton.common import (
     activate,
     activation_slope,
+    add_product,
     as_operand,
     jit,
     length_bucket,
@@ -58,7 +59,7 @@ def score_tile(
         for start in range(BLOCK_S, S, BLOCK_S):
             x_part = load_tile(x, rows, start + columns, T, S, COMPUTE)
             y_part = load_tile(y, others, start + columns, T, S, COMPUTE)
-            scores = tl.dot(x_part, tl.trans(y_part), scores, input_precision=PRECISION)
+            scores = add_product(scores, x_part, tl.trans(y_part), PRECISION)
     scores *= score_scale
     if HAS_BIAS:
         scores += load_tile(bias, rows, others, T, T, scores.dtype)
@@ -93,7 +94,7 @@ def score_gradient_tile(
     for start in range(0, E, BLOCK_E):
         x_part = load_tile(x_values, rows, start + columns, T, E, COMPUTE)
         y_part = load_tile(y_values, others, start + columns, T, E, COMPUTE)
-        products = tl.dot(x_part, tl.trans(y_part), products, input_precision=PRECISION)
+        products = add_product(products, x_part, tl.trans(y_part), PRECISION)
     return mask_tile(products * activation_slope(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
 
 
@@ -111,7 +112,12 @@ def score_gradient_tile(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
-    unfit=lambda sizes: sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128,
+    unfit=lambda sizes: (
+        (sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["HAS_STATES"] and sizes["BLOCK_N"] > 32)
+        or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
+    ),
 )
 @jit
 def weigh_kernel(
@@ -145,7 +151,7 @@ def weigh_kernel(
             part = start + tl.arange(0, STEP)
             reader = load_tile(readers, rows, part, T, S, COMPUTE)
             state = as_operand(load_tile(states, part, columns, S, E, states.dtype.element_ty), COMPUTE, PRECISION)
-            acc = tl.dot(reader, state, acc, input_precision=PRECISION)
+            acc = add_product(acc, reader, state, PRECISION)
 
     first = 0
     last = T
@@ -159,7 +165,7 @@ def weigh_kernel(
         scores = score_tile(x, y, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
         weights = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
         value = load_tile(values, others, columns, T, E, COMPUTE)
-        acc = tl.dot(as_operand(weights, COMPUTE, PRECISION), value, acc, input_precision=PRECISION)
+        acc = add_product(acc, as_operand(weights, COMPUTE, PRECISION), value, PRECISION)
     store_tile(out + batch * T * E, acc, rows, columns, T, E)
 
 
@@ -196,15 +202,16 @@ def weigh(
     [
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
     unfit=lambda sizes: (
-        (sizes["BLOCK_S"] > 128 and sizes["BLOCK_N"] > 32)
+        ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
+        or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
     ),
 )
@@ -245,7 +252,7 @@ def score_input_gradient_kernel(
             E, CAUSAL, ACTIVATION, TRANSPOSED, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
         )  # fmt: skip
         y_tile = load_tile(y, others, columns, T, S, COMPUTE)
-        acc = tl.dot(as_operand(d_scores, COMPUTE, PRECISION), y_tile, acc, input_precision=PRECISION)
+        acc = add_product(acc, as_operand(d_scores, COMPUTE, PRECISION), y_tile, PRECISION)
     store_tile(out + batch * T * S, acc * score_scale, rows, columns, T, S)
 
 
@@ -287,7 +294,11 @@ def score_input_gradient(
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
     unfit=lambda sizes: (
-        ((sizes["n_summed"] > 1 or sizes["S"] > 128) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+        (
+            (sizes["n_summed"] > 1 or sizes["S"] > 128 or sizes["IN_REGISTERS"])
+            and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64
+        )
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
     ),
 )
