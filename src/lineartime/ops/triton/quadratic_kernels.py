@@ -40,6 +40,7 @@ from lineartime.ops.triton.common import (
     width_block,
     workspace,
 )
+from lineartime.ops.triton.fit import score_gradient_is_unfit, score_input_gradient_is_unfit, weigh_is_unfit
 
 # 1. Tiles of scores and of their gradients ----------------------------------------------------------------------------
 
@@ -112,12 +113,7 @@ def score_gradient_tile(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
-    unfit=lambda sizes: (
-        (sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128)
-        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
-        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["HAS_STATES"] and sizes["BLOCK_N"] > 32)
-        or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
-    ),
+    unfit=weigh_is_unfit,
 )
 @jit
 def weigh_kernel(
@@ -208,12 +204,7 @@ def weigh(
     ],
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
-    unfit=lambda sizes: (
-        ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
-        or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
-    ),
+    unfit=score_input_gradient_is_unfit,
 )
 @jit
 def score_input_gradient_kernel(
@@ -292,15 +283,7 @@ def score_input_gradient(
     ],
     key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
-    # A sum over sequences needs a second tile of sums, wide queries more shared memory, and float32 twice the registers.
-    unfit=lambda sizes: (
-        (
-            (sizes["n_summed"] > 1 or sizes["S"] > 128 or sizes["IN_REGISTERS"])
-            and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64
-        )
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
-    ),
+    unfit=score_gradient_is_unfit,
 )
 @jit
 def score_gradient_kernel(

@@ -1,0 +1,44 @@
+"""Which configurations need too many registers or too much shared memory, as `benchmarks/kernels.py` has found.
+
+Wide queries need more shared memory, and float32 twice the registers. `sizes` holds the arguments of a kernel, its blocks, and
+IN_REGISTERS: whether tensor cores read both factors from registers.
+"""
+
+# Triton may be absent, and has no types.
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from typing import Any
+
+import triton.language as tl
+
+
+def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Of `weigh_kernel`."""
+    return bool(
+        (sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
+        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["HAS_STATES"] and sizes["BLOCK_N"] > 32)
+        or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
+    )
+
+
+def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Of `score_input_gradient_kernel`."""
+    return bool(
+        ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
+        or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
+    )
+
+
+def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Of `score_gradient_kernel`; a sum over sequences needs a second tile of sums."""
+    return bool(
+        (
+            (sizes["n_summed"] > 1 or sizes["S"] > 128 or sizes["IN_REGISTERS"])
+            and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64
+        )
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
+        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
+    )
