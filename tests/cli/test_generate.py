@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lineartime.cli import main
+from lineartime.layers.dense import Dense
 from lineartime.models.backbone import Backbone
 from lineartime.models.heads import CausalLM
 
@@ -73,14 +74,14 @@ def test_generation_computes_in_the_precision_and_with_the_threads_that_are_aske
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, seen = torch.get_num_threads(), []
-    multiply = torch.nn.functional.linear
+    multiply = Dense.forward
 
-    def linear(*arguments: torch.Tensor) -> torch.Tensor:
-        out = multiply(*arguments)
+    def forward(self: Dense, x: torch.Tensor) -> torch.Tensor:
+        out = multiply(self, x)
         seen.append((out.dtype, torch.get_num_threads()))
         return out
 
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(Dense, "forward", forward)
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         asked = ["--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
         assert main(["generate", str(folder / "run"), *asked]) == 0

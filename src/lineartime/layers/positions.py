@@ -55,7 +55,7 @@ class TableBias(nn.Module):
     def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
         """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
         first = self.max_length - first_query - n_queries
-        return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries)
+        return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
 
 
 class RotaryBias(nn.Module):
@@ -109,8 +109,8 @@ class BucketBias(nn.Module):
 
     def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
         """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
-        offsets = torch.arange(n_queries + n_keys - 1, device=self.values.device) - (first_query + n_queries - 1)
-        return by_distance(bucket_values(self.values, offsets, self.causal), n_queries)
+        offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
+        return by_distance(bucket_values(self.values, offsets, self.causal), n_queries, n_keys)
 
 
 RelativeBias = TableBias | RotaryBias | BucketBias

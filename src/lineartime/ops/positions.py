@@ -123,12 +123,11 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     return table[key_positions[None, :] - query_positions[:, None] + centre]
 
 
-def by_distance(values: Tensor, n_queries: int) -> Tensor:
+def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
     """Relative bias [Q, K] from a value for each distance, [Q + K - 1]: bias[t, j] = values[j - t + Q - 1].
 
     It takes no index: compiled for a GPU, the gradient of an index adds up in another order at each call.
     """
-    n_keys = values.shape[0] - n_queries + 1
     # A row that is one value shorter than the rows of the result begins one place further right in each.
     rows = values.expand(n_queries, -1).reshape(-1)
     return F.pad(rows, (0, n_queries)).view(n_queries, n_keys + n_queries)[:, :n_keys].flip(0)
