@@ -2,7 +2,7 @@
 
 Each kind of work is done once undisturbed. Then it is disturbed at a moment that is drawn from its whole duration, and started
 again as a user would, until it has finished; now and then it is disturbed again. A stopped process goes on after 0.3 s, and may
-be stopped again. The results must be those of the undisturbed work, to the byte, and after every disturbance the last checkpoint
+be stopped again. Results must be those of the undisturbed work, to the byte, and after every disturbance the last checkpoint
 must be whole. Counts add to those of earlier calls with --add. On Linux, full and read-only disks are mounts in a name space of
 their own; without one they are left out.
 """
