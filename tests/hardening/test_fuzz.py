@@ -175,29 +175,10 @@ COMMANDS: dict[str, list[str]] = {
     "presets": ["flash-tiny"],
     "info": [],
 }
-VALUES = st.sampled_from(
-    ["", "{}", "{}/run", "{}/text.txt", "{}/run/run.json", "/dev/null", "..", "日本", "\udcff", "9" * 30]
-    + [
-        "0",
-        "1",
-        "7",
-        "-1",
-        "0.5",
-        "1e999",
-        "nan",
-        "-inf",
-        "x",
-        "best",
-        "on",
-        "flash-tiny",
-        "bytes",
-        "mlm",
-        "=",
-        "d_model=0",
-        "d_model=x",
-        "chunk_size=9e9",
-    ]
-)
+PLACES = ["", "{}", "{}/run", "{}/text.txt", "{}/run/run.json", "/dev/null", "..", "日本", "\udcff"]
+NUMBERS = ["0", "1", "7", "-1", "0.5", "1e999", "nan", "-inf", "9" * 30]
+WORDS = ["x", "best", "on", "flash-tiny", "bytes", "mlm", "=", "d_model=0", "d_model=x", "chunk_size=9e9"]
+VALUES = st.sampled_from([*PLACES, *NUMBERS, *WORDS])
 SMALL = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "16", "--eval-windows", "1"]
 
 
