@@ -110,8 +110,7 @@ def decode(hint: Any, value: Any, name: str = "") -> Any:
     if hint is Path and isinstance(value, str):
         value = Path(decode(str, value, name))
     check_type(name, value, hint)
-    if isinstance(value, str) and "\0" in value:
-        raise ArgumentError(name, f"is {shown(value)}, but must be a text without the character zero.")
+    _check_text(name, value)
     if hint in (int, float):
         check_limits(name, value, [_ANY_NUMBER] if hint is int else [])
     return value
@@ -172,9 +171,15 @@ def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config
 
 
 def check_fields(config: Any) -> None:
-    """Raise ArgumentError, naming the field, unless every value of a dataclass has the type its field states."""
+    """Raise ArgumentError, naming the field, unless every value of a dataclass has the type its field states.
+
+    A text or a path must be one that a file can hold.
+    """
     for name, hint in _hints(type(config)).items():
-        check_type(name, getattr(config, name), hint)
+        value = getattr(config, name)
+        check_type(name, value, hint)
+        for item in value if isinstance(value, tuple) else (value,):
+            _check_text(name, item)
 
 
 def check_ranges(config: Any) -> None:
@@ -268,6 +273,19 @@ def _check_complete(cls: Any, values: Collection[str], where: str) -> None:
 def _check(right: bool, name: str, value: Any, hint: Any) -> None:
     if not right:
         raise ArgumentError(name or "the content", f"is {shown(value)}, but must be {describe(hint)}.")
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Raise ArgumentError for a text or a path with the character zero or a half of a character, which no file can hold."""
+    if not isinstance(value, (str, Path)):
+        return
+    text = str(value)
+    try:
+        text.encode("utf-8", "surrogateescape")  # as Python writes bytes in paths that are no UTF-8
+    except UnicodeEncodeError:
+        raise ArgumentError(name, f"is {shown(text)}, but must be a text that UTF-8 can hold.") from None
+    if "\0" in text:
+        raise ArgumentError(name, f"is {shown(text)}, but must be a text without the character zero.")
 
 
 def check_limits(name: str, value: Any, limits: Iterable[Any]) -> None:

@@ -34,13 +34,17 @@ def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.yaml", "steps: [", "a.yaml is no YAML: while parsing"),
+        ("a.yaml", "steps: [", "a.yaml cannot be read as YAML: while parsing"),
         ("a.yaml", "- steps", "a.yaml holds a list, but must hold options by name"),
         ("a.yaml", "", "a.yaml holds a NoneType"),
-        ("a.yaml", "!!python/object/apply:os.system [true]", "a.yaml is no YAML: could not determine a constructor"),
-        ("a.json", "{", "a.json is no JSON: Expecting property name"),
-        ("a.json", "[" * 100_000, "a.json is no JSON: maximum recursion depth"),
-        ("a.json", b"\xff\xfe", "a.json is no JSON: 'utf-8' codec can't decode"),
+        (
+            "a.yaml",
+            "!!python/object/apply:os.system [true]",
+            "cannot be read as YAML: could not determine a constructor",
+        ),
+        ("a.json", "{", "a.json cannot be read as JSON: it is not JSON: Expecting property name"),
+        ("a.json", "[" * 100_000, "a.json cannot be read as JSON: it has more than 40 lists and objects"),
+        ("a.json", b"\xff\xfe", "a.json cannot be read as JSON: 'utf-8' codec can't decode"),
         ("a.json", " " * 2**21, "a.json is larger than a file of options can be"),
         ("a.json", '{"stepps": 3}', r"a.json has 'stepps', which is no option \(did you mean steps\?\)"),
         ("a.json", '{"model": "flash-tiny", "preset": "flash-tiny"}', "a.json has preset twice, under two names"),
@@ -85,6 +89,9 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
     for content, message in (
         ('{"steps": "many"}', "run.json: steps is 'many', but must be a whole number"),
         ('{"override": [1]}', "run.json: override is"),
+        ('{"preset": "\\ud800"}', r"run.json: preset is '\\ud800', but must be a text that UTF-8 can hold"),
+        ('{"out": "a\\u0000b"}', r"run.json: out is 'a\\x00b', but must be a text without the character zero"),
+        ('{"data": ["\\ud800"]}', r"run.json: data is '\\ud800', but must be a text that UTF-8 can hold"),
         ('{"recipe": "fast"}', "run.json: recipe is 'fast', but must be"),
     ):
         file.write_text(content)

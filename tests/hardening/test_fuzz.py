@@ -1,10 +1,15 @@
-"""A fuzzer over the formats of files: whatever they hold, reading them ends in a value or in one sentence.
+"""A fuzzer over the formats of files and the command line: whatever they hold, all ends in a value or in one sentence.
 
-`FUZZ=20000 pytest tests/hardening/test_fuzz.py` tries so many of each, by hand.
+`FUZZ=20000 pytest tests/hardening/test_fuzz.py` tries so many of each by hand, and a fifth of command lines, which take longer.
 """
 
+import dataclasses
 import json
 import os
+import shutil
+import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lineartime.checkpoint.contents import TrainingState
+import lineartime
+from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
+from lineartime.cli import main
 from lineartime.data.encode import Facts
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments.folder import PlanOptions
@@ -51,6 +58,8 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "record": (Record, {"options": {"data": "x"}, "processes": [{"machine": {"gpus": ["x"]}, "git": {"commit": "x"}}]}),
     "facts": (Facts, {"dtype": "uint16", "n_tokens": 1, "n_bytes": 1, "n_words": 1, "sha256": {"tokens-00000.bin": "0" * 64}}),
     "outcome": (Outcome, {"kind": "run", "tests": [], "machine": {"cpu": "x"}}),
+    "manifest": (Manifest, {"files": {"model.safetensors": "0" * 64, "optimizer/0.safetensors": "f" * 64}}),
+    "validation": (ValidationLoss, {"validation_loss": 1.5}),
     "plan": (PlanOptions, {"data": [], "code": [], "books": [], "wikipedia": [], "budget": 1.0, "tuning": None}),
 }
 
@@ -151,3 +160,68 @@ def test_any_plain_data_is_decoded_or_refused(content: Any, plain: Any) -> None:
         check_sentence(error)
     else:
         assert isinstance(found, content)
+
+
+COMMANDS: dict[str, list[str]] = {
+    "train": ["--out", "{}/new", "--data", "{}/text.txt", "--cache", "{}/cache", "--steps", "1"],
+    "eval": ["{}/run", "--cache", "{}/cache", "--max-tokens", "9"],
+    "generate": ["{}/run", "--max-tokens", "3"],
+    "fill": ["{}/run", "--text", "a [MASK]"],
+    "inspect": ["{}/run", "--text", "a", "--out", "{}/inspection"],
+    "convert": ["{}/run", "{}/run"],
+    "export": ["{}/run", "{}/nothing/step.pt2"],
+    "runs": ["{}"],
+    "tokenize": ["--data", "{}/text.txt", "--out", "{}/tokenizer.json", "--vocab-size", "300"],
+    "presets": ["flash-tiny"],
+    "info": [],
+}
+PLACES = ["", "{}", "{}/run", "{}/text.txt", "{}/run/run.json", "/dev/null", "..", "日本", "\udcff"]
+NUMBERS = ["0", "1", "7", "-1", "0.5", "1e999", "nan", "-inf", "9" * 30]
+WORDS = ["x", "best", "on", "flash-tiny", "bytes", "mlm", "=", "d_model=0", "d_model=x", "chunk_size=9e9"]
+VALUES = st.sampled_from([*PLACES, *NUMBERS, *WORDS])
+SMALL = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "16", "--eval-windows", "1"]
+
+
+def options_of(command: str) -> list[str]:
+    fields = dataclasses.fields(import_module(f"lineartime.cli.{command}").Options)
+    return [f"--{field.name.replace('_', '-')}" for field in fields if field.name != "compile"]
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    """A command as it works, with a few other options, values and words."""
+    command = draw(st.sampled_from(sorted(COMMANDS)))
+    arguments = [*COMMANDS[command], *(SMALL if command == "train" else [])]
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(0, len(arguments) - 1)))
+        if arguments and draw(st.booleans()):
+            arguments[place : place + 1] = [draw(VALUES)] if draw(st.booleans()) else []
+        else:
+            arguments += [draw(st.sampled_from(options_of(command) or ["--help"])), *draw(st.lists(VALUES, max_size=2))]
+    return [command, *arguments]
+
+
+def test_any_command_line_works_or_is_refused_in_a_sentence(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = config().run_directory.parent
+    lineartime.train(config(steps=1))
+    monkeypatch.chdir(folder)
+
+    @settings(FUZZED, max_examples=-(-BUDGET // 5))
+    @given(command_lines())
+    def check(arguments: list[str]) -> None:
+        shutil.rmtree(folder / "new", ignore_errors=True)
+        capsys.readouterr()
+        began = time.monotonic()
+        try:
+            status = main([argument.replace("{}", str(folder)) for argument in arguments])
+        except SystemExit as ended:  # of tyro, for help and words that are no options
+            status = int(ended.code or 0)
+        assert status in (0, 1, 2)
+        shown = capsys.readouterr().err
+        assert "Traceback" not in shown
+        assert (status == 1) == ("error: " in shown)
+        assert time.monotonic() - began < 60  # most of them take less than a tenth
+
+    check()

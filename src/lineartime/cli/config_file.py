@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, did_you_mean, missing_extra, reporting
+from lineartime.fields import shown
+from lineartime.json_files import parse
 
 _LARGEST = 2**20
 """Bytes of a file of options: more is another file, given by mistake."""
@@ -38,7 +40,8 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
     try:
         values = _parse(file, text.decode())
     except (ValueError, RecursionError) as error:  # of all three parsers, and of bytes that are no UTF-8
-        raise LineartimeError(f"{file} is no {file.suffix[1:].upper()}: {' '.join(str(error).split())}.") from None
+        what = " ".join(str(error).split())
+        raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
     if not isinstance(values, dict):
         raise LineartimeError(f"{file} holds a {type(values).__name__}, but must hold options by name.")
     known = [field.name for field in dataclasses.fields(cls)]
@@ -47,7 +50,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
         name = str(given).replace("-", "_")
         name = aliases.get(name, name)
         if name not in known:
-            raise LineartimeError(f"{file} has {given!r}, which is no option{did_you_mean(name, known)}.")
+            raise LineartimeError(f"{file} has {shown(given)}, which is no option{did_you_mean(name, known)}.")
         if name in found:
             raise LineartimeError(f"{file} has {name} twice, under two names: keep one.")
         found[name] = tuple(value) if isinstance(value, list) else value
@@ -56,7 +59,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
 
 def _parse(file: Path, text: str) -> Any:
     if file.suffix == ".json":
-        return json.loads(text)
+        return parse(text.encode())
     if file.suffix == ".toml":
         try:
             tomllib: Any = import_module("tomllib")
