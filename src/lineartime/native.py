@@ -71,17 +71,15 @@ class NativeFunctions:
         function = self._by_name.get((name, dtype))
         if function is None:
             function = getattr(self._library, f"{name}_{str(dtype).removeprefix('torch.')}")
-            function.restype = None
+            function.restype, function.argtypes = None, [*map(_type_in_c, arguments), ctypes.c_int64]
             self._by_name[name, dtype] = function
-        function(*map(_of_c, arguments), ctypes.c_int64(torch.get_num_threads()))
+        function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
 
 
-def _of_c(argument: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if argument is None:
-        return ctypes.c_void_p(None)
-    return ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+def _type_in_c(argument: Tensor | int | float | None) -> type:
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
 
 
 @cache

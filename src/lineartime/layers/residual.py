@@ -100,7 +100,7 @@ class ResidualLayer(nn.Module):
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the layer, given that of f: x + dropout(out), normed if the norm stands behind it."""
-        out = x + self.dropout(out)
+        out = x + (self.dropout(out) if self.training else out)
         return out if self.norm_position == "pre" else self.norm(out)
 
     def extra_repr(self) -> str:
