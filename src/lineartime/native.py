@@ -98,14 +98,15 @@ def native_functions(source: Path) -> NativeFunctions | None:
         _HEADER.read_bytes(),
         *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())),
     )
-    library = cache_folder() / "native" / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     try:
+        library = cache_folder() / "native" / name
         functions = _opened(library)
         if functions is None:
             _build([compiler, *options], source, openmp, library)
             functions = ctypes.CDLL(str(library))
         return NativeFunctions(functions)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip()
         warnings.warn(
             f"{source.name} could not be built, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "
