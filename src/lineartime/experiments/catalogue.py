@@ -117,6 +117,7 @@ def _settings(
     return {"cpu": cpu, "gpu": gpu, "paper": paper}
 
 
+_APPROXIMATIONS = {"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")}
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
 _WIKIPEDIA = tuple(Setting("wikipedia", context) for context in _LENGTHS)
 _ONE = _settings((Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),))
@@ -151,6 +152,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
+        pairs=_APPROXIMATIONS,
     ),
     "next": Experiment(
         "FLASH and what was learnt since",
@@ -267,7 +269,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _settings((Setting("wikipedia", 2048),), (Setting("wikipedia", 1024), Setting("wikipedia", 8192)), _WIKIPEDIA),
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
-        pairs={"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")},
+        pairs=_APPROXIMATIONS,
         budget=_FIVE_MINUTES,
     ),
     "optimizer": Experiment(
@@ -298,8 +300,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "How are scores best divided, and does a model still work at four times the length it was trained at?",
         (
             Arm("gau count", "flash-quad", {"normalization": "count"}),
+            Arm("gau count, unit scores", "flash-quad", {"normalization": "count", "initial_scores": "unit"}),
             Arm("gau 1/n^2", "flash-quad", {"normalization": "paper", "max_length": 1024}),
             Arm("flash count", "flash", {"normalization": "count"}),
+            Arm("flash count, unit scores", "flash", {"normalization": "count", "initial_scores": "unit"}),
             Arm("flash 1/n^2", "flash", {"normalization": "paper"}),
             Arm("flash 1/n^2, sums", "flash", {"normalization": "paper_sum"}),
         ),

@@ -186,9 +186,10 @@ def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
             contexts = of_paper["context"]
             place = contexts.index(setting["context"]) if setting["context"] in contexts else None
             columns["paper: perplexity"].append(NOT_THERE if place is None else f"{found[name][place]:+.2f}")
-    yield "## What the approximation costs"
-    yield table(columns, text=2)
-    yield APPROXIMATION
+    if columns["context"]:
+        yield "## What the approximation costs"
+        yield table(columns, text=2)
+        yield APPROXIMATION
 
 
 # Equal treatment ------------------------------------------------------------------------------------------------------
