@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM
@@ -24,6 +25,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+@pytest.fixture
+def checkpointing() -> str:
+    """What transformers calls computing blocks again: activation checkpointing since 5.23."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return next(name for name in names if hasattr(PreTrainedModel, f"{name}_enable"))
 
 
 @pytest.fixture

@@ -85,14 +85,14 @@ def test_outputs_are_the_same_each_time_as_a_tuple_and_after_loading(
 @every_class
 @pytest.mark.parametrize("system", ["flash", "transformer++"])
 def test_every_parameter_learns_with_blocks_computed_again_and_without(
-    kind: Any, system: str, tiny: Tiny, awake: Awake
+    kind: Any, system: str, tiny: Tiny, awake: Awake, checkpointing: str
 ) -> None:
     if kind is LineartimeModel:
         return  # without a loss
     model = awake(kind(tiny(system, task_of(kind)))).train()
     for recompute in (False, True):
         if recompute:
-            model.activation_checkpointing_enable()
+            getattr(model, f"{checkpointing}_enable")()
         model.zero_grad()
         model(**inputs_of(kind, labels=True)).loss.backward()
         still = [name for name, parameter in model.named_parameters() if parameter.grad is None]

@@ -173,21 +173,21 @@ def test_outputs_can_be_a_tuple(causal: LineartimeForCausalLM) -> None:
     torch.testing.assert_close(logits, causal(ids).logits)
 
 
-def test_gradients_are_the_same_with_blocks_computed_again(causal: LineartimeForCausalLM) -> None:
+def test_gradients_are_the_same_with_blocks_computed_again(causal: LineartimeForCausalLM, checkpointing: str) -> None:
     ids = ids_of(2, 9)
     causal.train()
     before = torch.autograd.grad(causal(ids, labels=ids).loss, list(causal.parameters()))
     calls = []
     for block in causal.model.backbone.blocks:
         block.mixer.norm.register_forward_hook(lambda *_: calls.append(1))
-    causal.activation_checkpointing_enable()
-    assert causal.is_activation_checkpointing
+    getattr(causal, f"{checkpointing}_enable")()
+    assert getattr(causal, f"is_{checkpointing}")
     after = torch.autograd.grad(causal(ids, labels=ids).loss, list(causal.parameters()))
     assert len(calls) == 2 * causal.config.n_blocks  # forward, and again for the backward pass
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b)
-    causal.activation_checkpointing_disable()
-    assert not causal.is_activation_checkpointing
+    getattr(causal, f"{checkpointing}_disable")()
+    assert not getattr(causal, f"is_{checkpointing}")
 
 
 def test_tokens_can_be_added_and_the_logits_follow(causal: LineartimeForCausalLM, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def examples() -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked", "packed", "checkpointed"])
-def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, checkpointing: str, tmp_path: Path) -> None:
     tokenizer = fast_tokenizer(ByteTokenizer())
     masked = kind == "masked"
     config = tiny(task="mlm" if masked else "clm", vocab_size=258, d_model=32)
@@ -139,7 +139,7 @@ def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, tmp_path: Path) -> Non
         max_steps=30,
         per_device_train_batch_size=6,
         learning_rate=1e-2,
-        activation_checkpointing=kind == "checkpointed",
+        **{checkpointing: kind == "checkpointed"},
         gradient_accumulation_steps=2 if kind == "checkpointed" else 1,
         logging_steps=10,
         use_cpu=True,
