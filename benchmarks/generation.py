@@ -32,17 +32,12 @@ CPU = torch.device("cpu")
 SUBJECTS = (
     ("flash-tiny", "eager"),
     ("flash-tiny", "compiled"),
-    ("flash-next-tiny", "compiled"),
+    ("flash-next-tiny", "eager"),
     ("transformer++-tiny", "eager"),
 )
 CASES = ((1024, 1), (65_536, 1), (1024, 32))
-GOALS = {
-    ("flash-tiny", "eager", "fp32", 1024, 1): 500,
-    ("flash-tiny", "compiled", "fp32", 1024, 1): 1000,
-    ("flash-tiny", "compiled", "bf16", 1024, 1): 1600,
-    ("flash-tiny", "compiled", "bf16", 1024, 32): 8000,
-}
-"""Tokens a second."""
+GOALS = {("flash-tiny", "fp32", 1024, 1): 1000, ("flash-tiny", "bf16", 1024, 1): 1600, ("flash-tiny", "bf16", 1024, 32): 8000}
+"""Tokens a second, compiled or not; 500 were the goal of an eager step."""
 
 
 def first_call(dtype: str, cache: str) -> float:
@@ -129,10 +124,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if "mode" not in row:
             continue
-        key = (row["preset"], row["mode"], row["dtype"], row["position"], row["streams"])
+        key = (row["preset"], row["dtype"], row["position"], row["streams"])
         goal = f"{GOALS[key]:,}" if key in GOALS else "-"
         speed = f"{row['streams'] / row['seconds']:,.0f}" if row["seconds"] else "-"
-        lines.append([f"`{key[0]}`", key[1], key[2], f"{key[3]:,}", str(key[4]), f"{1e3 * row['seconds']:.2f}", speed, goal])
+        case = [f"`{key[0]}`", row["mode"], key[1], f"{key[2]:,}", str(key[3])]
+        lines.append([*case, f"{1e3 * row['seconds']:.2f}", speed, goal])
     header = ["model", "step", "precision", "position", "streams", "ms", "tokens/s", "goal"]
     starts = [
         [row["dtype"], "empty" if row["first_call"] == 1 else "filled before", f"{row['seconds']:.1f} s"]

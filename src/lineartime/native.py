@@ -23,7 +23,10 @@ from lineartime.host import cache_folder
 
 SWITCH = "LINEARTIME_NATIVE"
 """The environment variable that turns native functions off."""
+NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""Those that each function is there for."""
 _HEADER = Path(__file__).with_name("numbers.h")
+_HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
 _COMPILERS = ("c++", "g++", "clang++")
 _BUILD_SECONDS = 120.0
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -95,7 +98,7 @@ def native_functions(source: Path) -> NativeFunctions | None:
     options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(torch.backends.cpu.get_cpu_capability(), ()))
     parts = (
         source.read_bytes(),
-        _HEADER.read_bytes(),
+        *(header.read_bytes() for header in _HEADERS),
         *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())),
     )
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"

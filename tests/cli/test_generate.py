@@ -50,6 +50,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     compile_step = CausalLM.compile_step
     monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(Backbone, "steps_in_native", False)
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
     plain = capsys.readouterr()
@@ -64,6 +65,11 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     without = capsys.readouterr()
     assert without.out == plain.out
     assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
+    monkeypatch.setattr(Backbone, "steps_in_native", True)
+    assert main([*arguments, "--compile"]) == 0
+    native = capsys.readouterr()
+    assert native.out == plain.out
+    assert native.err.endswith("not compiled: the step of this system is one function in C++, which is faster\n")
     monkeypatch.setattr(Backbone, "steps_in_place", False)
     assert main([*arguments, "--compile"]) == 0
     assert capsys.readouterr().err.endswith("not compiled: the memory of this system grows with the text\n")

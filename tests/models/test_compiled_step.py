@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineartime
+from lineartime.models import backbone
 from lineartime.models.compiled_step import OneRowProducts, _checked_at_each_step, bmm_row, linear_row
 from lineartime.models.heads import CausalLM
 
@@ -55,6 +56,7 @@ def test_only_products_that_read_a_matrix_by_rows_once_are_replaced(monkeypatch:
 @pytest.mark.parametrize("n_streams", [1, 3])
 def test_a_step_with_these_products_is_the_step(n_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(backbone, "flash_stack", lambda *_: None)
     model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, vocab_size=30, d_qk=8, chunk_size=4).eval().double()
     assert isinstance(model, CausalLM)
     ids = torch.randint(0, 30, (n_streams, 14))

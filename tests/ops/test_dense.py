@@ -90,6 +90,7 @@ def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
         lambda x, weight: dense(x, weight.as_subclass(OfOthers)),
         lambda x, weight: dense(x.expand(MOST_ROWS + 1, -1), weight),
         lambda x, weight: dense(x[:0], weight),
+        lambda x, weight: dense(x.half(), weight.half()),
     ],
 )
 def test_pytorch_computes_what_it_must_see_or_does_better(run: Callable[[Tensor, Tensor], Tensor], native: list[str]) -> None:
@@ -107,3 +108,7 @@ def test_wrong_shapes_and_dtypes_are_told_by_pytorch() -> None:
             dense(x[:, :5].contiguous(), weight)
         with pytest.raises(RuntimeError, match="dtype"):
             dense(x.double(), weight)
+        with pytest.raises(RuntimeError, match="dtype"):
+            dense(x, weight, torch.zeros(8, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="size"):
+            dense(x, weight, torch.zeros(7))

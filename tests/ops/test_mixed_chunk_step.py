@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.machine import using_threads
 from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
@@ -114,6 +115,7 @@ def test_errors_are_within_tolerance(form: list[bool], dtype: torch.dtype, toler
         (make(2), {"activation": "softmax"}),
         (tuple(x.requires_grad_() for x in make(2)), {}),
         ((make(2, torch.bfloat16)[0], *make(2, torch.float32)[1:]), {}),
+        (make(2, torch.float16), {}),
     ],
 )
 def test_what_the_function_cannot_do_is_left_to_pytorch(
@@ -122,3 +124,24 @@ def test_what_the_function_cannot_do_is_left_to_pytorch(
     monkeypatch.setattr(step_native, "native_functions", lambda source: pytest.fail("called"))
     with torch.enable_grad():
         assert steps(inputs, new_streams(tuple(x.detach() for x in inputs)), **options).shape == (N_STREAMS, 2, D_VALUE)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("sums", lambda x: x[:1]), ("position", lambda x: x[:2]), ("position", Tensor.int), ("values", Tensor.float)],
+)
+def test_streams_of_another_batch_or_dtype_are_left_to_pytorch(field: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = make(1), MixedChunkOptions(CHUNK, True)
+    streams = new_streams(inputs)
+    monkeypatch.setattr(step_native, "native_functions", lambda source: pytest.fail("called"))
+    changed = streams._replace(**{field: wrong(getattr(streams, field))})
+    assert step_native.step(Projected(*inputs[:3]), None, None, options, changed) is None
+
+
+@pytest.mark.parametrize(("field", "dimension"), [("sums", 1), ("sums", 2), ("keys", 2), ("keys", 3), ("values", 1)])
+def test_streams_of_another_layer_never_lead_beyond_their_memory(field: str, dimension: int, form: list[bool]) -> None:
+    inputs = make(1)
+    streams = new_streams(inputs)
+    smaller = getattr(streams, field).narrow(dimension, 0, 1).contiguous()
+    with pytest.raises(ArgumentError, match=rf"^streams has {field} of shape .* but must have \[B, "):
+        steps(inputs, streams._replace(**{field: smaller}))

@@ -118,6 +118,8 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
     why_not = compiler_missing(device)
     if not model.steps_in_place:
         why_not = "the memory of this system grows with the text"
+    elif model.steps_in_native:
+        why_not = "the step of this system is one function in C++, which is faster"
     if options.compile and not why_not:
         model.compile_step()
         return model, f"{options.precision}, compiled: the first token waits for it"

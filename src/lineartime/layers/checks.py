@@ -6,6 +6,7 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from lineartime.errors import ArgumentError
 from lineartime.fields import check_type
@@ -89,3 +90,9 @@ def check_even(reason: str, **sizes: int) -> None:
     for argument, value in sizes.items():
         if value % 2:
             raise ArgumentError(argument, f"is {value}, but must be even: {reason}.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone has put functions before, behind or in the place of the forward of a module, or of all modules."""
+    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return bool(own or torch_module._has_any_global_hook())

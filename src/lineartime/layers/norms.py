@@ -1,6 +1,6 @@
 """The norms of layers. Shapes: d model width."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,24 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale * self.weight).to(x.dtype)
+
+
+class NormParts(NamedTuple):
+    """What a norm computes with: (x - mean) / sqrt(variance + eps) * weight + bias; without a mean if not `centred`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    centred: bool
+    eps: float
+
+
+def norm_parts(norm: nn.Module) -> NormParts | None:
+    """The parts of one of the norms above, or None for anything else, as a subclass."""
+    if type(norm) is nn.LayerNorm and norm.weight is not None:
+        return NormParts(norm.weight, norm.bias, True, norm.eps)
+    if type(norm) is ScaleNorm:
+        return NormParts(norm.g, None, False, norm.eps)
+    return NormParts(norm.weight, None, False, norm.eps) if type(norm) is RMSNorm else None
 
 
 def build_norm(norm: Norm, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> nn.Module:

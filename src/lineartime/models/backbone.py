@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_device
+from lineartime.layers.flash_stack import FlashStack, flash_stack
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import Mixer
@@ -246,6 +247,9 @@ class Backbone(nn.Module):
     def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """`step` in place for tokens that are embedded already; `inputs` gets what each block reads."""
         self._check_joined(embedded, streams)
+        at_once = self._step_at_once(embedded, streams) if inputs is None else None
+        if at_once is not None:
+            return at_once
         layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
         x = self._first_input(embedded, layouts[0].positions)
         for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
@@ -254,6 +258,31 @@ class Backbone(nn.Module):
             x = block.step(x, block_streams, layout)
         out: Tensor = self.norm(x)
         return out
+
+    def _step_at_once(self, embedded: Tensor, streams: BackboneState) -> Tensor | None:
+        """`read_step` with all blocks as one function in C++, where there is one that does the same."""
+        # Not len(embedded), which would make the batch size of an exported step a constant.
+        stack = self._flash_stack(embedded.shape[0])
+        if stack is None:
+            return None
+        layout = stack.step_layout(streams[0].position)
+        read = stack.step(self._first_input(embedded, layout.positions), streams, layout)
+        return None if read is None else self.norm(read)
+
+    @property
+    def steps_in_native(self) -> bool:
+        """Whether one function in C++ computes the step of all blocks, for few streams."""
+        with torch.no_grad():
+            return self._flash_stack(1) is not None
+
+    def _flash_stack(self, n_streams: int) -> FlashStack | None:
+        return flash_stack(cast("nn.Module", self.blocks), self._mixers_in_a_row, n_streams)
+
+    def _mixers_in_a_row(self) -> list[Mixer[Any]]:
+        """All mixers, if nothing stands between them; otherwise none."""
+        if any(type(block) is not Block or type(block.feed_forward) is not nn.Identity for block in self.blocks):
+            return []
+        return [block.mixer for block in self.blocks]
 
     def _first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """What the first block reads: [B, T, d] at positions [T] or [B, T], of types int [B, T], all 0 if None."""

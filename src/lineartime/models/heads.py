@@ -176,6 +176,11 @@ class CausalLM(LanguageModel):
         """
         return self.backbone.steps_in_place
 
+    @property
+    def steps_in_native(self) -> bool:
+        """Whether one function in C++ computes the `step` of few streams, from the first block to the last."""
+        return self.backbone.steps_in_native
+
     def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
         """Bring streams that stand at different positions together, to continue them token by token with `step`.
 
@@ -191,7 +196,7 @@ class CausalLM(LanguageModel):
         """Have torch.compile make `step` faster, in place, if this model `steps_in_place`; the first step compiles it.
 
         That takes as long as some thousand steps, less if PyTorch finds the code on disk. Other numbers of streams are compiled
-        anew.
+        anew. Where the model `steps_in_native`, it is slower than it was.
         """
         if self.steps_in_place:
             self._compiled_step = compiled_step()

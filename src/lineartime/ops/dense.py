@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.native import native_functions
+from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.operator import is_plain
 
 SOURCE = Path(__file__).with_name("dense.cpp")
@@ -22,8 +22,11 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():  # which would make the number of rows a condition of what it compiles
         return F.linear(x, weight, bias)
     width = x.shape[-1]
-    few = 0 < x.numel() <= MOST_ROWS * width and x.device.type == "cpu"
-    if not few or x.dtype != weight.dtype or weight.shape[1] != width or not is_plain(x, weight, bias):
+    few = 0 < x.numel() <= MOST_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES
+    fits = weight.shape[1:] == (width,) and weight.dtype == x.dtype
+    if bias is not None:
+        fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
+    if not few or not fits or not is_plain(x, weight, bias):
         return F.linear(x, weight, bias)
     functions = native_functions(SOURCE)
     if functions is None:

@@ -65,6 +65,11 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
     return table
 
 
+def no_rotation_table(width: int, dtype: torch.dtype) -> Tensor:
+    """The table of an angle of zero for vectors of a width, [2, 1, width / 2]: cosines of 1 and sines of 0."""
+    return torch.tensor([1.0, 0.0], dtype=dtype)[:, None, None].expand(2, 1, width // 2)
+
+
 def partial_rotary_table(positions: Tensor, width: int, rotated: int | None, dtype: torch.dtype) -> Tensor:
     """`rotary_table` for vectors of a width of which only so many features are rotated, all of them if None.
 

@@ -55,16 +55,20 @@ class MixedChunkOptions:
         """Whether a chunk counts as C tokens in the divisor of the linear part, however few it holds."""
         return self.normalization == "paper"
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether the linear part divides by C, however many chunks it has read."""
+        return self.normalization == "paper_sum" and self.causal
+
     @overload
     def linear_divisor(self, read: Tensor) -> Tensor: ...
     @overload
     def linear_divisor(self, read: int) -> int: ...
     def linear_divisor(self, read: Tensor | int) -> Tensor | int:
         """What the linear part divides its sum of k v^T by, if it has read so many tokens."""
-        adds_up = self.normalization == "paper_sum" and self.causal
         if isinstance(read, int):
-            return self.chunk_size if adds_up else max(1, read)
-        return torch.full_like(read, self.chunk_size) if adds_up else read.clamp(min=1)
+            return self.chunk_size if self.adds_up else max(1, read)
+        return torch.full_like(read, self.chunk_size) if self.adds_up else read.clamp(min=1)
 
 
 class Heads(NamedTuple):

@@ -1,10 +1,11 @@
-// What a FLASH layer computes between its two dense maps for one more token of each stream; see `step_projected` of stream.py.
+// What FLASH computes for one more token of each stream: a layer between its two dense maps, or whole layers; see step_native.py.
 //
-// Shapes: B streams, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
+// Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
 // T is the type of tokens, A that of the state and of everything in between.
 
-#include <algorithm>
-#include <vector>
+#include <type_traits>
+
+#include "../dense.h"
 
 namespace {
 
@@ -13,109 +14,211 @@ struct Stream {
   A *gate, *v, *z, *queries, *weights;  // [e] [e] [s] [2, s] [C]
 };
 
+// Gated attention. The bias of stream b, whose token is in slot i, to slot j is bias[first + b by_stream + i by_slot + j].
 template <class T, class A = typename Type<T>::A>
-void step(const T* projected, const T* gamma, const T* beta, const A* cosines, const A* sines, int64_t turn_by_stream,
-          const T* bias, int64_t bias_by_stream, const int64_t* slots, const A* share, const A* summary_share,
-          double score_scale, A* sums, A* keys, A* values, int64_t* position, T* gated, int64_t streams, int64_t c, int64_t e,
-          int64_t s, int64_t threads) {
-  constexpr int64_t keys_at_once = 32, values_at_once = 128;
-  const int64_t half = s / 2, key_parts = (c + keys_at_once - 1) / keys_at_once;
-  const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 3 * s + c;
-  std::vector<A> memory(streams * size);
-  const auto of = [&](int64_t b) {
-    A* at = memory.data() + b * size;
-    return Stream<A>{at, at + e, at + 2 * e, at + 2 * e + s, at + 2 * e + 3 * s};
-  };
-  const int used = int(std::min(threads, 1 + streams * s * e / 16384));  // starting threads takes as long as reading some memory
-#pragma omp parallel num_threads(used)
-  {
-    // The token: U, V and Z, its queries, and its keys and values, which go to their slot of the open chunk.
-#pragma omp for schedule(static)
+struct Attention {
+  const T *gamma, *beta;
+  const A* rotations;  // [2, turns, s / 2], or null; turns is 1, or B
+  int64_t turns;
+  const T* bias;  // or null
+  int64_t bias_first, bias_by_stream, bias_by_slot;
+  int64_t published, adds_up;  // what sums are divided by: see `share` and `summary_share`
+  A score_scale;
+  A *sums, *keys, *values;
+  int64_t* position;
+  int64_t streams, c, e, s;
+
+  // What the weights of the visible tokens of the open chunk are multiplied with; a token in slot i sees i + 1 of them.
+  A share(int64_t slot) const { return published ? A(1) : A(1) / A(slot + 1); }
+
+  // What the sum over the `read` tokens of the chunks before is multiplied with.
+  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(adds_up ? c : read); }
+
+  // projected [B, 2 e + s] -> gated [B, e].
+  void step(const T* projected, T* gated, int64_t threads) const {
+    constexpr int64_t keys_at_once = 32, values_at_once = 128;
+    const std::vector<A> one(rotations ? 0 : s / 2, A(1)), zero(rotations ? 0 : s / 2);  // the cosine and sine of no rotation
+    const int64_t half = s / 2, key_parts = (c + keys_at_once - 1) / keys_at_once;
+    const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 3 * s + c;
+    std::vector<A> memory(streams * size);
+    std::vector<int64_t> slots(streams), read(streams);  // where new tokens go, and how many are in the chunks before
     for (int64_t b = 0; b < streams; ++b) {
-      const Stream<A> to = of(b);
-      const T* __restrict from = projected + b * (2 * e + s);
-      A* __restrict all = to.gate;
-      for (int64_t i = 0; i < 2 * e + s; ++i) {
-        const A x = load(from[i]);
-        all[i] = x * sigmoid<T>(x);
-      }
-      const A* cosine = cosines + b * turn_by_stream;
-      const A* sine = sines + b * turn_by_stream;
-      for (int64_t map = 0; map < 4; ++map) {  // q_quad, k_quad, q_lin, k_lin
-        const T* g = gamma + map * s;
-        const T* o = beta + map * s;
-        A* out = map % 2 == 0 ? to.queries + map / 2 * s : keys + ((b * 2 + map / 2) * c + slots[b]) * s;
-        for (int64_t i = 0; i < half; ++i) {
-          const A x = to.z[i] * load(g[i]) + load(o[i]), y = to.z[i + half] * load(g[i + half]) + load(o[i + half]);
-          out[i] = x * cosine[i] - y * sine[i];
-          out[i + half] = x * sine[i] + y * cosine[i];
-        }
-      }
-      std::copy(to.v, to.v + e, values + (b * c + slots[b]) * e);
-      ++position[b];
+      slots[b] = (position[b] % c + c) % c;  // inside the chunk, whatever the position is
+      read[b] = position[b]++ - slots[b];
     }
-    // The weights of the visible tokens of the chunk. The sums hold them too: their part in these is taken out here.
+    const auto of = [&](int64_t b) {
+      A* at = memory.data() + b * size;
+      return Stream<A>{at, at + e, at + 2 * e, at + 2 * e + s, at + 2 * e + 3 * s};
+    };
+    const int used = int(std::min(threads, 1 + streams * s * e / 16384));  // starting threads takes as long as reading some memory
+#pragma omp parallel num_threads(used)
+    {
+      // The token: U, V and Z, its queries, and its keys and values, which go to their slot of the open chunk.
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < streams * key_parts; ++task) {
-      const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
-      const int64_t last = std::min(first + keys_at_once, slots[b] + 1);
-      const Stream<A> at = of(b);
-      const A* __restrict q_quad = at.queries;
-      const A* __restrict q_lin = at.queries + s;
-      for (int64_t j = first; j < last; ++j) {
-        const A* __restrict k_quad = keys + (b * 2 * c + j) * s;
-        const A* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
-        A quadratic = 0, linear = 0;
+      for (int64_t b = 0; b < streams; ++b) {
+        const Stream<A> to = of(b);
+        const T* __restrict from = projected + b * (2 * e + s);
+        A* __restrict all = to.gate;
+        for (int64_t i = 0; i < 2 * e + s; ++i) {
+          const A x = load(from[i]);
+          all[i] = x * sigmoid<T>(x);
+        }
+        const A* cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
+        const A* sine = rotations ? cosine + turns * half : zero.data();
+        for (int64_t map = 0; map < 4; ++map) {  // q_quad, k_quad, q_lin, k_lin
+          const T* g = gamma + map * s;
+          const T* o = beta + map * s;
+          A* out = map % 2 == 0 ? to.queries + map / 2 * s : keys + ((b * 2 + map / 2) * c + slots[b]) * s;
+          for (int64_t i = 0; i < half; ++i) {
+            const A x = to.z[i] * load(g[i]) + load(o[i]), y = to.z[i + half] * load(g[i + half]) + load(o[i + half]);
+            out[i] = x * cosine[i] - y * sine[i];
+            out[i + half] = x * sine[i] + y * cosine[i];
+          }
+        }
+        std::copy(to.v, to.v + e, values + (b * c + slots[b]) * e);
+      }
+      // The weights of the visible tokens of the chunk. The sums hold them too: their part in these is taken out here.
+#pragma omp for schedule(static)
+      for (int64_t task = 0; task < streams * key_parts; ++task) {
+        const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
+        const int64_t last = std::min(first + keys_at_once, slots[b] + 1);
+        const Stream<A> at = of(b);
+        const A* __restrict q_quad = at.queries;
+        const A* __restrict q_lin = at.queries + s;
+        const A own = share(slots[b]), before = summary_share(read[b]);
+        for (int64_t j = first; j < last; ++j) {
+          const A* __restrict k_quad = keys + (b * 2 * c + j) * s;
+          const A* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
+          A quadratic = 0, linear = 0;
 #pragma omp simd reduction(+ : quadratic, linear)
-        for (int64_t i = 0; i < s; ++i) {
-          quadratic += q_quad[i] * k_quad[i];
-          linear += q_lin[i] * k_lin[i];
+          for (int64_t i = 0; i < s; ++i) {
+            quadratic += q_quad[i] * k_quad[i];
+            linear += q_lin[i] * k_lin[i];
+          }
+          const A added = bias == nullptr ? A(0) : load(bias[bias_first + b * bias_by_stream + slots[b] * bias_by_slot + j]);
+          const A score = quadratic * score_scale + added;
+          const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
+          at.weights[j] = positive * positive * own - linear * before;
         }
-        const A score = quadratic * A(score_scale) + (bias == nullptr ? A(0) : load(bias[b * bias_by_stream + j]));
-        const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
-        at.weights[j] = positive * positive * share[b * c + j] - linear * summary_share[b];
       }
-    }
-    // The sums of k_lin v^T, and what the token reads of them and of its chunk.
+      // The sums of k_lin v^T, and what the token reads of them and of its chunk.
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < streams * value_parts; ++task) {
-      const int64_t b = task / value_parts, first = task % value_parts * values_at_once;
-      const int64_t width = std::min(values_at_once, e - first);
-      const Stream<A> at = of(b);
-      const A* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;
-      const A* __restrict v = at.v + first;
-      A read[values_at_once] = {};
-      for (int64_t i = 0; i < s; ++i) {
-        A* __restrict sum = sums + (b * s + i) * e + first;
-        const A k = k_lin[i], q = at.queries[s + i] * summary_share[b];
-        for (int64_t x = 0; x < width; ++x) {
-          sum[x] += k * v[x];
-          read[x] += q * sum[x];
+      for (int64_t task = 0; task < streams * value_parts; ++task) {
+        const int64_t b = task / value_parts, first = task % value_parts * values_at_once;
+        const int64_t width = std::min(values_at_once, e - first);
+        const Stream<A> at = of(b);
+        const A* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;
+        const A* __restrict v = at.v + first;
+        const A before = summary_share(read[b]);
+        A out[values_at_once] = {};
+        for (int64_t i = 0; i < s; ++i) {
+          A* __restrict sum = sums + (b * s + i) * e + first;
+          const A k = k_lin[i], q = at.queries[s + i] * before;
+          for (int64_t x = 0; x < width; ++x) {
+            sum[x] += k * v[x];
+            out[x] += q * sum[x];
+          }
         }
+        for (int64_t j = 0; j <= slots[b]; ++j) {
+          const A* __restrict value = values + (b * c + j) * e + first;
+          const A weight = at.weights[j];
+          for (int64_t x = 0; x < width; ++x) out[x] += weight * value[x];
+        }
+        for (int64_t x = 0; x < width; ++x) store(gated[b * e + first + x], at.gate[first + x] * out[x]);
       }
-      for (int64_t j = 0; j <= slots[b]; ++j) {
-        const A* __restrict value = values + (b * c + j) * e + first;
-        const A weight = at.weights[j];
-        for (int64_t x = 0; x < width; ++x) read[x] += weight * value[x];
-      }
-      for (int64_t x = 0; x < width; ++x) store(gated[b * e + first + x], at.gate[first + x] * read[x]);
     }
+  }
+};
+
+// What surrounds it. Norms differ in whether they are centred, and whether their weight is one for all features.
+template <class T, class A = typename Type<T>::A>
+struct Layer {
+  const T* norm_weight;
+  int64_t norm_by;     // from a feature's weight to the next
+  const T* norm_bias;  // or null
+  int64_t centred;
+  A eps;
+  T* last;  // [B, shifted], the first normed features of the token before; or null
+  int64_t shifted;
+  const T *to_projected, *projected_bias, *to_output, *output_bias;
+  int64_t d;
+
+  void normalize(const T* x, T* out) const {
+    A mean = 0, squares = 0;
+    for (int64_t i = 0; i < (centred ? d : 0); ++i) mean += load(x[i]) / d;
+    for (int64_t i = 0; i < d; ++i) squares += (load(x[i]) - mean) * (load(x[i]) - mean);
+    const A scale = 1 / std::sqrt(squares / d + eps);
+    for (int64_t i = 0; i < d; ++i) {
+      const A normed = (load(x[i]) - mean) * scale * load(norm_weight[i * norm_by]);
+      store(out[i], norm_bias == nullptr ? normed : normed + load(norm_bias[i]));
+    }
+  }
+
+  // x [B, d] -> out [B, d], which may be x.
+  void step(const T* x, const Attention<T>& attention, T* out, int64_t threads) const {
+    const int64_t rows = attention.streams, e = attention.e, width = 2 * e + attention.s;
+    std::vector<T> normed(rows * d), projected(rows * width), gated(rows * e);
+    for (int64_t row = 0; row < rows; ++row) {
+      normalize(x + row * d, normed.data() + row * d);
+      if (last != nullptr) std::swap_ranges(last + row * shifted, last + (row + 1) * shifted, normed.data() + row * d);
+    }
+    dense(normed.data(), to_projected, projected_bias, projected.data(), rows, d, width, threads);
+    attention.step(projected.data(), gated.data(), threads);
+    dense(gated.data(), to_output, output_bias, normed.data(), rows, e, d, threads);
+    for (int64_t i = 0; i < rows * d; ++i) store(out[i], load(x[i]) + load(normed[i]));
+  }
+};
+
+// Layers that differ in nothing but their tensors, whose addresses stand in the order below: x [B, d] -> out [B, d].
+template <class T, class A = typename Type<T>::A>
+void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attention, Layer<T> layer, const T* x, T* out,
+                 int64_t threads) {
+  const auto next = [&](auto*& tensor) { tensor = reinterpret_cast<std::decay_t<decltype(tensor)>>(*addresses++); };
+  for (int64_t i = 0; i < layers; ++i) {
+    next(attention.gamma);
+    next(attention.beta);
+    next(attention.bias);
+    next(layer.norm_weight);
+    next(layer.norm_bias);
+    next(layer.to_projected);
+    next(layer.projected_bias);
+    next(layer.to_output);
+    next(layer.output_bias);
+    next(layer.last);
+    next(attention.sums);
+    next(attention.keys);
+    next(attention.values);
+    next(attention.position);
+    layer.step(i == 0 ? x : out, attention, out, threads);
   }
 }
 
 }  // namespace
 
-#define STEP(NAME, T, A)                                                                                                       \
-  void step_##NAME(const T* projected, const T* gamma, const T* beta, const A* cosines, const A* sines, int64_t turn_by_stream, \
-                   const T* bias, int64_t bias_by_stream, const int64_t* slots, const A* share, const A* summary_share,         \
-                   double score_scale, A* sums, A* keys, A* values, int64_t* position, T* gated, int64_t streams, int64_t c,    \
-                   int64_t e, int64_t s, int64_t threads) {                                                                    \
-    step<T>(projected, gamma, beta, cosines, sines, turn_by_stream, bias, bias_by_stream, slots, share, summary_share,          \
-            score_scale, sums, keys, values, position, gated, streams, c, e, s, threads);                                      \
+#define SHARED(A)                                                                                                              \
+  const A *rotations, int64_t turns, int64_t published, int64_t adds_up, double score_scale, int64_t streams, int64_t c,       \
+      int64_t s, int64_t bias_first, int64_t bias_by_stream, int64_t bias_by_slot, int64_t e
+#define ATTENTION(T, A, GAMMA, BETA, BIAS, SUMS, KEYS, VALUES, POSITION)                                                       \
+  Attention<T> {                                                                                                               \
+    GAMMA, BETA, rotations, turns, BIAS, bias_first, bias_by_stream, bias_by_slot, published, adds_up, A(score_scale), SUMS,   \
+        KEYS, VALUES, POSITION, streams, c, e, s                                                                               \
+  }
+
+// For each type, by names of C.
+#define STEPS(NAME, T, A)                                                                                                      \
+  void step_##NAME(SHARED(A), const T* gamma, const T* beta, const T* bias, A* sums, A* keys, A* values, int64_t* position,    \
+                   const T* projected, T* gated, int64_t threads) {                                                            \
+    ATTENTION(T, A, gamma, beta, bias, sums, keys, values, position).step(projected, gated, threads);                          \
+  }                                                                                                                            \
+  void layers_step_##NAME(SHARED(A), const int64_t* addresses, int64_t layers, int64_t norm_by, int64_t centred, double eps,   \
+                          int64_t shifted, int64_t d, const T* x, T* out, int64_t threads) {                                   \
+    Layer<T> layer{};                                                                                                          \
+    layer.norm_by = norm_by, layer.centred = centred, layer.eps = A(eps), layer.shifted = shifted, layer.d = d;                \
+    layers_step(addresses, layers, ATTENTION(T, A, {}, {}, {}, {}, {}, {}, {}), layer, x, out, threads);                       \
   }
 
 extern "C" {
-STEP(bfloat16, bf16, float)
-STEP(float32, float, float)
-STEP(float64, double, double)
+STEPS(bfloat16, bf16, float)
+STEPS(float32, float, float)
+STEPS(float64, double, double)
 }

@@ -1,23 +1,28 @@
-"""The step of streams between the two dense maps of a FLASH layer, by a function in C++: it reads what it needs and no more.
+"""The step of streams in FLASH by functions in C++: of a layer between its two dense maps, or of whole layers in a row.
 
-Shapes: B streams, C chunk size, e value width, s query/key width.
+Shapes: B streams, d model width, C chunk size, e value width, s query/key width.
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lineartime.native import native_functions
+from lineartime.native import NATIVE_DTYPES, native_functions
+from lineartime.ops.dense import MOST_ROWS
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.operator import is_plain
 from lineartime.ops.precision import acc_dtype
 
 if TYPE_CHECKING:
-    from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, OpenChunk
+    from lineartime.ops.mixed_chunk.stream import MixedChunkStreams
 
 SOURCE = Path(__file__).with_name("step.cpp")
+
+Argument = Tensor | int | float | None
 
 
 def step(
@@ -26,29 +31,160 @@ def step(
     rotations: Tensor | None,
     options: MixedChunkOptions,
     streams: "MixedChunkStreams",
-    chunk: "OpenChunk",
 ) -> Tensor | None:
     """`step_projected` of stream.py, or None where this form cannot run; `streams` is as it was then."""
     tokens, gamma, beta = projected.tokens.contiguous(), projected.gamma, projected.beta
-    d_qk, dtype = projected.d_qk, tokens.dtype
-    if tokens.device.type != "cpu" or options.activation != "relu2" or d_qk % 2 or not tokens.numel():
+    bias = None if bias is None else bias.to(tokens.dtype).contiguous()
+    if gamma.dtype != tokens.dtype or beta.dtype != tokens.dtype or not is_plain(gamma, beta, bias):
         return None
-    if gamma.dtype != dtype or beta.dtype != dtype or streams.sums.dtype != acc_dtype(tokens):
+    shared = _shared(tokens, projected.d_qk, rotations, options, [streams])
+    functions = None if shared is None else native_functions(SOURCE)
+    if shared is None or functions is None:
         return None
-    if not is_plain(tokens, gamma, beta, bias, rotations, *streams, chunk.slot):
-        return None
-    functions = native_functions(SOURCE)
-    if functions is None:
-        return None
-    if rotations is None:  # by nothing: a cosine of 1 and a sine of 0
-        rotations = torch.tensor([1.0, 0.0], dtype=streams.sums.dtype).repeat_interleave(d_qk // 2).view(2, 1, 1, -1)
-    cosines, sines = rotations.contiguous().unbind(0)
-    bias = None if bias is None else bias.to(dtype).contiguous()
-    length = options.published_length
     gated = tokens.new_empty(*tokens.shape[:-1], projected.d_value)
     functions.call(
-        "step", dtype, tokens, gamma, beta, cosines, sines, d_qk // 2 if len(cosines) > 1 else 0, bias, options.chunk_size,
-        chunk.slot, chunk.share, chunk.summary_share, d_qk**-0.5 if length is None else 1 / length, streams.sums, streams.keys,
-        streams.values, streams.position, gated, len(tokens), options.chunk_size, projected.d_value, d_qk,
-    )  # fmt: skip
+        "step", tokens.dtype, *shared, 0, options.chunk_size, 0, projected.d_value, gamma, beta, bias, *streams, tokens, gated
+    )
     return gated
+
+
+class LayerTensors(NamedTuple):
+    """The parameters of a FLASH layer, in the order of step.cpp.
+
+    Attributes:
+        gamma, beta: [4, s].
+        bias: [2 C - 1], a value for each distance j - i, of which the middle one is for 0; or None.
+        norm_weight: [d], or [1] for all features.
+        norm_bias: [d], or None.
+        to_projected, projected_bias: [2 e + s, d] and [2 e + s].
+        to_output, output_bias: [d, e] and [d].
+    """
+
+    gamma: Tensor
+    beta: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    to_projected: Tensor
+    projected_bias: Tensor | None
+    to_output: Tensor
+    output_bias: Tensor | None
+
+
+class NativeLayers:
+    """Pre-norm FLASH layers in a row that differ in nothing but their parameters.
+
+    Args:
+        layers: their parameters.
+        norm_is_centred: whether norms subtract the mean.
+        norm_eps: what they add to the variance, or to the mean square.
+        options: of their attention.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerTensors], norm_is_centred: bool, norm_eps: float, options: MixedChunkOptions
+    ) -> None:
+        first = layers[0]
+        self._tensors = [tensor for layer in layers for tensor in layer if tensor is not None]
+        self._options, self._dtype = options, first.gamma.dtype
+        self._d_qk, (self._d_model, self._d_value) = first.gamma.shape[1], first.to_output.shape
+        self._norm = (int(len(first.norm_weight) > 1), int(norm_is_centred), norm_eps)
+        self._bias_places = (0, 0, 0) if first.bias is None else (options.chunk_size - 1, 0, -1)
+        self._places = self._places_now()
+        self._rows = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers]
+        self.can_run: Final = all(map(self._fits, layers)) and self._dtype in NATIVE_DTYPES
+
+    @property
+    def are_where_they_were(self) -> bool:
+        """Whether the parameters are still in the memory that they were in."""
+        return self._places_now() == self._places
+
+    def step(
+        self,
+        x: Tensor,
+        rotations: Tensor | None,
+        streams: Sequence["MixedChunkStreams"],
+        last: Sequence[Tensor],
+    ) -> Tensor | None:
+        """One more token of few streams through all layers, or None where this form cannot run.
+
+        Args:
+            x: [B, 1, d].
+            rotations: [2, B, 1, s / 2], or None.
+            streams: of each layer; updated in place. Their sizes are checked: see `check_streams`.
+            last: [B, shifted] for each layer, the first normed features of the token before; nothing if tokens are not shifted.
+                Updated in place.
+
+        Returns:
+            [B, 1, d].
+        """
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.can_run or not 0 < len(x) <= MOST_ROWS:
+            return None
+        shifted = last[0].shape[-1] if last else 0
+        if x.dtype != self._dtype or x.shape[1:] != (1, self._d_model) or shifted > self._d_model:
+            return None
+        if any(of_layer.shape != (len(x), shifted) for of_layer in last):
+            return None
+        if not is_plain(*last) or any(of_layer.dtype != self._dtype for of_layer in last):
+            return None
+        shared = _shared(x, self._d_qk, rotations, self._options, streams)
+        functions = None if shared is None else native_functions(SOURCE)
+        if shared is None or functions is None:
+            return None
+        of_last = [of_layer.data_ptr() for of_layer in last] or [0] * len(streams)
+        rows = (
+            [*row, place, *(tensor.data_ptr() for tensor in of_layer)]
+            for row, place, of_layer in zip(self._rows, of_last, streams, strict=True)
+        )
+        addresses = torch.tensor(list(chain.from_iterable(rows)))
+        out = torch.empty_like(x)
+        functions.call(
+            "layers_step", self._dtype, *shared, *self._bias_places, self._d_value,
+            addresses, len(streams), *self._norm, shifted, self._d_model, x, out,
+        )  # fmt: skip
+        return out
+
+    def _places_now(self) -> list[tuple[int, int]]:
+        return [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
+
+    def _fits(self, layer: LayerTensors) -> bool:
+        """Whether the parameters of a layer are as the class says, of the sizes and the dtype of the first one."""
+        d_model, d_value, d_qk = self._d_model, self._d_value, self._d_qk
+        width = 2 * d_value + d_qk
+        wanted = (
+            (4, d_qk), (4, d_qk), (2 * self._options.chunk_size - 1,), (d_model if self._norm[0] else 1,), (d_model,),
+            (width, d_model), (width,), (d_model, d_value), (d_model,),
+        )  # fmt: skip
+        fit = (x is None or (x.shape == shape and x.dtype == self._dtype) for x, shape in zip(layer, wanted, strict=True))
+        has_bias = self._bias_places != (0, 0, 0)
+        with torch.no_grad():
+            return all(fit) and (layer.bias is not None) == has_bias and is_plain(*layer)
+
+
+def _shared(
+    tokens: Tensor,
+    d_qk: int,
+    rotations: Tensor | None,
+    options: MixedChunkOptions,
+    streams: Sequence["MixedChunkStreams"],
+) -> tuple[Argument, ...] | None:
+    """What both functions take first, or None where they cannot run; sizes of streams are checked before."""
+    dtype, wide = tokens.dtype, acc_dtype(tokens)
+    if dtype not in NATIVE_DTYPES or tokens.device.type != "cpu" or options.activation != "relu2" or d_qk % 2:
+        return None
+    if not is_plain(tokens, rotations, *chain.from_iterable(streams)):
+        return None
+    # An exported program, which is not plain, would keep the batch size that is compared here.
+    n_streams = len(tokens)
+    turns = 0 if rotations is None else rotations.shape[1]
+    if rotations is not None and (rotations.shape != (2, turns, 1, d_qk // 2) or turns not in (1, n_streams)):
+        return None
+    if not n_streams or any(len(x) != n_streams for x in chain.from_iterable(streams)):
+        return None
+    computed = (rotations, *(x for of_layer in streams for x in of_layer[:3]))
+    if any(x is not None and x.dtype != wide for x in computed) or any(x.position.dtype != torch.int64 for x in streams):
+        return None
+    length = options.published_length
+    score_scale = d_qk**-0.5 if length is None else 1 / length
+    published, adds_up = int(length is not None), int(options.adds_up)
+    return rotations, turns, published, adds_up, score_scale, n_streams, options.chunk_size, d_qk

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization, attention_weights, visible_share
 from lineartime.ops.chunks import exclusive_cumsum, fill
 from lineartime.ops.mixed_chunk import step_native
@@ -180,6 +181,19 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
     return MixedChunkStreams(sums, torch.stack([k_quad, k_lin], 1), v, torch.tensor(positions, device=v.device))
 
 
+def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
+    """Raise ArgumentError for streams of a layer of other sizes: a function in C++ would go beyond their memory."""
+    wanted = ((d_qk, d_value), (2, chunk_size, d_qk), (chunk_size, d_value), ())
+    for name, tensor, shape in zip(MixedChunkStreams._fields, streams, wanted, strict=True):
+        if tensor.shape[1:] != shape:
+            expected = ", ".join(map(str, ("B", *shape)))
+            raise ArgumentError(
+                "streams",
+                f"has {name} of shape {list(tensor.shape)}, but must have [{expected}]: "
+                "give it what join_streams of the same layer returned.",
+            )
+
+
 class OpenChunk(NamedTuple):
     """Where the next token of each stream stands in its chunk, and what it reads: the same for all layers of a model.
 
@@ -231,8 +245,12 @@ def step_projected(
 
     Returns:
         [B, 1, e].
+
+    Raises:
+        ArgumentError: for streams of a layer of other sizes.
     """
-    gated = step_native.step(projected, bias, rotations, options, streams, chunk)
+    check_streams(streams, options.chunk_size, projected.d_qk, projected.d_value)
+    gated = step_native.step(projected, bias, rotations, options, streams)
     if gated is not None:
         return gated
     gate, v, z = projected.activate()

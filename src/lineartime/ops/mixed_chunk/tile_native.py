@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lineartime.native import NativeFunctions, native_functions
+from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
 from lineartime.ops.mixed_chunk.tile_work import PlainWork, TileWork
 from lineartime.ops.mixed_chunk.tiles import Tile, chunks_at_once
+from lineartime.ops.positions import no_rotation_table
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 
@@ -22,7 +23,8 @@ def tile_work(projected: Tensor, gamma: Tensor, *constants: Any) -> TileWork:
 
     They take pairs of features, so an odd width of queries and keys, which is never rotated, is left to plain PyTorch.
     """
-    functions = None if gamma.shape[1] % 2 else native_functions(SOURCE)
+    fits = gamma.shape[1] % 2 == 0 and projected.dtype in NATIVE_DTYPES
+    functions = native_functions(SOURCE) if fits else None
     if functions is None:
         return PlainWork(projected, gamma, *constants)
     return NativeWork(functions, projected, gamma, *constants)
@@ -39,18 +41,10 @@ class NativeWork(TileWork):
         # The same memory for every tile: the system would have to clear fresh memory each time.
         self._active = projected.new_empty(most * chunk_size * 2 * self.d_value)
         self._maps = projected.new_empty(4 * most * chunk_size * self.d_qk)
-        self._table = projected.new_zeros(chunk_size, chunk_size, dtype=self.acc_dtype) if self.bias is None else self.bias
-        self._table = self._table.contiguous()
         self._weight_scale = self.weight_scale.expand(*self.weight_scale.shape[:3], chunk_size)
         self._turns = self.rotations
-        if self._turns is None:  # by nothing: a cosine of 1 and a sine of 0
-            zeros = projected.new_zeros(1, 1, 1, self.d_qk // 2, dtype=self.acc_dtype)
-            self._turns = torch.stack((zeros + 1, zeros))
-
-    @override
-    def start_backward(self) -> None:
-        super().start_backward()
-        self._d_table = torch.zeros_like(self._table)
+        if self._turns is None:
+            self._turns = no_rotation_table(self.d_qk, self.acc_dtype)[:, None, None]
 
     @override
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,19 +60,16 @@ class NativeWork(TileWork):
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
         weights = torch.bmm(q, k.mT)
-        scale = _by_chunk_and_slot(tile.of_shared(self._weight_scale))
-        self._functions.call("weigh", self.compute, weights, self._table, *scale, self.score_scale, weights, *weights.shape[:2])
+        n, c = weights.shape[:2]
+        self._functions.call("weigh", self.compute, weights, *self._bias_and_scales(tile), n, c)
         return weights
 
     @override
     def weights_backward(self, q: Tensor, k: Tensor, d_weights: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         weights = torch.bmm(q, k.mT)
-        scale = _by_chunk_and_slot(tile.of_shared(self._weight_scale))
-        self._functions.call(
-            "weigh_backward", self.compute,
-            weights, d_weights, self._table, *scale, self.score_scale, weights, d_weights, self._d_table,
-            *weights.shape[:2],
-        )  # fmt: skip
+        n, c = weights.shape[:2]
+        d_bias = None if self.bias is None else self._d_bias
+        self._functions.call("weigh_backward", self.compute, weights, d_weights, *self._bias_and_scales(tile), d_bias, n, c)
         return weights, d_weights
 
     @override
@@ -91,10 +82,9 @@ class NativeWork(TileWork):
             tile.of(self._d_projected), self._d_gamma, self._d_beta, n, c, self.d_value, self.d_qk,
         )  # fmt: skip
 
-    @override
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        d_projected, d_gamma, d_beta, d_bias = super().gradients()
-        return d_projected, d_gamma, d_beta, d_bias if self.bias is None else self._d_table
+    def _bias_and_scales(self, tile: Tile) -> tuple[Tensor | int | float | None, ...]:
+        """The bias, the scale of weights with how far it is from one chunk and slot to the next, and that of products."""
+        return self.bias, *_by_chunk_and_slot(tile.of_shared(self._weight_scale)), self.score_scale
 
     def _turns_and_scale(self, tile: Tile, n: int) -> tuple[tuple[Tensor | int, ...], Tensor]:
         """Cosines, sines, and how far they are from one chunk and slot to the next; then the scale of q_lin, [N]."""

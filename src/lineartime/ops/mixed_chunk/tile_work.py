@@ -39,8 +39,8 @@ class TileWork(ABC):
         self.acc_dtype = acc_dtype(projected)
         self.d_qk = gamma.shape[1]
         self.d_value = (projected.shape[-1] - self.d_qk) // 2
-        self.gamma, self.beta = gamma.to(self.acc_dtype), beta.to(self.acc_dtype)
-        self.bias = None if bias is None else bias.to(self.acc_dtype)
+        self.gamma, self.beta = (x.to(self.acc_dtype).contiguous() for x in (gamma, beta))
+        self.bias = None if bias is None else bias.to(self.acc_dtype).contiguous()
         self.rotations = None if rotations is None else rotations.to(self.acc_dtype)
         self.weight_scale = weight_scale.to(self.acc_dtype)
         self.state_scale = state_scale.to(self.acc_dtype)[..., None, None]

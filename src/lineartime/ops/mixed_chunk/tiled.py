@@ -74,7 +74,7 @@ def _tiled_mixed_chunk_backward(
     with without_autocast(projected):
         work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
         documents = Documents(document, n_documents)
-        d_projected, *rest = backward(work, d_gated.contiguous(), attended, read, documents, causal)
+        d_projected, *rest = backward(work, d_gated.contiguous(), attended.contiguous(), read, documents, causal)
         like = (gamma, beta, gamma if bias is None else bias)
         d_gamma, d_beta, d_bias = (gradient.to(x.dtype) for gradient, x in zip(rest, like, strict=True))
         return d_projected, d_gamma, d_beta, d_bias

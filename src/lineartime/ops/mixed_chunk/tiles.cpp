@@ -62,46 +62,46 @@ void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotat
   }
 }
 
-// weights = scale relu(score_scale products + bias)^2, [N, C, C].
+// Products become weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
 template <class T, class A = typename Type<T>::A>
-void weigh(const T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, T* weights,
-           int64_t n, int64_t c, int64_t threads) {
+void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, int64_t n, int64_t c,
+           int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : c);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t row = 0; row < n * c; ++row) {
-    const T* __restrict product = products + row * c;
-    const A* __restrict b = bias + row % c * c;
+    T* __restrict weights = products + row * c;
+    const A* __restrict b = bias ? bias + row % c * c : zeros.data();
     const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
-    T* __restrict to = weights + row * c;
     for (int64_t i = 0; i < c; ++i) {
-      const A score = load(product[i]) * score_scale + b[i];
+      const A score = load(weights[i]) * score_scale + b[i];
       const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
-      store(to[i], positive * positive * by[i]);
+      store(weights[i], positive * positive * by[i]);
     }
   }
 }
 
-// `weigh`, the gradient of the scores from that of the weights, and its sum over chunks, added to d_bias [C, C].
+// `weigh`, and gradients of weights become those of scores; their sum over chunks is added to d_bias [C, C], null if bias is.
 template <class T, class A = typename Type<T>::A>
-void weigh_backward(const T* products, const T* d_weights, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,
-                    A score_scale, T* weights, T* d_scores, A* d_bias, int64_t n, int64_t c, int64_t threads) {
+void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale,
+                    A* d_bias, int64_t n, int64_t c, int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : c);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t slot = 0; slot < c; ++slot) {
-    const A* __restrict b = bias + slot * c;
-    A* __restrict d_b = d_bias + slot * c;
+    std::vector<A> unread(d_bias ? 0 : c);
+    const A* __restrict b = bias ? bias + slot * c : zeros.data();
+    A* __restrict d_b = d_bias ? d_bias + slot * c : unread.data();
     for (int64_t chunk = 0; chunk < n; ++chunk) {
       const int64_t begin = (chunk * c + slot) * c;
-      const T* __restrict product = products + begin;
-      const T* __restrict d_weight = d_weights + begin;
+      T* __restrict weights = products + begin;
+      T* __restrict d_scores = gradients + begin;
       const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
-      T* __restrict to = weights + begin;
-      T* __restrict d_to = d_scores + begin;
       for (int64_t i = 0; i < c; ++i) {
-        const A score = load(product[i]) * score_scale + b[i];
+        const A score = load(weights[i]) * score_scale + b[i];
         const A positive = score > 0 ? score : (score == score ? A(0) : score);
         const A scaled = positive * by[i];
-        store(to[i], positive * scaled);
-        const A d_score = 2 * load(d_weight[i]) * scaled;
-        store(d_to[i], d_score);
+        const A d_score = 2 * load(d_scores[i]) * scaled;
+        store(weights[i], positive * scaled);
+        store(d_scores[i], d_score);
         d_b[i] += d_score;
       }
     }
@@ -173,15 +173,13 @@ void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, 
                        int64_t threads) {                                                                                          \
     activate<T>(before, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
   }                                                                                                                            \
-  void weigh_##NAME(const T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,    \
-                    T* weights, int64_t n, int64_t c, int64_t threads) {                                                           \
-    weigh<T>(products, bias, scale, by_chunk, by_slot, A(score_scale), weights, n, c, threads);                                 \
+  void weigh_##NAME(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,         \
+                    int64_t n, int64_t c, int64_t threads) {                                                                   \
+    weigh<T>(products, bias, scale, by_chunk, by_slot, A(score_scale), n, c, threads);                                         \
   }                                                                                                                            \
-  void weigh_backward_##NAME(const T* products, const T* d_weights, const A* bias, const A* scale, int64_t by_chunk,            \
-                             int64_t by_slot, double score_scale, T* weights, T* d_scores, A* d_bias, int64_t n, int64_t c,     \
-                             int64_t threads) {                                                                                    \
-    weigh_backward<T>(products, d_weights, bias, scale, by_chunk, by_slot, A(score_scale), weights, d_scores, d_bias, n, c,     \
-                      threads);                                                                                                \
+  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,      \
+                             double score_scale, A* d_bias, int64_t n, int64_t c, int64_t threads) {                           \
+    weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
   }                                                                                                                            \
   void finish_##NAME(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,       \
                      const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \

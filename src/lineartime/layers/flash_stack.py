@@ -1,0 +1,133 @@
+"""FLASH layers in a row, which read one more token of few streams as one function in C++.
+
+Shapes: B streams, d model width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lineartime.layers.checks import has_hooks
+from lineartime.layers.dense import Dense
+from lineartime.layers.flash import FLASH
+from lineartime.layers.norms import NormParts, norm_parts
+from lineartime.layers.positions import TableBias
+from lineartime.layers.streams import ShiftedState
+from lineartime.native import native_functions
+from lineartime.ops.dense import MOST_ROWS
+from lineartime.ops.layout import Layout, step_layout
+from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
+from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, check_streams
+
+
+class FlashStack:
+    """Layers inside some modules as they were when the stack was made; see `flash_stack`.
+
+    A step passes over the modules. `is_current` tells whether they still are what the stack was made of, so that nothing is
+    missed that someone has put into one since.
+    """
+
+    def __init__(self, modules: nn.Module, layers: Sequence[FLASH], norms: Sequence[NormParts]) -> None:
+        self.layers = tuple(layers)
+        tensors = [_tensors_of(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+        self._native = NativeLayers(tensors, norms[0].centred, norms[0].eps, layers[0].options)
+        self._plan = layers[0].plan()
+        watched = [watch for module in modules.modules() for watch in _watched(module)]
+        self._dictionaries, self._keys, self._values = zip(*watched, strict=True)
+        self._hooks = [hooks for module in modules.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a function for the dtype, the device and the shapes of the parameters."""
+        return self._native.can_run
+
+    @property
+    def is_current(self) -> bool:
+        """Whether each module still has the parts, parameters, options and hooks (none) that it had."""
+        found = map(dict.get, self._dictionaries, self._keys)
+        if any(self._hooks) or torch_module._has_any_global_hook() or not all(map(is_, found, self._values)):
+            return False
+        return self._native.are_where_they_were
+
+    def step_layout(self, positions: Tensor) -> Layout:
+        """The layout of one more token for streams at these positions, int64 [B]: what `step` needs of it."""
+        return step_layout(positions, plan=self._plan)
+
+    def step(self, x: Tensor, streams: Sequence[Any], layout: Layout) -> Tensor | None:
+        """`read_step` of every layer in turn, [B, 1, d] -> [B, 1, d], or None where this form cannot run.
+
+        Raises:
+            ArgumentError: for streams of layers of other sizes.
+        """
+        first = self.layers[0]
+        if any(isinstance(of_layer, ShiftedState) != first.token_shift for of_layer in streams):
+            return None
+        last = [of_layer.last for of_layer in streams] if first.token_shift else []
+        own = [of_layer.own for of_layer in streams] if first.token_shift else streams
+        if len(own) != len(self.layers) or any(type(of_layer) is not MixedChunkStreams for of_layer in own):
+            return None
+        for of_layer in own:
+            check_streams(of_layer, first.chunk_size, first.d_qk, first.d_value)
+        return self._native.step(x, layout.rotations, own, last)
+
+
+_STACKS: WeakKeyDictionary[nn.Module, FlashStack] = WeakKeyDictionary()
+"""The last stack of each list of blocks: making one takes as long as a step."""
+
+
+def flash_stack(blocks: nn.Module, find_layers: Callable[[], Sequence[nn.Module]], n_streams: int) -> FlashStack | None:
+    """The stack of the layers in some blocks, or None unless it would pay for so many streams, and can be made.
+
+    It can be made of pre-norm FLASH layers as they were built, alike in all but their parameters.
+
+    Args:
+        blocks: the module that the layers, and all that may stand between them, are in.
+        find_layers: gives the layers in their order; empty, if there is anything else between them.
+        n_streams: B; for many, matrix libraries are faster.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or n_streams > MOST_ROWS or native_functions(SOURCE) is None:
+        return None
+    stack = _STACKS.get(blocks)
+    if stack is None or not stack.is_current:
+        stack = _new_stack(blocks, find_layers())
+        if stack is not None:
+            _STACKS[blocks] = stack
+    return stack if stack is not None and stack.can_run else None
+
+
+def _new_stack(blocks: nn.Module, layers: Sequence[nn.Module]) -> FlashStack | None:
+    flash = [layer for layer in layers if type(layer) is FLASH and _is_as_built(layer)]
+    norms = [norm for norm in (norm_parts(layer.norm) for layer in flash) if norm is not None]
+    if not flash or len(norms) < len(layers) or any(map(has_hooks, blocks.modules())):
+        return None
+    of_layers = zip(flash, norms, strict=True)
+    alike = {(layer.plan(), layer.options, layer.d_value, norm.eps, norm.centred) for layer, norm in of_layers}
+    return FlashStack(blocks, flash, norms) if len(alike) == 1 else None
+
+
+def _is_as_built(layer: FLASH) -> bool:
+    parts = (layer.to_gate_value_base, layer.to_output)
+    of_classes = all(type(part) is Dense for part in parts) and type(layer.bias) in (TableBias, type(None))
+    return of_classes and layer.norm_position == "pre" and not (layer.training and layer.dropout.p)
+
+
+def _tensors_of(layer: FLASH, norm: NormParts) -> LayerTensors:
+    to_projected, to_output = layer.to_gate_value_base, layer.to_output
+    bias = layer.bias.table if isinstance(layer.bias, TableBias) else None
+    return LayerTensors(
+        layer.gamma, layer.beta, bias, norm.weight, norm.bias,
+        to_projected.weight, to_projected.bias, to_output.weight, to_output.bias,
+    )  # fmt: skip
+
+
+def _watched(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Dictionaries of a module with what each key holds; None for a forward of its own, which it must not get."""
+    for dictionary in (module._modules, module._parameters):
+        yield from ((dictionary, key, value) for key, value in dictionary.items())
+    yield from ((vars(module), key, value) for key, value in vars(module).items() if not key.startswith("_"))
+    yield vars(module), "forward", None
