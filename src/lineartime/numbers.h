@@ -43,12 +43,13 @@ struct Type<bf16> {
   using A = float;
 };
 
-// 1 / (1 + exp(-x)). 2^y = 2^n 2^f, with n the nearest whole number, and the series of 2^f as long as T needs.
+// 1 / (1 + exp(-x)); of NaN, any number. 2^y = 2^n 2^f, with n the nearest whole number, and the series of 2^f as long as T needs.
 template <class T>
 inline float sigmoid(float x) {
-  float y = x * -1.44269504f;
-  y = y < 126.0f ? y : 126.0f;
-  y = y > -126.0f ? y : -126.0f;
+  // The magnitude is limited as a whole number: for limits of a float, a compiler takes the paths apart, and computes them all,
+  // with results below the smallest normal number, which are slow.
+  const uint32_t all = bits<uint32_t>(x), magnitude = all & 0x7fffffff, most = 0x42ae0000;  // 87
+  const float y = bits<float>((magnitude < most ? magnitude : most) | (all & 0x80000000)) * -1.44269504f;
   const float shifted = y + 12582912.0f;  // 1.5 * 2^23: the last bits are n
   const float f = y - (shifted - 12582912.0f);
   float p = 9.6181291e-3f;

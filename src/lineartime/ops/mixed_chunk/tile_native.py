@@ -51,11 +51,11 @@ class NativeWork(TileWork):
         before = tile.of(self.projected)
         n, c = before.shape[:2]
         e, s = self.d_value, self.d_qk
-        active = self._active[: n * c * 2 * e].view(n, c, 2 * e)
+        active = self._active[: 2 * n * c * e].view(2, n, c, e)
         maps = self._maps[: 4 * n * c * s].view(4, n, c, s)
         turns, scale = self._turns_and_scale(tile, n)
         self._functions.call("activate", self.compute, before, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s)
-        return active[..., :e], active[..., e:], maps
+        return active[0], active[1], maps
 
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:

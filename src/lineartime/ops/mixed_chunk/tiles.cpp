@@ -23,7 +23,21 @@ struct Rotations {
   int64_t by_chunk, by_slot;
 };
 
-// U and V = silu(before), [N, C, 2 e], and four maps rope(silu(before) gamma + beta) of Z, [4, N, C, s]; the third times `scale`.
+// One token's z gamma + beta, [s], turned by its angles and scaled. Compilers take a loop over pairs apart for each half alone.
+template <class T, class A>
+inline void rotate(const A* __restrict z, const A* __restrict gamma, const A* __restrict beta, const A* __restrict cosine,
+                   const A* __restrict sine, A by, T* __restrict to, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const A x = z[i] * gamma[i] + beta[i], y = z[i + half] * gamma[i + half] + beta[i + half];
+    store(to[i], by * (x * cosine[i] - y * sine[i]));
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const A x = z[i] * gamma[i] + beta[i], y = z[i + half] * gamma[i + half] + beta[i + half];
+    store(to[i + half], by * (x * sine[i] + y * cosine[i]));
+  }
+}
+
+// U and V = silu(before), [2, N, C, e], and four maps rope(silu(before) gamma + beta) of Z, [4, N, C, s]; the third times `scale`.
 template <class T, class A = typename Type<T>::A>
 void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
               int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
@@ -35,10 +49,13 @@ void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotat
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
       const T* __restrict from = before + row * (2 * e + s);
-      T* __restrict to = active + row * 2 * e;
-      for (int64_t i = 0; i < 2 * e; ++i) {
-        const A x = load(from[i]);
-        store(to[i], x * sigmoid<T>(x));
+      for (int64_t part = 0; part < 2; ++part) {
+        const T* __restrict source = from + part * e;
+        T* __restrict to = active + (part * rows + row) * e;
+        for (int64_t i = 0; i < e; ++i) {
+          const A x = load(source[i]);
+          store(to[i], x * sigmoid<T>(x));
+        }
       }
       for (int64_t i = 0; i < s; ++i) {
         const A x = load(from[2 * e + i]);
@@ -48,15 +65,8 @@ void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotat
       const A* __restrict cosine = rotations.cosines + turn;
       const A* __restrict sine = rotations.sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
-        const A* __restrict g = gamma + map * s;
-        const A* __restrict b = beta + map * s;
-        T* __restrict out = maps + (map * rows + row) * s;
         const A by = map == 2 ? scale[row / c] : A(1);
-        for (int64_t i = 0; i < half; ++i) {
-          const A x = z[i] * g[i] + b[i], y = z[i + half] * g[i + half] + b[i + half];
-          store(out[i], by * (x * cosine[i] - y * sine[i]));
-          store(out[i + half], by * (x * sine[i] + y * cosine[i]));
-        }
+        rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, maps + (map * rows + row) * s, half);
       }
     }
   }
@@ -108,6 +118,17 @@ void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, in
   }
 }
 
+// The gradients of beta, gamma and z grow by those of one token's z gamma + beta, [s].
+template <class A>
+inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
+                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
+  for (int64_t i = 0; i < s; ++i) {
+    d_beta[i] += d_map[i];
+    d_gamma[i] += d_map[i] * z[i];
+    d_z[i] += d_map[i] * gamma[i];
+  }
+}
+
 // The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_gamma and d_beta grow, [4, s].
 template <class T, class A = typename Type<T>::A>
 void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
@@ -117,9 +138,10 @@ void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, 
   std::vector<A> all_sums(threads * sums, A(0));  // of every thread, which are added in order: the same bits come twice
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t thread = 0; thread < threads; ++thread) {
-    std::vector<A> memory(2 * s);
+    std::vector<A> memory(3 * s);
     A* __restrict z = memory.data();
     A* __restrict d_z = z + s;
+    A* __restrict turned = d_z + s;
     for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
       const T* __restrict from = before + row * (2 * e + s);
       const T* __restrict d_g = d_gated + row * e;
@@ -140,18 +162,16 @@ void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, 
         const T* __restrict d_map = d_maps + (map * rows + row) * s;
         const A* __restrict g = gamma + map * s;
         A* __restrict d_b = all_sums.data() + thread * sums + map * s;
-        A* __restrict d_g = d_b + 4 * s;
         const A by = map < 2 ? score_scale : map == 2 ? scale[row / c] : A(1);
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
-          const A first = x * cosine[i] + y * sine[i], second = y * cosine[i] - x * sine[i];
-          d_b[i] += first;
-          d_b[i + half] += second;
-          d_g[i] += first * z[i];
-          d_g[i + half] += second * z[i + half];
-          d_z[i] += first * g[i];
-          d_z[i + half] += second * g[i + half];
+          turned[i] = x * cosine[i] + y * sine[i];
         }
+        for (int64_t i = 0; i < half; ++i) {
+          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
+          turned[i + half] = y * cosine[i] - x * sine[i];
+        }
+        add_gradients(turned, z, g, d_b, d_b + 4 * s, d_z, s);
       }
       for (int64_t i = 0; i < s; ++i) store(to[2 * e + i], d_z[i] * silu_slope<T>(load(from[2 * e + i])));
     }
