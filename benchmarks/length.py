@@ -14,6 +14,7 @@ from measure import markdown, save
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
+from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
 from lineartime.models.presets import resolve
 from lineartime.runs.ticks import label_axes
@@ -39,7 +40,8 @@ def main() -> None:
     cases += [("generation", Case("decode", position, "fp32", 1), 4 * rounds) for position in POSITIONS]
     rows: list[dict[str, object]] = []
     for what, case, times in cases:
-        seconds = median_seconds(steps(case), times, partial(synchronized, CPU))
+        with freed_memory_kept():  # as in training
+            seconds = median_seconds(steps(case), times, partial(synchronized, CPU))
         rows += [
             {"what": what, "preset": name, "length": case.length, "us_per_token": 1e6 * (value or 0.0) / case.tokens}
             for name, value in seconds.items()

@@ -31,6 +31,7 @@ from lineartime.bench.report import print_results, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
 from lineartime.errors import LineartimeError
+from lineartime.host import freed_memory_kept
 from lineartime.machine import using_threads
 from lineartime.screen import SCREEN
 
@@ -56,7 +57,7 @@ def _run_plan(config: BenchConfig, plan: Plan) -> None:
     results.save()
     with _Progress(plan) as progress:
         try:
-            with _quiet(), separate_compilations():
+            with _quiet(), separate_compilations(), freed_memory_kept():  # as in training
                 _Run(config, plan, results, progress).all_cells()
         except KeyboardInterrupt:
             progress.say(f"interrupted: what was measured is in {folder / RESULTS_FILE}")

@@ -16,6 +16,7 @@ from lineartime.data import merge_states
 from lineartime.errors import Argument, ArgumentError, LineartimeError, Part, did_you_mean
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
+from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_device, using_threads
 from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
@@ -173,7 +174,9 @@ class Trainer:
             with self.world.failing_together():
                 reporter = self._reporter()
             minutes = math.inf if self.config.max_time is None else self.config.max_time
-            with reporter as report, interrupts(alone=self.world.size == 1, seconds=60 * minutes) as stop:
+            on_cpu = self.setup.device.type == "cpu"
+            memory = freed_memory_kept() if on_cpu else nullcontext()
+            with memory, reporter as report, interrupts(alone=self.world.size == 1, seconds=60 * minutes) as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
@@ -183,7 +186,7 @@ class Trainer:
                     self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
-                contention = Contention(torch.get_num_threads() if self.setup.device.type == "cpu" else 1)
+                contention = Contention(torch.get_num_threads() if on_cpu else 1)
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)

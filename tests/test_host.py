@@ -1,0 +1,52 @@
+"""The host: what is kept of its memory."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import ctypes, resource
+from contextlib import nullcontext
+from lineartime.host import freed_memory_kept
+
+BLOCKS, SIZE = 12, 16 * 2**20
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+library.free.argtypes = (ctypes.c_void_p,)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    blocks = [library.malloc(SIZE) for _ in range(BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, SIZE)
+    for block in reversed(blocks):
+        library.free(block)
+
+def faults_of_a_step():
+    step()
+    step()
+    before = faults()
+    step()
+    return faults() - before
+
+with freed_memory_kept():
+    inside = faults_of_a_step()
+held = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+print(inside, faults_of_a_step(), held)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the C library of GNU can be told to keep memory")
+def test_freed_memory_is_kept_for_the_next_step_and_returned_at_the_end() -> None:
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        pytest.skip("the C library is not GNU's")
+    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    inside, outside, held = map(int, ran.stdout.split())
+    pages = 12 * 16 * 2**20 // 4096
+    assert inside < pages // 100
+    assert outside > pages // 2
+    assert held < 12 * 16 * 2**20
