@@ -78,3 +78,24 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
         unit.gamma.zero_()
     unit.reset_parameters()
     assert (unit.gamma[:2] == 1).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_output_map_with_a_hook_is_called_and_gives_the_same(causal: bool) -> None:
+    torch.manual_seed(0)
+    layer = FLASH(8, d_qk=4, chunk_size=4, causal=causal, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+
+    def gradients() -> list[Tensor]:
+        out = layer(x)
+        return [out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))]
+
+    joined, seen = gradients(), []
+    layer.to_output.register_forward_hook(lambda module, arguments, out: seen.append(arguments[0].shape))
+    apart = gradients()
+    assert seen == [(2, 11, 16)]
+    for one, other in zip(joined, apart, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)

@@ -16,8 +16,8 @@ from lineartime.machine import using_threads
 from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import LayoutPlan, make_layout
-from lineartime.ops.mixed_chunk import chunked, tile_native, tiled, tiles
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.mixed_chunk import attend_projected, chunked, tile_native, tiled, tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
@@ -185,6 +185,46 @@ def test_what_is_no_number_stays_so_and_large_inputs_do_not_overflow(dtype: torc
     assert out[0, :4].isnan().sum() == 1
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Tensor]]] = {
+    "one token": (1, {}),
+    "ragged": (23, {}),
+    "masked": (17, {"mask": torch.arange(17).expand(2, -1) < torch.tensor([[11], [17]])}),
+    "a pack": (19, {"cu_seqlens": torch.tensor([0, 5, 5, 14, 19])}),
+    "a prefix": (18, {"prefix_lengths": torch.tensor([7, 0])}),
+}
+
+
+def with_output_map(inputs: tuple[Tensor, ...], layout: Layout, causal: bool, output: Tensor, backend: Any) -> list[Tensor]:
+    tokens, gamma, beta, bias = inputs
+    options = MixedChunkOptions(CHUNK, causal)
+    out = attend_projected(Projected(tokens, gamma, beta), bias, layout, options, backend, output)
+    return [out, *torch.autograd.grad((out * (1 + torch.arange(out.numel()) % 7).view_as(out)).sum(), (*inputs, output))]
+
+
+@pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name in LAYOUTS for causal in {True, name == "a prefix"}])
+def test_an_output_map_multiplies_the_definition(name: str, causal: bool) -> None:
+    length, parts = LAYOUTS[name]
+    inputs, output = make_inputs(1 if "cu_seqlens" in parts else 2, length), torch.randn(3, D_VALUE, dtype=torch.float64)
+    plan = LayoutPlan(chunk_size=CHUNK, rotary_width=D_QK, dtype=torch.float64)
+    layout = make_layout(inputs[0].shape, **parts, device=inputs[0].device, plan=plan)
+    results = [with_output_map(inputs, layout, causal, output.requires_grad_(), backend) for backend in ("tiled", "oracle")]
+    assert_same(*results)
+
+
+def test_the_gated_output_is_not_kept_for_an_output_map() -> None:
+    inputs, output = make_inputs(2, 64), torch.randn(3, D_VALUE, dtype=torch.float64, requires_grad=True)
+    plan = LayoutPlan(chunk_size=CHUNK, rotary_width=D_QK, dtype=torch.float64)
+    layout = make_layout(inputs[0].shape, device=inputs[0].device, plan=plan)
+
+    def attend(output: Tensor | None = None) -> Tensor:
+        tokens, gamma, beta, bias = inputs
+        return attend_projected(Projected(tokens, gamma, beta), bias, layout, MixedChunkOptions(CHUNK), "tiled", output)
+
+    gated_bytes = 2 * 64 * D_VALUE * 8
+    assert kept_bytes(lambda: attend(output)) == kept_bytes(lambda: attend() @ output.mT) - gated_bytes
+
+
 def kept_bytes(run: Callable[[], object]) -> int:
     kept: dict[int, int] = {}
 
@@ -216,15 +256,19 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()
     scale = torch.full((1, 1, 1, 1), 0.3)
     rotations = torch.randn(2, 1, 3, CHUNK, D_QK // 2)
-    documents = (torch.tensor([0, 1, 1]), 2)
-    arguments = (chunks, gamma, beta, bias, rotations, scale, torch.ones(1, 3), *documents, 0.5, True)
+    document, n_documents = torch.tensor([0, 1, 1]), 2
+    output = torch.randn(7, D_VALUE, requires_grad=True)
+    arguments = (chunks, gamma, beta, bias, rotations, scale, torch.ones(1, 3), document, None, n_documents, 0.5, True)
     torch.library.opcheck(tiled._forward_operator, (*arguments, True))
+    torch.library.opcheck(tiled._forward_operator, (*arguments[:8], output, *arguments[9:], True))
     without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
     torch.library.opcheck(tiled._forward_operator, without)
     kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
     strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
     fixed = (strided, gamma.detach(), beta.detach(), bias.detach(), *arguments[4:])
     torch.library.opcheck(tiled._backward_operator, (*kept, *fixed))
+    mapped = (torch.randn(2, 3, CHUNK, 7), *kept[1:], *fixed[:8], output.detach(), *fixed[9:])
+    torch.library.opcheck(tiled._backward_operator, mapped)
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(

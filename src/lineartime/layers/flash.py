@@ -7,9 +7,11 @@ The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lineartime.layers.checks import has_hooks
 from lineartime.layers.chunked import ChunkedUnit
+from lineartime.layers.dense import Dense
 from lineartime.layers.gated import HasBackends
 from lineartime.layers.opened import Part
 from lineartime.layers.prefix import PrefixMixer
@@ -46,6 +48,18 @@ class FLASH(
         """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""
         plan = super().plan()._replace(normalization=self.normalization)
         return plan._replace(chunk_size=None) if torch.compiler.is_exporting() else plan
+
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        to_output = self.to_output
+        # With anything else there, or in its place, it has to be called.
+        is_own = type(to_output) is Dense and type(to_output.weight) is nn.Parameter and not has_hooks(to_output)
+        if not is_own or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return super().mix(normed, layout)
+        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
+        bias = self.chunk_bias(layout)
+        out = attend_projected(tokens, bias, layout, self.options, self.backend, output=to_output.weight)
+        return out + to_output.bias.to(out.dtype)
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """All between the two dense maps as one operation."""

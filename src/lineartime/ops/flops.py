@@ -14,6 +14,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -38,7 +39,8 @@ def _tiled_mixed_chunk(arguments: dict[str, Any], times: int = 1) -> int:
     d_value = (width - d_qk) // 2
     n_summed = max(0, n_chunks - 1) if arguments["causal"] else n_chunks  # the first chunk reads nothing, the last is not read
     of_pairs = d_qk + d_value if times == 1 else 3 * d_qk + 2 * d_value
-    return _chunk_products(batch, n_chunks, chunk_size, of_pairs, 2 * times * n_summed, d_qk * d_value)
+    of_output = 0 if arguments["output"] is None else 2 * times * batch * n_chunks * chunk_size * math.prod(arguments["output"])
+    return of_output + _chunk_products(batch, n_chunks, chunk_size, of_pairs, 2 * times * n_summed, d_qk * d_value)
 
 
 def _tiled_mixed_chunk_backward(arguments: dict[str, Any]) -> int:

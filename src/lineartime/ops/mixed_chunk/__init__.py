@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization
@@ -182,9 +183,19 @@ def attend_part(part: str, heads: Heads, bias: Tensor | None, layout: Layout, op
 
 
 def attend_projected(
-    projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
+    projected: Projected,
+    bias: Tensor | None,
+    layout: Layout,
+    options: MixedChunkOptions,
+    backend: Backend = "auto",
+    output: Tensor | None = None,
 ) -> Tensor:
     """`gated_mixed_chunk_attention` inside a model, where the arguments fit together and the layout is made.
+
+    Args:
+        projected, bias, layout, options: what every form takes.
+        backend: see `gated_mixed_chunk_attention`.
+        output: [d, e], by which the result is multiplied, to [B, T, d]; the tiled form then keeps less for the backward pass.
 
     Raises:
         ValueError: for a backend that is unknown or cannot run here, and for a batch that the processes of the layout's context
@@ -193,10 +204,14 @@ def attend_projected(
     compute = matmul_dtype(projected.tokens, projected.gamma)
     available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, projected.tokens, compute, options.activation)
+    if form == "tiled" and layout.context is None and layout.prefix is None:
+        return tiled.attend(projected, bias, layout, options, output)
     attend = partial(_with_prefix, tiled.attend) if form == "tiled" else partial(_gated, _FORMS[form])
     if layout.context is not None:
-        return context_parallel.attend(attend, layout.context, projected, bias, layout, options)
-    return attend(projected, bias, layout, options)
+        gated = context_parallel.attend(attend, layout.context, projected, bias, layout, options)
+    else:
+        gated = attend(projected, bias, layout, options)
+    return gated if output is None else F.linear(gated, output)
 
 
 def _gated(form: _Form, projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:

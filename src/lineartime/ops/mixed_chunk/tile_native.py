@@ -73,13 +73,13 @@ class NativeWork(TileWork):
         return weights, d_weights
 
     @override
-    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
         n, c = d_v.shape[:2]
         turns, scale = self._turns_and_scale(tile, n)
         self._functions.call(
             "finish", self.compute,
-            tile.of(self.projected), d_gated, attended, d_v, d_maps, self.gamma, *turns, scale, self.score_scale,
-            tile.of(self._d_projected), self._d_gamma, self._d_beta, n, c, self.d_value, self.d_qk,
+            tile.of(self.projected), d_gated, int(gates_again), attended, d_v, d_maps, self.gamma, *turns, scale,
+            self.score_scale, tile.of(self._d_projected), self._d_gamma, self._d_beta, n, c, self.d_value, self.d_qk,
         )  # fmt: skip
 
     def _bias_and_scales(self, tile: Tile) -> tuple[Tensor | int | float | None, ...]:

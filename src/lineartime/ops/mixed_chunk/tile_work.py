@@ -66,8 +66,11 @@ class TileWork(ABC):
         """The weights again, and the gradient of the scores, not yet scaled: [N, C, C] each."""
 
     @abstractmethod
-    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
-        """From the gradients of the gated output, of V and of the maps, not yet scaled, to those of a call."""
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
+        """From the gradients of the gated output, of V and of the maps, not yet scaled, to those of a call.
+
+        With `gates_again`, d_gated becomes the gated output, which nothing has kept.
+        """
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of `projected`, gamma, beta and, if there is one, bias."""
@@ -115,7 +118,7 @@ class PlainWork(TileWork):
         return weights, d_scores.to(self.compute)
 
     @override
-    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
         d_maps = d_maps.to(self.acc_dtype)
         d_maps[:2].mul_(self.score_scale)
         d_maps[2].mul_(tile.of_shared(self.state_scale))
@@ -130,6 +133,9 @@ class PlainWork(TileWork):
         parts = (tile.of(x).split(widths, -1) for x in (self.projected, self._d_projected))
         for gradient, before, into in zip(gradients, *parts, strict=True):
             torch.ops.aten.silu_backward.grad_input(gradient, before, grad_input=into)
+        if gates_again:
+            gate = self._activated[: len(attended), :, : self.d_value]
+            torch.mul(attended, gate, out=d_gated)
 
     @override
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Mixed chunk attention of a FLASH layer, a few chunks at a time, for processors: all between the layer's two dense maps.
 
-Shapes: B batch, D documents, G chunks of all documents, C chunk size, e value width, s query/key width.
+Shapes: B batch, D documents, G chunks of all documents, C chunk size, d model width, e value width, s query/key width.
 
     U, V, Z = split(silu(projected))                                                       [e] [e] [s]
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                               i = 1 ... 4
@@ -8,7 +8,8 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, e value w
 
 Written over whole sequences, each step between two matrix products goes through main memory, which takes as long as the
 products do. A tile stays in the cache. The backward pass keeps only `projected`, the attention's output and the sums that the
-chunks read; it computes queries, keys and scores again.
+chunks read; it computes queries, keys and scores again. The output map of a layer can be applied too: its gradient needs
+`gated`, which is made again of what is kept, in the memory of its own gradient.
 
     tiles.py          how a batch is cut into tiles
     tiled_passes.py   the forward and the backward pass over the tiles, with the matrix products
@@ -19,6 +20,7 @@ chunks read; it computes queries, keys and scores again.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.layout import Layout
@@ -31,8 +33,10 @@ from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
-def attend(projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    """Gated attention [B, T, e] of the projected tokens of a layer, with activation "relu2"."""
+def attend(
+    projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, output: Tensor | None = None
+) -> Tensor:
+    """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] by an output map."""
     tokens, gamma, beta = projected
     chunks, compute = layout.require_chunks(), matmul_dtype(tokens, gamma)
     with without_autocast(tokens):
@@ -41,68 +45,79 @@ def attend(projected: Projected, bias: Tensor | None, layout: Layout, options: M
         if options.causal:
             weight_scale = weight_scale * weight_scale.new_ones(chunks.chunk_size, chunks.chunk_size).tril()
         cut = chunks.cut(tokens.to(compute))
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (cut, gamma, beta, bias))
-        gated: Tensor = _forward_operator(
-            cut, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document,
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (cut, gamma, beta, bias, output))
+        out: Tensor = _forward_operator(
+            cut, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document, output,
             len(chunks.document_starts) - 1, scales.score, options.causal, keep,
         )[0]  # fmt: skip
-        return chunks.join(gated.to(output_dtype(tokens, compute)))
+        return chunks.join(out.to(output_dtype(tokens, compute)))
 
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
 # projected: [B, G, C, 2 e + s], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
 # rotations: [2, B or 1, G, C, s / 2], or None. state_scale: [B or 1, G], of the sums that a chunk reads.
 # weight_scale: [B or 1, G or 1, C or 1, C or 1], of the squared scores; zero where a key is not visible.
-# document: int64 [G], the document of each chunk, or None for a single one. keep: whether a backward pass will follow.
+# document: int64 [G], the document of each chunk, or None for a single one. output: [d, e], or None.
+# keep: whether a backward pass will follow.
 
 
 def _tiled_mixed_chunk(
     projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
-    state_scale: Tensor, document: Tensor | None, n_documents: int, score_scale: float, causal: bool, keep: bool,
+    state_scale: Tensor, document: Tensor | None, output: Tensor | None, n_documents: int, score_scale: float, causal: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The result [B, G, C, e] and, to be kept, attention's output and the sums that chunks read."""
+    """The result [B, G, C, e or d] and, to be kept, attention's output and the sums that chunks read."""
     with without_autocast(projected):
         work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
-        return forward(work, Documents(document, n_documents), causal, keep)
+        gated, attended, read = forward(work, Documents(document, n_documents), causal, keep)
+        return gated if output is None else F.linear(gated, output.to(gated.dtype)), attended, read
 
 
 def _tiled_mixed_chunk_backward(
-    d_gated: Tensor, attended: Tensor, read: Tensor,
+    d_out: Tensor, attended: Tensor, read: Tensor,
     projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
-    state_scale: Tensor, document: Tensor | None, n_documents: int, score_scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    state_scale: Tensor, document: Tensor | None, output: Tensor | None, n_documents: int, score_scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with without_autocast(projected):
         work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
         documents = Documents(document, n_documents)
-        d_projected, *rest = backward(work, d_gated.contiguous(), attended.contiguous(), read, documents, causal)
+        d_out = d_out.contiguous()
+        d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
+        d_projected, *rest = backward(work, d_gated, attended.contiguous(), read, documents, causal, output is not None)
         like = (gamma, beta, gamma if bias is None else bias)
         d_gamma, d_beta, d_bias = (gradient.to(x.dtype) for gradient, x in zip(rest, like, strict=True))
-        return d_projected, d_gamma, d_beta, d_bias
+        if output is None:
+            return d_projected, d_gamma, d_beta, d_bias, gamma.new_empty(0)
+        gated = d_gated  # by now: see `backward`
+        return d_projected, d_gamma, d_beta, d_bias, (d_out.flatten(0, -2).mT @ gated.flatten(0, -2)).to(output.dtype)
 
 
 def _fake(projected: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, n_documents, _, causal, keep = rest
+    *_, output, n_documents, _, causal, keep = rest
     batch, n_chunks, chunk_size, width = projected.shape
     d_qk = gamma.shape[1]
     d_value = (width - d_qk) // 2
-    gated = projected.new_empty(batch, n_chunks, chunk_size, d_value)
+    out = projected.new_empty(batch, n_chunks, chunk_size, d_value if output is None else output.shape[0])
     if not keep:
-        return gated, projected.new_empty(0), projected.new_empty(0)
-    return gated, torch.empty_like(gated), projected.new_empty(batch, n_chunks if causal else n_documents, d_qk, d_value)
+        return out, projected.new_empty(0), projected.new_empty(0)
+    attended = projected.new_empty(batch, n_chunks, chunk_size, d_value)
+    return out, attended, projected.new_empty(batch, n_chunks if causal else n_documents, d_qk, d_value)
 
 
 def _fake_backward(
-    d_gated: Tensor,
+    d_out: Tensor,
     attended: Tensor,
     read: Tensor,
     projected: Tensor,
     gamma: Tensor,
     beta: Tensor,
     bias: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, output, _, _, _ = rest
     d_bias = gamma.new_empty(0, projected.shape[2]) if bias is None else bias.new_empty(bias.shape)
-    return projected.new_empty(projected.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias
+    d_output = gamma.new_empty(0) if output is None else output.new_empty(output.shape)
+    return projected.new_empty(projected.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias, d_output
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -113,12 +128,12 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.rest = (n_documents, score_scale, causal)
 
 
-def _differentiate(ctx: Any, d_gated: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_gated, "backend 'tiled'", "use set_backend(model, 'torch')")
+def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_out, "backend 'tiled'", "use set_backend(model, 'torch')")
     saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
-    bias = saved[5]
-    *gradients, d_bias = _backward_operator(d_gated, *saved, *ctx.rest)
-    return (*gradients, None if bias is None else d_bias, *(None,) * 8)
+    bias, output = saved[5], saved[-1]
+    *gradients, d_bias, d_output = _backward_operator(d_out, *saved, *ctx.rest)
+    return (*gradients, None if bias is None else d_bias, *(None,) * 4, None if output is None else d_output, *(None,) * 4)
 
 
 _forward_operator = register_operator(

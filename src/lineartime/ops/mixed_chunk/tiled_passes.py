@@ -67,9 +67,12 @@ def _read_by(tile: Tile, read: Tensor, documents: Documents, causal: bool) -> Te
 
 
 def backward(
-    work: TileWork, d_gated: Tensor, attended: Tensor, read: Tensor, documents: Documents, causal: bool
+    work: TileWork, d_gated: Tensor, attended: Tensor, read: Tensor, documents: Documents, causal: bool, gates_again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `projected`, gamma, beta and, if there is one, bias."""
+    """The gradients of `projected`, gamma, beta and, if there is one, bias.
+
+    With `gates_again`, d_gated becomes the gated output.
+    """
     projected = work.projected
     batch, n_chunks, chunk_size, _ = projected.shape
     work.start_backward()
@@ -111,5 +114,5 @@ def backward(
             torch.bmm(v[sources], d_sums.mT, out=d_maps[3, sources])
             d_v[sources].baddbmm_(k_lin[sources], d_sums)
 
-            work.finish(d_gated_here, tile.of(attended), d_v, d_maps, tile)
+            work.finish(d_gated_here, tile.of(attended), d_v, d_maps, tile, gates_again)
     return work.gradients()

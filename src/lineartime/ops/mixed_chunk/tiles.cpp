@@ -130,8 +130,9 @@ inline void add_gradients(const A* __restrict d_map, const A* __restrict z, cons
 }
 
 // The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_gamma and d_beta grow, [4, s].
+// With `gates_again`, d_gated becomes the gated output.
 template <class T, class A = typename Type<T>::A>
-void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
+void finish(const T* before, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
             Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c,
             int64_t e, int64_t s, int64_t threads) {
   const int64_t rows = n * c, half = s / 2, sums = 8 * s;
@@ -144,11 +145,17 @@ void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, 
     A* __restrict turned = d_z + s;
     for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
       const T* __restrict from = before + row * (2 * e + s);
-      const T* __restrict d_g = d_gated + row * e;
+      T* __restrict d_g = d_gated + row * e;
       const T* __restrict out = attended + row * e;
       const T* __restrict d_value = d_v + row * e;
       T* __restrict to = d_before + row * (2 * e + s);
       for (int64_t i = 0; i < e; ++i) store(to[i], load(d_g[i]) * load(out[i]) * silu_slope<T>(load(from[i])));
+      if (gates_again) {
+        for (int64_t i = 0; i < e; ++i) {
+          const A x = load(from[i]);
+          store(d_g[i], x * sigmoid<T>(x) * load(out[i]));
+        }
+      }
       for (int64_t i = 0; i < e; ++i) store(to[e + i], load(d_value[i]) * silu_slope<T>(load(from[e + i])));
       for (int64_t i = 0; i < s; ++i) {
         const A x = load(from[2 * e + i]);
@@ -201,11 +208,11 @@ void finish(const T* before, const T* d_gated, const T* attended, const T* d_v, 
                              double score_scale, A* d_bias, int64_t n, int64_t c, int64_t threads) {                           \
     weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
   }                                                                                                                            \
-  void finish_##NAME(const T* before, const T* d_gated, const T* attended, const T* d_v, const T* d_maps, const A* gamma,       \
-                     const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
+  void finish_##NAME(const T* before, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
+                     const A* gamma, const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
                      double score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
                      int64_t threads) {                                                                                            \
-    finish<T>(before, d_gated, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
+    finish<T>(before, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
               A(score_scale), d_before, d_gamma, d_beta, n, c, e, s, threads);                                                  \
   }
 
