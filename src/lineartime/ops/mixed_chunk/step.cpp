@@ -63,15 +63,20 @@ struct Attention {
           const A x = load(from[i]);
           all[i] = x * sigmoid<T>(x);
         }
-        const A* cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
-        const A* sine = rotations ? cosine + turns * half : zero.data();
-        for (int64_t map = 0; map < 4; ++map) {  // q_quad, k_quad, q_lin, k_lin
-          const T* g = gamma + map * s;
-          const T* o = beta + map * s;
-          A* out = map % 2 == 0 ? to.queries + map / 2 * s : keys + ((b * 2 + map / 2) * c + slots[b]) * s;
+        const A* __restrict cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
+        const A* __restrict sine = rotations ? cosine + turns * half : zero.data();
+        // q_quad, k_quad, q_lin, k_lin. Compilers take a loop over pairs apart for each half alone.
+        for (int64_t map = 0; map < 4; ++map) {
+          const T* __restrict g = gamma + map * s;
+          const T* __restrict o = beta + map * s;
+          const A* __restrict z = to.z;
+          A* __restrict out = map % 2 == 0 ? to.queries + map / 2 * s : keys + ((b * 2 + map / 2) * c + slots[b]) * s;
           for (int64_t i = 0; i < half; ++i) {
-            const A x = to.z[i] * load(g[i]) + load(o[i]), y = to.z[i + half] * load(g[i + half]) + load(o[i + half]);
+            const A x = z[i] * load(g[i]) + load(o[i]), y = z[i + half] * load(g[i + half]) + load(o[i + half]);
             out[i] = x * cosine[i] - y * sine[i];
+          }
+          for (int64_t i = 0; i < half; ++i) {
+            const A x = z[i] * load(g[i]) + load(o[i]), y = z[i + half] * load(g[i + half]) + load(o[i + half]);
             out[i + half] = x * sine[i] + y * cosine[i];
           }
         }
