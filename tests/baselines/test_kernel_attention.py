@@ -32,6 +32,7 @@ def performer_similarity(q: Tensor, k: Tensor) -> Tensor:
 SIMILARITIES: dict[Callable[..., KernelAttention], Callable[[Tensor, Tensor], Tensor]] = {
     Performer: performer_similarity,
     partial(Performer, causal_sums="matmul"): performer_similarity,
+    partial(Performer, causal_sums="chunked"): performer_similarity,
     LinearELU: lambda q, k: (torch.where(q > 0, q + 1, q.exp()) * torch.where(k > 0, k + 1, k.exp())).sum(),
     LinearTaylor: lambda q, k: 1 + (q * k).sum() / (q.norm() * k.norm()),
 }
@@ -72,8 +73,8 @@ def test_a_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_su
             layer(torch.zeros(1, 100, 8))
         operations[causal_sums] = counter.get_total_flops()
     assert operations["matmul"] - operations["prefix"] > 2 * 100 * 100 * 8
-    with pytest.raises(ValueError, match="causal_sums is 'chunked', but must be one of 'prefix', 'matmul'"):
-        Performer(8, n_heads=1, causal_sums="chunked")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="causal_sums is 'scan', but must be one of 'prefix', 'matmul', 'chunked'"):
+        Performer(8, n_heads=1, causal_sums="scan")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -62,7 +62,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "gau-ungated": [{}],
     "mhsa-relu2": [{}],
     "mhsa-gated": [{}],
-    "performer": [{}, {"causal_sums": "matmul"}, {"rotated": "features"}],
+    "performer": [{}, {"causal_sums": "matmul"}, {"causal_sums": "chunked"}, {"rotated": "features"}],
     "linear-elu": [{}, {"rotated": "features"}],
     "linear-taylor": [{}, {"rotated": "features"}],
     "efficient": [{}, {"rotated": "features"}],

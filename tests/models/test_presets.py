@@ -88,7 +88,7 @@ def test_a_system_is_what_its_name_says() -> None:
     assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", LayerConfig("mlp"))
     assert plus_plus == replace(plus, feed_forward=LayerConfig("glu"))
     for name in (
-        *("performer", "performer-matmul", "combiner", "linear-elu", "cosformer", "flowformer"),
+        *("performer", "performer-matmul", "performer-chunked", "combiner", "linear-elu", "cosformer", "flowformer"),
         *("sparse", "longformer", "bigbird", "explicit-topk", "reformer"),
     ):
         assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus

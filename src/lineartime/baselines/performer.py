@@ -1,4 +1,4 @@
-"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper times.
+"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper times, and by chunks.
 
 Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention with features relu(x) + eps.
 
@@ -13,9 +13,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
 from lineartime.ops.activations import check_choice
-from lineartime.ops.linear import matmul_sums, prefix_sums
+from lineartime.ops.linear import chunked_sums, matmul_sums, prefix_sums
 
-CausalSums = Literal["prefix", "matmul"]
+CausalSums = Literal["prefix", "matmul", "chunked"]
 
 SMALLEST_FEATURE = 1e-3
 """The published eps; without it, a query could be similar to no key."""
@@ -33,7 +33,8 @@ class Performer(KernelAttention):
 
     Args:
         causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, keeps a state of h x h for every token
-            and head, and is slow for that; "matmul" forms all T x T products, the paper's Performer-Matmul.
+            and head, and is slow for that; "matmul" forms all T x T products, the paper's Performer-Matmul; "chunked" keeps a
+            state for every chunk, as linear attention is trained today.
         **options: those of `KernelAttention`.
     """
 
@@ -50,4 +51,5 @@ class Performer(KernelAttention):
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens, as `causal_sums` says."""
-        return prefix_sums(q, k, v) if self.causal_sums == "prefix" else matmul_sums(q, k, v)
+        sums = {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums]
+        return sums(q, k, v)

@@ -130,7 +130,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Which systems take as long for a token at any length?",
         (
             *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_only(_ONLY_PAPER, _TRANSFORMER), _TRANSFORMER_1, _TRANSFORMER_2),
-            *(_PERFORMER, _COMBINER, _MC_TFM),
+            *(_PERFORMER, Arm("performer-matmul", "performer-matmul"), Arm("performer-chunked", "performer-chunked")),
+            *(_COMBINER, _MC_TFM),
         ),
         _settings(_WIKIPEDIA, (*_WIKIPEDIA, Setting("wikipedia", 16_384), Setting("wikipedia", 65_536)), _WIKIPEDIA),
         baseline="transformer++",

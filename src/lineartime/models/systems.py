@@ -153,6 +153,9 @@ SYSTEMS: dict[str, System] = {
     "performer-matmul": System(
         Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
     ),
+    "performer-chunked": System(
+        Performer, MLP, options={"causal_sums": "chunked"}, description="Performer, causal by sums over chunks"
+    ),
     "combiner": System(Combiner, MLP),
     "combiner-fixed": System(CombinerFixed, MLP),
     "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
