@@ -15,6 +15,8 @@ from measure import RESULTS, markdown
 REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = REPORTS / "lm-cpu"
 DOCUMENTS = RESULTS.parents[1] / "docs"
+PICTURES = {"lm-cpu": "quality.png", "latency-cpu": "latency.png"}
+"""Those that the documents show."""
 
 
 def main() -> None:
@@ -35,8 +37,8 @@ def copy(folder: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     for file in (folder / "report.json", folder / "report.md", *sorted(folder.glob("*.png"))):
         shutil.copy(file, into)
-    if into == LANGUAGE_MODELS:
-        shutil.copy(folder / "quality.png", DOCUMENTS)
+    if picture := PICTURES.get(into.name):
+        shutil.copy(folder / picture, DOCUMENTS)
 
 
 def quality_table(report: dict[str, Any]) -> str:

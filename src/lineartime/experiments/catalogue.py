@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon": Optimizer(
         {
             "trial": (3e-3, 3e-2),
-            "cpu": (1.5e-3, 3e-3, 6e-3, 1.2e-2),
+            "cpu": (3e-3, 6e-3, 1.2e-2, 2.4e-2),
             "gpu": (1e-3, 2e-3, 4e-3, 8e-3),
         },
         {"optimizer": "muon", "adamw_ratio": 2.0},

@@ -242,10 +242,10 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
         (
             f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}",
             "microseconds_per_token",
-            ",.3g",
+            _three_digits,
         ),
-        (f"The time of a step over that of {report['baseline']}", "relative", ".2f"),
-        ("The paper: the same ratio, on 64 TPU-v4 cores", "paper_relative", ".2f"),
+        (f"The time of a step over that of {report['baseline']}", "relative", "{:.2f}".format),
+        ("The paper: the same ratio, on 64 TPU-v4 cores", "paper_relative", "{:.2f}".format),
     ):
         if all(row[name] is None for setting in report["settings"] for row in setting["rows"]):
             continue
@@ -253,7 +253,7 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
         columns: dict[str, list[str]] = {"system": names}
         for setting in report["settings"]:
             columns[f"{setting['context']:,}"] = [
-                NOT_THERE if row[name] is None else format(row[name], form) if not row["problem"] else row["problem"]
+                NOT_THERE if row[name] is None else form(row[name]) if not row["problem"] else row["problem"]
                 for row in setting["rows"]
             ]
         yield f"## {title}"
@@ -269,6 +269,10 @@ def table(columns: dict[str, list[str]], text: int = 1) -> str:
     marks = ["---" if number < text else "---:" for number in range(len(kept))]
     lines = [list(kept), marks, *map(list, zip(*kept.values(), strict=True))]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _values(values: Sequence[float], form: str = ".4f") -> str:
