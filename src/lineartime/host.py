@@ -124,17 +124,16 @@ def freed_memory_kept() -> Iterator[None]:
     its heap to the system, which has to clear it for the next step: a tenth of the time of a step of FLASH on 2 cores. At the
     end, what is free is returned.
     """
-    try:
+    library = None
+    with suppress(OSError, TypeError):  # TypeError on Windows
         library = ctypes.CDLL(None)
-        set_option, trim = library.mallopt, library.malloc_trim
-        library.gnu_get_libc_version  # noqa: B018  Other libraries have functions of these names that do nothing.
-    except (AttributeError, OSError, TypeError):  # TypeError on Windows
+    if library is None or not hasattr(library, "gnu_get_libc_version"):
         yield
         return
-    set_option(_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
-    set_option(_TRIM_THRESHOLD, -1)  # none
+    library.mallopt(_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
+    library.mallopt(_TRIM_THRESHOLD, -1)  # none
     try:
         yield
     finally:
-        set_option(_TRIM_THRESHOLD, 2 * LARGEST_HEAP_BLOCK)
-        trim(0)
+        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_HEAP_BLOCK)
+        library.malloc_trim(0)

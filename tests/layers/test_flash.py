@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
 from lineartime.ops import MixedChunkState, mixed_chunk_attention_oracle, rope
+from lineartime.ops.layout import Layout
 
 
 def test_flash_is_its_formula() -> None:
@@ -78,6 +79,18 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
         unit.gamma.zero_()
     unit.reset_parameters()
     assert (unit.gamma[:2] == 1).all()
+
+
+def test_a_subclass_that_attends_otherwise_is_asked_to() -> None:
+    class Doubled(FLASH):
+        def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
+            return 2 * super().attend_and_gate(projected, layout)
+
+    layers = [layer(8, d_qk=4, chunk_size=4) for layer in (FLASH, Doubled)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(1, 9, 8)
+    single, doubled = (layer(x) - x for layer in layers)
+    torch.testing.assert_close(doubled, 2 * single)
 
 
 @pytest.mark.parametrize("causal", [False, True])

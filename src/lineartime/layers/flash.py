@@ -51,15 +51,18 @@ class FLASH(
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
-        to_output = self.to_output
-        # With anything else there, or in its place, it has to be called.
-        is_own = type(to_output) is Dense and type(to_output.weight) is nn.Parameter and not has_hooks(to_output)
-        if not is_own or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if not self._keeps_less_with_its_output_map(normed):
             return super().mix(normed, layout)
-        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
-        bias = self.chunk_bias(layout)
-        out = attend_projected(tokens, bias, layout, self.options, self.backend, output=to_output.weight)
-        return out + to_output.bias.to(out.dtype)
+        tokens, bias = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.chunk_bias(layout)
+        out = attend_projected(tokens, bias, layout, self.options, self.backend, output=self.to_output.weight)
+        return out + self.to_output.bias.to(out.dtype)
+
+    def _keeps_less_with_its_output_map(self, normed: Tensor) -> bool:
+        """Whether attention applies the output map too: for a gradient on a CPU, if nobody has changed what is passed over."""
+        to_output = self.to_output
+        is_own = type(to_output) is Dense and type(to_output.weight) is nn.Parameter and not has_hooks(to_output)
+        is_own = is_own and type(self).attend_and_gate is FLASH.attend_and_gate
+        return is_own and torch.is_grad_enabled() and normed.device.type == "cpu" and not torch.compiler.is_exporting()
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """All between the two dense maps as one operation."""
