@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lineartime.machine import using_threads
+from lineartime.native import why_not_native
 from lineartime.ops import (
     FactoredBias,
     KVCache,
@@ -17,7 +19,7 @@ from lineartime.ops import (
     quadratic_attention_oracle,
 )
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.quadratic import tiled
+from lineartime.ops.quadratic import tile_work, tiled
 
 LENGTHS = [0, 1, 3, 4, 5, 17]
 OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
@@ -196,6 +198,16 @@ def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
 # The tiled form -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["native", "plain"])
+def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between matrix products, in C++ and in plain PyTorch."""
+    reason = why_not_native()
+    if request.param == "plain":
+        monkeypatch.setattr(tile_work, "native_functions", lambda source: None)
+    elif reason:
+        pytest.skip(f"functions in C++ cannot be built here: {reason}")
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "QUERIES", 16)
@@ -209,7 +221,7 @@ def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Ten
     return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "work")
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 257])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
@@ -242,19 +254,43 @@ def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> Non
         torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
 
 
+@pytest.mark.usefixtures("work")
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype) -> None:
-    exact = tuple(x.to(dtype).double().detach().requires_grad_() for x in make_inputs(2, 300))
+def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, with_bias: bool) -> None:
+    parts = (*make_inputs(2, 300), *([torch.randn(300, 300, dtype=torch.float64)] if with_bias else []))
+    exact = tuple(x.to(dtype).double().detach().requires_grad_() for x in parts)
     rounded = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
 
     def run(inputs: tuple[Tensor, ...], backend: Any) -> list[Tensor]:
-        out = quadratic_attention(inputs[0], inputs[1], inputs[2], causal=True, backend=backend)
+        bias = inputs[3] if with_bias else None
+        out = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=bias, causal=True, backend=backend)
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
     truth = run(exact, "torch")
     for true, ours, theirs in zip(truth, run(rounded, "tiled"), run(rounded, "torch"), strict=True):
         error, plain_error = ((x.double() - true).abs().max() / true.abs().max() for x in (ours, theirs))
         assert error < 2 * plain_error + torch.finfo(dtype).eps
+
+
+@pytest.mark.usefixtures("small_tiles", "work")
+@pytest.mark.parametrize("threads", [2, 7])
+def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+    inputs = (*make_inputs(3, 50, grad=True), torch.randn(50, 50, dtype=torch.float64, requires_grad=True))
+    alone = values_and_gradients(inputs, causal=True, backend="tiled")
+    with using_threads(threads):
+        together = values_and_gradients(inputs, causal=True, backend="tiled")
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("work")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_so_in_the_tiled_form(dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype) for x in make_inputs(1, 6))
+    k[0, 3] = torch.nan
+    out = quadratic_attention(q, k, v, causal=True, backend="tiled")
+    assert out[0, 3:].isnan().all()
 
 
 def test_no_scores_are_kept_for_the_backward_pass() -> None:
@@ -265,6 +301,7 @@ def test_no_scores_are_kept_for_the_backward_pass() -> None:
     assert sum(kept) < 2048 * 64
 
 
+@pytest.mark.usefixtures("work")
 def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(2, 10))
     bias = torch.randn(10, 10, requires_grad=True)

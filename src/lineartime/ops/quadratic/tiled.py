@@ -4,7 +4,8 @@ Shapes: B batch, T tokens, s query/key width, e value width; of a tile: b rows o
 
     out[t] = row_scale[t] * sum over visible j of relu(score_scale * q[t].k[j] + bias[t, j])^2 v[j]
 
-The scores of a tile stay in the cache. None are kept: the backward pass computes them again.
+The scores of a tile stay in the cache. None are kept: the backward pass computes them again. What lies between the matrix
+products is in tile_work.py.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 from lineartime.ops.quadratic.scales import scaled_inputs
+from lineartime.ops.quadratic.tile_work import tile_work
 
 QUERIES = 256
 """Queries of a tile."""
-SCORES = 2**20
+SCORES = 2**19
 """Scores of a tile, roughly, if the batch is large enough."""
 
 
@@ -32,20 +34,6 @@ def _tiles(batch: int, length: int, causal: bool) -> Iterator[tuple[slice, slice
         for start in range(0, length, QUERIES):
             stop = min(start + QUERIES, length)
             yield slice(row, min(row + n_rows, batch)), slice(start, stop), stop if causal else length
-
-
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, score_scale: float, causal: bool, acc_dtype: torch.dtype) -> Tensor:
-    """relu(score_scale * q.k + bias) where visible: [b, Q, s], [b, K, s], [Q, K] -> [b, Q, K]."""
-    if bias is not None and q.dtype == acc_dtype:
-        scores = torch.baddbmm(bias, q, k.mT, alpha=score_scale)
-    else:
-        scores = torch.bmm(q, k.mT).to(acc_dtype).mul_(score_scale)
-        scores = scores if bias is None else scores.add_(bias)
-    if causal:  # of the keys, only the last Q can lie in a query's future
-        n_queries = q.shape[1]
-        last = scores[..., -n_queries:]
-        last.mul_(torch.ones(n_queries, n_queries, dtype=acc_dtype).tril())
-    return scores.relu_()
 
 
 def attend(
@@ -64,39 +52,40 @@ def attend(
 def _tiled_quadratic(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> Tensor:
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    bias = None if bias is None else bias.to(row_scale.dtype)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(v)
+    work = tile_work(v.dtype, bias, score_scale, causal, row_scale.dtype)
     with without_autocast(q):
         for rows, queries, n_keys in _tiles(v.shape[0], v.shape[1], causal):
-            part = None if bias is None else bias[queries, :n_keys]
-            scores = _scores(q[rows, queries], k[rows, :n_keys], part, score_scale, causal, row_scale.dtype)
-            weights = scores.mul_(scores).to(v.dtype)
-            out[rows, queries] = torch.bmm(weights, v[rows, :n_keys]).mul_(row_scale[rows, queries, None])
+            weights = work.weights(q[rows, queries], _first(k, rows, n_keys), queries)
+            out[rows, queries] = torch.bmm(weights, _first(v, rows, n_keys)).mul_(row_scale[rows, queries, None])
     return out
+
+
+def _first(x: Tensor, rows: slice, n_keys: int) -> Tensor:
+    """What some queries see, [b, K, f], lying as products take it, plain or transposed, without a copy of their own."""
+    seen = x[rows, :n_keys]
+    return seen[0][None] if len(seen) == 1 else seen.contiguous()  # [None] gives one row the stride of a row of K keys
 
 
 def _tiled_quadratic_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     acc_dtype = row_scale.dtype
-    d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    d_q = torch.empty_like(q)
     d_k, d_v = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (k, v))
-    d_bias = d_q.new_zeros((0, 0) if bias is None else bias.shape, dtype=acc_dtype)
-    acc_bias = None if bias is None else bias.to(acc_dtype)
+    work = tile_work(v.dtype, bias, score_scale, causal, acc_dtype)
+    work.start_backward()
     with without_autocast(q):
         for rows, queries, n_keys in _tiles(v.shape[0], v.shape[1], causal):
-            part = None if acc_bias is None else acc_bias[queries, :n_keys]
-            of_queries, of_keys, values = q[rows, queries], k[rows, :n_keys], v[rows, :n_keys]
-            scores = _scores(of_queries, of_keys, part, score_scale, causal, acc_dtype)
+            of_queries, of_keys, values = q[rows, queries], _first(k, rows, n_keys), _first(v, rows, n_keys)
             d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
-            d_scores = torch.bmm(d_read, values.mT).to(acc_dtype).mul_(scores).mul_(2)
-            d_v[rows, :n_keys] += torch.bmm(scores.mul_(scores).to(v.dtype).mT, d_read)
-            if bias is not None:
-                d_bias[queries, :n_keys] += d_scores.sum(0)
-            d_scores = d_scores.mul_(score_scale).to(q.dtype)
-            d_q[rows, queries] = torch.bmm(d_scores, of_keys)
-            d_k[rows, :n_keys] += torch.bmm(d_scores.mT, of_queries)
-    return d_q, d_k.to(k.dtype), d_v.to(v.dtype), d_bias if bias is None else d_bias.to(bias.dtype)
+            weights, d_products = work.weights_backward(of_queries, of_keys, torch.bmm(d_read, values.mT), queries)
+            d_v[rows, :n_keys] += torch.bmm(weights.mT, d_read)
+            d_q[rows, queries] = torch.bmm(d_products, of_keys)
+            d_k[rows, :n_keys] += torch.bmm(d_products.mT, of_queries)
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype), work.d_bias if bias is None else work.d_bias.to(bias.dtype)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool) -> Tensor:
