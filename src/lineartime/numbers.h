@@ -1,4 +1,4 @@
-// What all functions in C++ share: the types of tensors, and the sigmoid. Included before every file that is built.
+// What all functions in C++ share: the types of tensors, relu and the sigmoid. Included before every file that is built.
 //
 // T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
 
@@ -42,6 +42,11 @@ template <>
 struct Type<bf16> {
   using A = float;
 };
+
+template <class A>
+inline A relu(A x) {
+  return x > 0 ? x : (x == x ? A(0) : x);  // NaN stays NaN
+}
 
 // 1 / (1 + exp(-x)); of NaN, any number. 2^y = 2^n 2^f, with n the nearest whole number, and the series of 2^f as long as T needs.
 template <class T>

@@ -13,23 +13,15 @@ import torch
 from torch import Tensor
 
 from lineartime.machine import using_threads
-from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout
-from lineartime.ops.mixed_chunk import attend_projected, chunked, tile_native, tiled, tiles
+from lineartime.ops.mixed_chunk import attend_projected, chunked, tiled, tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
+pytestmark = pytest.mark.usefixtures("work")
+
 CHUNK, D_QK, D_VALUE = 4, 6, 5
-
-
-@pytest.fixture(autouse=True, params=["native", "plain"])
-def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = why_not_native()
-    if request.param == "plain":
-        monkeypatch.setattr(tile_native, "native_functions", lambda source: None)
-    elif reason:
-        pytest.skip(f"functions in C++ cannot be built here: {reason}")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.machine import using_threads
-from lineartime.native import why_not_native
 from lineartime.ops import (
     FactoredBias,
     KVCache,
@@ -19,7 +18,7 @@ from lineartime.ops import (
     quadratic_attention_oracle,
 )
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.quadratic import tile_work, tiled
+from lineartime.ops.quadratic import tiled
 
 LENGTHS = [0, 1, 3, 4, 5, 17]
 OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
@@ -196,16 +195,6 @@ def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
 
 
 # The tiled form -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["native", "plain"])
-def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between matrix products, in C++ and in plain PyTorch."""
-    reason = why_not_native()
-    if request.param == "plain":
-        monkeypatch.setattr(tile_work, "native_functions", lambda source: None)
-    elif reason:
-        pytest.skip(f"functions in C++ cannot be built here: {reason}")
 
 
 @pytest.fixture

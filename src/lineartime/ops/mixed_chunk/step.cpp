@@ -101,8 +101,7 @@ struct Attention {
             linear += q_lin[i] * k_lin[i];
           }
           const A added = bias == nullptr ? A(0) : load(bias[bias_first + b * bias_by_stream + slots[b] * bias_by_slot + j]);
-          const A score = quadratic * score_scale + added;
-          const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
+          const A positive = relu(quadratic * score_scale + added);
           at.weights[j] = positive * positive * own - linear * before;
         }
       }

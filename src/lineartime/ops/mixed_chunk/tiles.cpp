@@ -83,8 +83,7 @@ void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t
     const A* __restrict b = bias ? bias + row % c * c : zeros.data();
     const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
     for (int64_t i = 0; i < c; ++i) {
-      const A score = load(weights[i]) * score_scale + b[i];
-      const A positive = score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
+      const A positive = relu(load(weights[i]) * score_scale + b[i]);
       store(weights[i], positive * positive * by[i]);
     }
   }
@@ -106,8 +105,7 @@ void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, in
       T* __restrict d_scores = gradients + begin;
       const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
       for (int64_t i = 0; i < c; ++i) {
-        const A score = load(weights[i]) * score_scale + b[i];
-        const A positive = score > 0 ? score : (score == score ? A(0) : score);
+        const A positive = relu(load(weights[i]) * score_scale + b[i]);
         const A scaled = positive * by[i];
         const A d_score = 2 * load(d_scores[i]) * scaled;
         store(weights[i], positive * scaled);

@@ -11,11 +11,6 @@ inline int64_t visible_keys(int64_t query, int64_t queries, int64_t keys, bool c
   return causal ? keys - queries + query + 1 : keys;
 }
 
-template <class A>
-inline A relu(A score) {
-  return score > 0 ? score : (score == score ? A(0) : score);  // NaN stays NaN
-}
-
 template <bool with_bias, class T, class A = typename Type<T>::A>
 inline void weigh_query(T* __restrict products, const A* __restrict bias, A score_scale, int64_t visible, int64_t keys) {
   for (int64_t j = 0; j < visible; ++j) {
