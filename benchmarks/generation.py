@@ -2,6 +2,7 @@
 
 Times are of `prepare(...).step` for a token of each of B streams, eager and compiled, after `position` tokens, all subjects
 taking turns. The first call of a compiled step is timed in a process of its own, twice: the second finds code on the disk.
+The first token of a long prompt is timed beside a forward pass over the prompt, which keeps no state.
 """
 
 import argparse
@@ -38,6 +39,22 @@ SUBJECTS = (
 CASES = ((1024, 1), (65_536, 1), (1024, 32))
 GOALS = {("flash-tiny", "fp32", 1024, 1): 1000, ("flash-tiny", "bf16", 1024, 1): 1600, ("flash-tiny", "bf16", 1024, 32): 8000}
 """Tokens a second, compiled or not; 500 were the goal of an eager step."""
+
+PROMPT, PROMPT_GOAL = 32_000, 1.2
+"""Tokens of a long prompt, and the most that its first token may take, over a forward pass."""
+PROMPT_ROUNDS = 5
+
+
+def first_token(dtype: Any) -> list[dict[str, Any]]:
+    """Seconds to read a long prompt, which gives the distribution of its first token and a state, and of a forward pass."""
+    rows = []
+    for name in dict.fromkeys(name for name, _ in SUBJECTS):
+        subject = Subject(name, "eager", resolve(name))
+        steps = {kind: prepare(subject, Case(kind, PROMPT, dtype, 1), CPU).step for kind in ("prefill", "forward")}
+        seconds = median_seconds(steps, PROMPT_ROUNDS, partial(synchronized, CPU))
+        rows.append({"prompt": PROMPT, "preset": name, "dtype": dtype, **seconds})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def first_call(dtype: str, cache: str) -> float:
@@ -112,6 +129,7 @@ def main() -> None:
                 for (name, mode), value in seconds.items()
             ]
             print(json.dumps(rows[-len(SUBJECTS) :]), flush=True)
+        rows += first_token(dtype)
         with tempfile.TemporaryDirectory() as cache:
             rows += [{"first_call": number, "dtype": dtype, "seconds": first_call(dtype, cache)} for number in (1, 2)]
     rows.append({"causes": causes()})
@@ -135,6 +153,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "first_call" in row
     ]
+    prompts = []
+    for row in rows:
+        if "prompt" in row:
+            goal = f"{PROMPT_GOAL}" if row["preset"] == "flash-tiny" else "-"
+            seconds = [f"{row[kind]:.2f}" for kind in ("prefill", "forward")]
+            prompts.append([f"`{row['preset']}`", row["dtype"], *seconds, f"{row['prefill'] / row['forward']:.2f}", goal])
     found = next(row["causes"] for row in rows if "causes" in row)
     why = [
         ["calls into PyTorch", f"{found['calls']:.0f}"],
@@ -149,6 +173,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(
         [
             markdown(header, lines),
+            markdown(
+                [f"a prompt of {PROMPT:,} tokens", "precision", "first token, s", "forward pass, s", "ratio", "goal"], prompts
+            ),
             markdown(["compiling the step, precision", "cache on disk", "first token"], starts),
             markdown(["an eager step of `flash-tiny`, fp32", ""], why),
         ]

@@ -13,6 +13,10 @@ from lineartime.models.compiled_step import OneRowProducts, _checked_at_each_ste
 from lineartime.models.heads import CausalLM
 
 
+class Quantized(Tensor):
+    """Weights that another library keeps in a form of its own."""
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_row_times_a_matrix_is_the_dense_map(dtype: torch.dtype, tolerance: float, with_bias: bool) -> None:
@@ -47,6 +51,7 @@ def test_only_products_that_read_a_matrix_by_rows_once_are_replaced(monkeypatch:
         torch.bmm(torch.ones(2, 3, 6), matrices.mT)
         with torch.autocast("cpu", torch.bfloat16):
             F.linear(row, weight)
+        F.linear(row, weight.as_subclass(Quantized))
         assert not replaced
         F.linear(row, weight)
         torch.bmm(rows, matrices.mT)

@@ -139,7 +139,7 @@ class MultiHeadMixer(OpenMixer[State]):
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of no token, [B, H, 0, h]."""
         weight = self.to_output.weight
-        return weight.new_zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype)
+        return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype, device=weight.device)
 
     def _by_row(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """`attend`, or a form of it, for every document as a row of its own: [B, H, T, h] three times -> [B, T, d]."""

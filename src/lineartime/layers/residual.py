@@ -245,7 +245,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         own = self.init_own_state(batch_size)
         if not self.token_shift:
             return own
-        return ShiftedState(next(self.parameters()).new_zeros(batch_size, shifted_width(self.d_model)), own)
+        first = next(self.parameters())
+        nothing = torch.zeros(batch_size, shifted_width(self.d_model), dtype=first.dtype, device=first.device)
+        return ShiftedState(nothing, own)
 
     def extend(
         self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None

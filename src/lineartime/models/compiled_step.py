@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lineartime.ops.precision import acc_dtype, autocast_dtype
@@ -54,7 +54,7 @@ class OneRowProducts(TorchFunctionMode):
     ) -> Any:
         """The function, or what equals it."""
         kwargs = kwargs or {}
-        if function is F.linear and _is_row(args[0], args[1].mT):
+        if function is F.linear and type(args[1]) in (Tensor, nn.Parameter) and _is_row(args[0], args[1].mT):
             return linear_row(*args, **kwargs)
         if function is torch.bmm and _is_row(*args):
             return bmm_row(*args)

@@ -1,0 +1,133 @@
+"""Whether dense maps in int8, by torchao, generate faster: `python benchmarks/int8.py [RUN]` (about 10 minutes on 2 cores).
+
+It needs torchao (`pip install torchao==0.18.0`). A token of one stream is timed at position 1,024 with weights as they
+are, with weights in int8, and with inputs in int8 too (quantised for each token), eager and compiled, all taking turns. RUN is
+a run of `lineartime train`, for the loss on its test split in each form.
+"""
+
+import argparse
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from generation import CPU
+from measure import markdown, save
+from torch import nn
+
+from lineartime.bench.measure import median_seconds, synchronized
+from lineartime.bench.subjects import state_after
+from lineartime.checkpoint import load, load_tokenizer
+from lineartime.evaluation import evaluate
+from lineartime.generation.streams import continuing
+from lineartime.models.heads import CausalLM, build_model
+from lineartime.models.presets import resolve
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchao.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        quantize_,
+    )
+
+POSITION = 1024
+FORMS: dict[str, Any] = {
+    "as they are": None,
+    "int8 weights": Int8WeightOnlyConfig(),
+    "int8 weights and inputs": Int8DynamicActivationInt8WeightConfig(),
+}
+PRESETS = ("flash-tiny", "flash-base")
+GOAL, LOSS_GOAL = 1.3, 0.005
+"""How many times faster a token is to be, and by how much of itself the loss may rise."""
+
+
+def quantized(model: nn.Module, form: str) -> nn.Module:
+    """The model with its dense maps in a form."""
+    if FORMS[form] is not None:
+        quantize_(model, FORMS[form])
+    return model
+
+
+def stepper(preset: str, form: str, dtype: torch.dtype, compiled: bool) -> Any:
+    """A function that generates a token of one stream."""
+    torch.manual_seed(0)
+    model = quantized(build_model(resolve(preset)).eval().to(dtype), form)
+    assert isinstance(model, CausalLM)
+    if compiled:
+        model.compile_step()
+    with torch.no_grad():
+        read_next = continuing(model, [state_after(model, torch.zeros(1, POSITION, dtype=torch.long))])
+    token = torch.zeros(1, dtype=torch.long)
+    return partial(torch.no_grad()(read_next), token)
+
+
+def speeds(rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a token, in every form."""
+    rows: list[dict[str, Any]] = []
+    for preset in PRESETS:
+        for dtype in (torch.float32, torch.bfloat16):
+            forms = [(form, mode) for form in FORMS for mode in ("eager", "compiled")]
+            steps = {(form, mode): stepper(preset, form, dtype, mode == "compiled") for form, mode in forms}
+            seconds = median_seconds(steps, rounds, partial(synchronized, CPU), min_seconds=0.05)
+            name = str(dtype).removeprefix("torch.")
+            rows += [
+                {"preset": preset, "dtype": name, "form": form, "mode": mode, "seconds": value}
+                for (form, mode), value in seconds.items()
+            ]
+            print(json.dumps(rows[-len(forms) :]), flush=True)
+    return rows
+
+
+def losses(run: Path) -> list[dict[str, Any]]:
+    """Bits per byte of the test split of the default text."""
+    rows = []
+    for form in FORMS:
+        model = quantized(load(run), form)
+        assert isinstance(model, CausalLM)
+        found = evaluate(model, (), tokenizer=load_tokenizer(run), context_length=POSITION, precision="fp32")
+        rows.append({"run": run.name, "form": form, "bits_per_byte": found.bits_per_byte})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds of a token, how many times faster than weights as they are in the faster mode; and the losses."""
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["form"] == "as they are" and "seconds" in row:
+            key = (row["preset"], row["dtype"])
+            best[key] = min(row["seconds"], best.get(key, row["seconds"]))
+    lines = []
+    for row in rows:
+        if "seconds" in row:
+            gain, goal = best[row["preset"], row["dtype"]] / row["seconds"], f"{GOAL}" if FORMS[row["form"]] else "-"
+            subject = [f"`{row['preset']}`", row["dtype"], row["form"], row["mode"]]
+            lines.append([*subject, f"{1e3 * row['seconds']:.2f}", f"{gain:.2f}", goal])
+    found = markdown(["model", "dtype of the rest", "dense maps", "step", "ms", "times faster", "goal"], lines)
+    measured = [row for row in rows if "bits_per_byte" in row]
+    if measured:
+        plain = measured[0]["bits_per_byte"]
+        losses = [
+            [row["form"], f"{row['bits_per_byte']:.4f}", f"{row['bits_per_byte'] / plain - 1:+.2%}", f"{LOSS_GOAL:+.1%}"]
+            for row in measured
+        ]
+        found += "\n" + markdown(["dense maps", "test bits per byte", "change", "goal"], losses)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a run, for the loss")
+    parser.add_argument("--rounds", type=int, default=15, help="timings of each case, of which the median is taken")
+    arguments = parser.parse_args()
+    rows = speeds(arguments.rounds)
+    if arguments.run is not None:
+        rows += losses(arguments.run)
+    save("int8", rows, table(rows))
+
+
+if __name__ == "__main__":
+    main()
