@@ -178,6 +178,7 @@ def test_what_is_no_number_stays_so_and_large_inputs_do_not_overflow(dtype: torc
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Tensor]]] = {
+    "whole chunks": (6 * CHUNK, {}),
     "one token": (1, {}),
     "ragged": (23, {}),
     "masked": (17, {"mask": torch.arange(17).expand(2, -1) < torch.tensor([[11], [17]])}),
@@ -186,21 +187,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Tensor]]] = {
 }
 
 
-def with_output_map(inputs: tuple[Tensor, ...], layout: Layout, causal: bool, output: Tensor, backend: Any) -> list[Tensor]:
+def with_dense_maps(
+    inputs: tuple[Tensor, ...], layout: Layout, causal: bool, projection_bias: Tensor, output: Tensor, backend: Any
+) -> list[Tensor]:
     tokens, gamma, beta, bias = inputs
     options = MixedChunkOptions(CHUNK, causal)
-    out = attend_projected(Projected(tokens, gamma, beta), bias, layout, options, backend, output)
-    return [out, *torch.autograd.grad((out * (1 + torch.arange(out.numel()) % 7).view_as(out)).sum(), (*inputs, output))]
+    out = attend_projected(Projected(tokens, gamma, beta, projection_bias), bias, layout, options, backend, output)
+    weighted = (out * (1 + torch.arange(out.numel()) % 7).view_as(out)).sum()
+    return [out, *torch.autograd.grad(weighted, (*inputs, projection_bias, output))]
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize(("name", "causal"), [(name, causal) for name in LAYOUTS for causal in {True, name == "a prefix"}])
-def test_an_output_map_multiplies_the_definition(name: str, causal: bool) -> None:
+def test_what_is_done_of_the_dense_maps_is_the_definition_between_them(name: str, causal: bool) -> None:
     length, parts = LAYOUTS[name]
     inputs, output = make_inputs(1 if "cu_seqlens" in parts else 2, length), torch.randn(3, D_VALUE, dtype=torch.float64)
     plan = LayoutPlan(chunk_size=CHUNK, rotary_width=D_QK, dtype=torch.float64)
     layout = make_layout(inputs[0].shape, **parts, device=inputs[0].device, plan=plan)
-    results = [with_output_map(inputs, layout, causal, output.requires_grad_(), backend) for backend in ("tiled", "oracle")]
+    maps = (torch.randn(inputs[0].shape[-1], dtype=torch.float64).requires_grad_(), output.requires_grad_())
+    results = [with_dense_maps(inputs, layout, causal, *maps, backend) for backend in ("tiled", "oracle")]
     assert_same(*results)
 
 
@@ -249,18 +254,19 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     scale = torch.full((1, 1, 1, 1), 0.3)
     rotations = torch.randn(2, 1, 3, CHUNK, D_QK // 2)
     document, n_documents = torch.tensor([0, 1, 1]), 2
-    output = torch.randn(7, D_VALUE, requires_grad=True)
-    arguments = (chunks, gamma, beta, bias, rotations, scale, torch.ones(1, 3), document, None, n_documents, 0.5, True)
+    output, projection_bias = torch.randn(7, D_VALUE, requires_grad=True), torch.randn(chunks.shape[-1], requires_grad=True)
+    arguments = (chunks, None, gamma, beta, bias, rotations, scale, torch.ones(1, 3), document, None, n_documents, 0.5, True)
     torch.library.opcheck(tiled._forward_operator, (*arguments, True))
-    torch.library.opcheck(tiled._forward_operator, (*arguments[:8], output, *arguments[9:], True))
-    without = (chunks.detach(), gamma.detach(), beta.detach(), None, None, *arguments[5:], False)
+    mapped = (chunks, projection_bias, *arguments[2:9], output, *arguments[10:], True)
+    torch.library.opcheck(tiled._forward_operator, mapped)
+    without = (chunks.detach(), None, gamma.detach(), beta.detach(), None, None, *arguments[6:], False)
     torch.library.opcheck(tiled._forward_operator, without)
     kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
     strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
-    fixed = (strided, gamma.detach(), beta.detach(), bias.detach(), *arguments[4:])
+    fixed = (strided, None, gamma.detach(), beta.detach(), bias.detach(), *arguments[5:])
     torch.library.opcheck(tiled._backward_operator, (*kept, *fixed))
-    mapped = (torch.randn(2, 3, CHUNK, 7), *kept[1:], *fixed[:8], output.detach(), *fixed[9:])
-    torch.library.opcheck(tiled._backward_operator, mapped)
+    both = (strided, projection_bias.detach(), *fixed[2:9], output.detach(), *fixed[10:])
+    torch.library.opcheck(tiled._backward_operator, (torch.randn(2, 3, CHUNK, 7), *kept[1:], *both))
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(

@@ -7,6 +7,7 @@ The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.layers.checks import has_hooks
@@ -53,15 +54,17 @@ class FLASH(
         """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
         if not self._keeps_less_with_its_output_map(normed):
             return super().mix(normed, layout)
-        tokens, bias = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.chunk_bias(layout)
+        projection, bias = self.to_gate_value_base, self.chunk_bias(layout)
+        if _is_untouched(projection) and layout.require_chunks().real is None:
+            tokens = Projected(F.linear(normed, projection.weight), self.gamma, self.beta, projection.bias)
+        else:
+            tokens = Projected(projection(normed), self.gamma, self.beta)
         out = attend_projected(tokens, bias, layout, self.options, self.backend, output=self.to_output.weight)
         return out + self.to_output.bias.to(out.dtype)
 
     def _keeps_less_with_its_output_map(self, normed: Tensor) -> bool:
         """Whether attention applies the output map too: for a gradient on a CPU, if nobody has changed what is passed over."""
-        to_output = self.to_output
-        is_own = type(to_output) is Dense and type(to_output.weight) is nn.Parameter and not has_hooks(to_output)
-        is_own = is_own and type(self).attend_and_gate is FLASH.attend_and_gate
+        is_own = _is_untouched(self.to_output) and type(self).attend_and_gate is FLASH.attend_and_gate
         return is_own and torch.is_grad_enabled() and normed.device.type == "cpu" and not torch.compiler.is_exporting()
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
@@ -110,3 +113,8 @@ class FLASH(
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         out: Tensor = self.to_output(stream.step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out
+
+
+def _is_untouched(layer: nn.Module) -> bool:
+    """Whether a dense map is what this library made, so that attention can do what it does without calling it."""
+    return type(layer) is Dense and type(layer.weight) is nn.Parameter and not has_hooks(layer)

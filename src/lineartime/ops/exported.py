@@ -31,7 +31,7 @@ def mixed_chunk(
     positions = None if layout.rotations is None else layout.positions
     rotary_width = None if layout.plan is None else layout.plan.rotated
     out: Tensor = _mixed_chunk_operator(
-        *projected, positions, bias, layout.mask, layout.document_starts, rotary_width or projected.d_qk,
+        *projected[:3], positions, bias, layout.mask, layout.document_starts, rotary_width or projected.d_qk,
         options.chunk_size, options.causal, options.activation, options.normalization, backend,
     )  # fmt: skip
     return out

@@ -193,7 +193,7 @@ def attend_projected(
     """`gated_mixed_chunk_attention` inside a model, where the arguments fit together and the layout is made.
 
     Args:
-        projected, bias, layout, options: what every form takes.
+        projected, bias, layout, options: what every form takes; the tiled form takes tokens without their bias as they are.
         backend: see `gated_mixed_chunk_attention`.
         output: [d, e], by which the result is multiplied, to [B, T, d]; the tiled form then keeps less for the backward pass.
 
@@ -206,6 +206,7 @@ def attend_projected(
     form = choose_backend(backend, available, projected.tokens, compute, options.activation)
     if form == "tiled" and layout.context is None and layout.prefix is None:
         return tiled.attend(projected, bias, layout, options, output)
+    projected = projected.with_bias()
     attend = partial(_with_prefix, tiled.attend) if form == "tiled" else partial(_gated, _FORMS[form])
     if layout.context is not None:
         gated = context_parallel.attend(attend, layout.context, projected, bias, layout, options)

@@ -90,11 +90,13 @@ class Projected(NamedTuple):
     Attributes:
         tokens: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
         gamma, beta: [4, s].
+        projection_bias: [2 e + s], which the tokens still lack, or None.
     """
 
     tokens: Tensor
     gamma: Tensor
     beta: Tensor
+    projection_bias: Tensor | None = None
 
     @property
     def d_qk(self) -> int:
@@ -105,6 +107,12 @@ class Projected(NamedTuple):
     def d_value(self) -> int:
         """E."""
         return (self.tokens.shape[-1] - self.d_qk) // 2
+
+    def with_bias(self) -> "Projected":
+        """The same, with the bias added."""
+        if self.projection_bias is None:
+            return self
+        return Projected(self.tokens + self.projection_bias.to(self.tokens.dtype), self.gamma, self.beta)
 
     def activate(self) -> tuple[Tensor, Tensor, Tensor]:
         """U, V and Z."""
@@ -130,7 +138,7 @@ def check_heads(heads: Heads) -> None:
 
 def check_projected(projected: Projected) -> None:
     """Raise ValueError unless the shapes fit together."""
-    tokens, gamma, beta = projected
+    tokens, gamma, beta, _ = projected
     for name, tensor in (("gamma", gamma), ("beta", beta)):
         if tensor.dim() != 2 or tensor.shape[0] != 4:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be [4, s].")

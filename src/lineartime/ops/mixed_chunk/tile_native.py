@@ -18,7 +18,7 @@ from lineartime.ops.positions import no_rotation_table
 SOURCE = Path(__file__).with_name("tiles.cpp")
 
 
-def tile_work(projected: Tensor, gamma: Tensor, *constants: Any) -> TileWork:
+def tile_work(projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, *constants: Any) -> TileWork:
     """What to compute tiles with, of the arguments of `TileWork`: the functions in C++ where they can be built.
 
     They take pairs of features, so an odd width of queries and keys, which is never rotated, is left to plain PyTorch.
@@ -26,8 +26,8 @@ def tile_work(projected: Tensor, gamma: Tensor, *constants: Any) -> TileWork:
     fits = gamma.shape[1] % 2 == 0 and projected.dtype in NATIVE_DTYPES
     functions = native_functions(SOURCE) if fits else None
     if functions is None:
-        return PlainWork(projected, gamma, *constants)
-    return NativeWork(functions, projected, gamma, *constants)
+        return PlainWork(projected, projection_bias, gamma, *constants)
+    return NativeWork(functions, projected, projection_bias, gamma, *constants)
 
 
 class NativeWork(TileWork):
@@ -54,8 +54,19 @@ class NativeWork(TileWork):
         active = self._active[: 2 * n * c * e].view(2, n, c, e)
         maps = self._maps[: 4 * n * c * s].view(4, n, c, s)
         turns, scale = self._turns_and_scale(tile, n)
-        self._functions.call("activate", self.compute, before, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s)
+        self._functions.call(
+            "activate", self.compute,
+            before, self.projection_bias, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s,
+        )  # fmt: skip
         return active[0], active[1], maps
+
+    @override
+    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
+        width = total.numel()
+        self._functions.call(
+            "run_sums", self.compute,
+            total, sums, out, begins, len(tile.places), sums.numel() // width, out.numel() // width, int(backwards), width,
+        )  # fmt: skip
 
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
@@ -78,8 +89,9 @@ class NativeWork(TileWork):
         turns, scale = self._turns_and_scale(tile, n)
         self._functions.call(
             "finish", self.compute,
-            tile.of(self.projected), d_gated, int(gates_again), attended, d_v, d_maps, self.gamma, *turns, scale,
-            self.score_scale, tile.of(self._d_projected), self._d_gamma, self._d_beta, n, c, self.d_value, self.d_qk,
+            tile.of(self.projected), self.projection_bias, d_gated, int(gates_again), attended, d_v, d_maps, self.gamma, *turns,
+            scale, self.score_scale, tile.of(self._d_projected), self._d_projection_bias, self._d_gamma, self._d_beta,
+            n, c, self.d_value, self.d_qk,
         )  # fmt: skip
 
     def _bias_and_scales(self, tile: Tile) -> tuple[Tensor | int | float | None, ...]:

@@ -22,6 +22,7 @@ class TileWork(ABC):
 
     Args:
         projected: [B, G, C, 2 e + s], contiguous. Its dtype is that of matrix products.
+        projection_bias: [2 e + s], which is to be added to it first, or None.
         gamma, beta: [4, s].
         bias: [C, C], or None.
         rotations: [2, B or 1, G, C, s / 2], or None.
@@ -31,14 +32,17 @@ class TileWork(ABC):
     """
 
     def __init__(
-        self, projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None,
-        weight_scale: Tensor, state_scale: Tensor, score_scale: float,
+        self, projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, beta: Tensor, bias: Tensor | None,
+        rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, score_scale: float,
     ) -> None:  # fmt: skip
         self.projected, self.score_scale = projected, score_scale
         self.compute = projected.dtype
         self.acc_dtype = acc_dtype(projected)
         self.d_qk = gamma.shape[1]
         self.d_value = (projected.shape[-1] - self.d_qk) // 2
+        if projection_bias is None:
+            projection_bias = projected.new_zeros(projected.shape[-1])
+        self.projection_bias = projection_bias.to(self.acc_dtype).contiguous()
         self.gamma, self.beta = (x.to(self.acc_dtype).contiguous() for x in (gamma, beta))
         self.bias = None if bias is None else bias.to(self.acc_dtype).contiguous()
         self.rotations = None if rotations is None else rotations.to(self.acc_dtype)
@@ -49,6 +53,7 @@ class TileWork(ABC):
         """Begin the sums that `gradients` returns."""
         chunk_size = self.projected.shape[2]
         self._d_projected = torch.empty_like(self.projected)
+        self._d_projection_bias = torch.zeros_like(self.projection_bias)
         self._d_gamma, self._d_beta = torch.zeros_like(self.gamma), torch.zeros_like(self.beta)
         rows = 0 if self.bias is None else chunk_size
         self._d_bias = self.projected.new_zeros(rows, chunk_size, dtype=self.acc_dtype)
@@ -56,6 +61,19 @@ class TileWork(ABC):
     @abstractmethod
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
         """U and V, [N, C, e], and the four maps [4, N, C, s], of which q_lin is scaled; the next call overwrites them."""
+
+    @abstractmethod
+    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
+        """Give every chunk of a tile the sum over the chunks before it, or backwards behind it, and carry the sum on.
+
+        Args:
+            total: [b, s, e], over all earlier tiles of the b rows; becomes that over this one too.
+            sums: [n, s, e], of the chunks that others read: the last may be missing, or backwards the first.
+            out: [n, s, e], of the chunks of the tile, perhaps without the last.
+            tile: the chunks.
+            begins: bool [n], for which of them the sum begins anew, or None.
+            backwards: whether sums go from the last chunk to the first.
+        """
 
     @abstractmethod
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
@@ -72,9 +90,9 @@ class TileWork(ABC):
         With `gates_again`, d_gated becomes the gated output, which nothing has kept.
         """
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of `projected`, gamma, beta and, if there is one, bias."""
-        return self._d_projected, self._d_gamma, self._d_beta, self._d_bias
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of `projected`, its bias, gamma, beta and, if there is one, bias."""
+        return self._d_projected, self._d_projection_bias, self._d_gamma, self._d_beta, self._d_bias
 
 
 class PlainWork(TileWork):
@@ -84,15 +102,16 @@ class PlainWork(TileWork):
     of features, and neighbours are complex numbers.
     """
 
-    def __init__(self, projected: Tensor, *constants: Any) -> None:
-        super().__init__(projected, *constants)
+    def __init__(self, projected: Tensor, projection_bias: Tensor | None, *constants: Any) -> None:
+        super().__init__(projected, projection_bias, *constants)
+        self._lacks_bias = projection_bias is not None
         self._activated = projected.new_empty(chunks_at_once(projected.shape[2]), *projected.shape[2:])
         self._turns = None if self.rotations is None else torch.complex(*self.rotations.unbind(0))
         self._gamma, self._beta = (self._in_pairs(x)[:, None, None] for x in (self.gamma, self.beta))
 
     @override
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        before = tile.of(self.projected)
+        before = self._before(tile)
         # The same memory for every tile: the system would have to clear fresh memory each time.
         activated = self._activated.narrow(0, 0, len(before))
         torch.ops.aten.silu.out(before, out=activated)
@@ -101,6 +120,19 @@ class PlainWork(TileWork):
         maps = self._rotate(torch.addcmul(self._beta, self._z, self._gamma), self._turns_of(tile))
         maps[2].mul_(tile.of_shared(self.state_scale))
         return gate, v, maps.to(self.compute)
+
+    @override
+    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
+        n = len(tile.places)
+        sums, out = (x.view(-1, *total.shape) for x in (sums, out))
+        missing = n - len(sums) if backwards else 0
+        for i in reversed(range(n)) if backwards else range(n):
+            if begins is not None:
+                total.masked_fill_(begins[i], 0.0)
+            if i < len(out):
+                out[i] = total
+            if 0 <= i - missing < len(sums):
+                total += sums[i - missing]
 
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
@@ -130,16 +162,30 @@ class PlainWork(TileWork):
         d_z = self._in_halves(d_maps.mul_(self._gamma).sum(0)).to(self.compute)
         gradients = (d_gated * attended, d_v, d_z)
         widths = [part.shape[-1] for part in gradients]
-        parts = (tile.of(x).split(widths, -1) for x in (self.projected, self._d_projected))
+        d_projected = tile.of(self._d_projected)
+        parts = (x.split(widths, -1) for x in (self._before(tile), d_projected))
         for gradient, before, into in zip(gradients, *parts, strict=True):
             torch.ops.aten.silu_backward.grad_input(gradient, before, grad_input=into)
+        if self._lacks_bias:
+            self._d_projection_bias += d_projected.sum((0, 1), dtype=self.acc_dtype)
         if gates_again:
             gate = self._activated[: len(attended), :, : self.d_value]
             torch.mul(attended, gate, out=d_gated)
 
     @override
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._d_projected, self._in_halves(self._d_gamma), self._in_halves(self._d_beta), self._d_bias
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return (
+            self._d_projected,
+            self._d_projection_bias,
+            self._in_halves(self._d_gamma),
+            self._in_halves(self._d_beta),
+            self._d_bias,
+        )
+
+    def _before(self, tile: Tile) -> Tensor:
+        """The projected tokens of a tile, before SiLU."""
+        before = tile.of(self.projected)
+        return before + self.projection_bias.to(self.compute) if self._lacks_bias else before
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """relu(score_scale * q.k + bias), [N, C, C]."""

@@ -37,24 +37,30 @@ def attend(
     projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, output: Tensor | None = None
 ) -> Tensor:
     """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] by an output map."""
-    tokens, gamma, beta = projected
-    chunks, compute = layout.require_chunks(), matmul_dtype(tokens, gamma)
+    chunks = layout.require_chunks()
+    if chunks.real is not None:
+        projected = projected.with_bias()  # slots that hold no token have zeros behind it
+    tokens, gamma, beta, projection_bias = projected
+    compute = matmul_dtype(tokens, gamma)
     with without_autocast(tokens):
         scales = chunk_scales(layout, options, projected.d_qk, tokens)
         weight_scale = scales.row[..., None]
         if options.causal:
             weight_scale = weight_scale * weight_scale.new_ones(chunks.chunk_size, chunks.chunk_size).tril()
         cut = chunks.cut(tokens.to(compute))
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (cut, gamma, beta, bias, output))
+        keep = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (cut, projection_bias, gamma, beta, bias, output)
+        )
         out: Tensor = _forward_operator(
-            cut, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document, output,
-            len(chunks.document_starts) - 1, scales.score, options.causal, keep,
+            cut, projection_bias, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document,
+            output, len(chunks.document_starts) - 1, scales.score, options.causal, keep,
         )[0]  # fmt: skip
         return chunks.join(out.to(output_dtype(tokens, compute)))
 
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
-# projected: [B, G, C, 2 e + s], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
+# projected: [B, G, C, 2 e + s], zeros in slots that hold no token. projection_bias: [2 e + s], which it lacks, or None.
+# gamma, beta: [4, s]. bias: [C, C], or None.
 # rotations: [2, B or 1, G, C, s / 2], or None. state_scale: [B or 1, G], of the sums that a chunk reads.
 # weight_scale: [B or 1, G or 1, C or 1, C or 1], of the squared scores; zero where a key is not visible.
 # document: int64 [G], the document of each chunk, or None for a single one. output: [d, e], or None.
@@ -62,38 +68,45 @@ def attend(
 
 
 def _tiled_mixed_chunk(
-    projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
-    state_scale: Tensor, document: Tensor | None, output: Tensor | None, n_documents: int, score_scale: float, causal: bool,
-    keep: bool,
+    projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, beta: Tensor, bias: Tensor | None,
+    rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, document: Tensor | None, output: Tensor | None,
+    n_documents: int, score_scale: float, causal: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The result [B, G, C, e or d] and, to be kept, attention's output and the sums that chunks read."""
     with without_autocast(projected):
-        work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        work = tile_work(
+            projected.contiguous(), projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, score_scale
+        )
         gated, attended, read = forward(work, Documents(document, n_documents), causal, keep)
         return gated if output is None else F.linear(gated, output.to(gated.dtype)), attended, read
 
 
 def _tiled_mixed_chunk_backward(
     d_out: Tensor, attended: Tensor, read: Tensor,
-    projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, weight_scale: Tensor,
-    state_scale: Tensor, document: Tensor | None, output: Tensor | None, n_documents: int, score_scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, beta: Tensor, bias: Tensor | None,
+    rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, document: Tensor | None, output: Tensor | None,
+    n_documents: int, score_scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with without_autocast(projected):
-        work = tile_work(projected.contiguous(), gamma, beta, bias, rotations, weight_scale, state_scale, score_scale)
+        work = tile_work(
+            projected.contiguous(), projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, score_scale
+        )
         documents = Documents(document, n_documents)
         d_out = d_out.contiguous()
         d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
         d_projected, *rest = backward(work, d_gated, attended.contiguous(), read, documents, causal, output is not None)
-        like = (gamma, beta, gamma if bias is None else bias)
-        d_gamma, d_beta, d_bias = (gradient.to(x.dtype) for gradient, x in zip(rest, like, strict=True))
+        given = (gamma if projection_bias is None else projection_bias, gamma, beta, gamma if bias is None else bias)
+        d_projection_bias, d_gamma, d_beta, d_bias = (x.to(like.dtype) for x, like in zip(rest, given, strict=True))
         if output is None:
-            return d_projected, d_gamma, d_beta, d_bias, gamma.new_empty(0)
-        gated = d_gated  # by now: see `backward`
-        return d_projected, d_gamma, d_beta, d_bias, (d_out.flatten(0, -2).mT @ gated.flatten(0, -2)).to(output.dtype)
+            d_output = gamma.new_empty(0)
+        else:
+            gated = d_gated  # by now: see `backward`
+            d_output = (d_out.flatten(0, -2).mT @ gated.flatten(0, -2)).to(output.dtype)
+        return d_projected, d_projection_bias, d_gamma, d_beta, d_bias, d_output
 
 
-def _fake(projected: Tensor, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, output, n_documents, _, causal, keep = rest
+def _fake(projected: Tensor, _: Tensor | None, gamma: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_constants, output, n_documents, _score_scale, causal, keep = rest
     batch, n_chunks, chunk_size, width = projected.shape
     d_qk = gamma.shape[1]
     d_value = (width - d_qk) // 2
@@ -109,15 +122,18 @@ def _fake_backward(
     attended: Tensor,
     read: Tensor,
     projected: Tensor,
+    projection_bias: Tensor | None,
     gamma: Tensor,
     beta: Tensor,
     bias: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     *_, output, _, _, _ = rest
+    d_projection_bias = (gamma if projection_bias is None else projection_bias).new_empty(projected.shape[-1])
     d_bias = gamma.new_empty(0, projected.shape[2]) if bias is None else bias.new_empty(bias.shape)
     d_output = gamma.new_empty(0) if output is None else output.new_empty(output.shape)
-    return projected.new_empty(projected.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias, d_output
+    d_projected, d_gamma, d_beta = (x.new_empty(x.shape) for x in (projected, gamma, beta))
+    return d_projected, d_projection_bias, d_gamma, d_beta, d_bias, d_output
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -125,15 +141,18 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     _, attended, read = output
     ctx.save_for_backward(attended, read, *tensors)
     ctx.mark_non_differentiable(attended, read)
+    ctx.set_materialize_grads(False)  # nobody reads zeros for these two
     ctx.rest = (n_documents, score_scale, causal)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative(d_out, "backend 'tiled'", "use set_backend(model, 'torch')")
     saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
-    bias, output = saved[5], saved[-1]
-    *gradients, d_bias, d_output = _backward_operator(d_out, *saved, *ctx.rest)
-    return (*gradients, None if bias is None else d_bias, *(None,) * 4, None if output is None else d_output, *(None,) * 4)
+    _, _, projected, projection_bias, gamma, beta, bias, *_, output = saved
+    gradients = _backward_operator(d_out, *saved, *ctx.rest)
+    inputs = (projected, projection_bias, gamma, beta, bias, output)
+    *first, d_output = (None if x is None else gradient for x, gradient in zip(inputs, gradients, strict=True))
+    return (*first, *(None,) * 4, d_output, *(None,) * 4)
 
 
 _forward_operator = register_operator(

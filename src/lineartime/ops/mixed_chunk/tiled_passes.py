@@ -28,12 +28,8 @@ def forward(work: TileWork, documents: Documents, causal: bool, keep: bool) -> t
             gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
             readers, sources = tile.readers(causal), tile.sources(causal)
             if causal:
-                sums = _sums(k_lin[sources], v[sources], work.acc_dtype)
-                for i, chunk in enumerate(tile.places):
-                    documents.begin(total, chunk)
-                    read[rows, chunk] = total
-                    if i < len(sums):
-                        total += sums[i]
+                sums = _sums(k_lin[sources], v[sources])
+                work.run_sums(total, sums, tile.of(read), tile, documents.begins(tile, backwards=False), backwards=False)
             weights = work.weights(q_quad, k_quad, tile)
             out = tile.of(attended if keep else gated)
             out[: readers.start].zero_()
@@ -51,14 +47,13 @@ def _totals(work: TileWork, documents: Documents, tiles: list[Tile], d_gated: Te
     for tile in tiles:
         gate, v, (_, _, q_lin, k_lin) = work.activate(tile)
         pair = (k_lin, v) if d_gated is None else (q_lin, tile.of(d_gated) * gate)
-        sums = _sums(*pair, work.acc_dtype)
-        documents.add(totals, sums, tile)
+        documents.add(totals, _sums(*pair).to(work.acc_dtype), tile)
     return totals
 
 
-def _sums(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+def _sums(k: Tensor, v: Tensor) -> Tensor:
     """k^T v for every chunk, [N, C, s] and [N, C, e] -> [N, s, e]."""
-    return torch.bmm(k.mT, v).to(dtype)
+    return torch.bmm(k.mT, v)
 
 
 def _read_by(tile: Tile, read: Tensor, documents: Documents, causal: bool) -> Tensor:
@@ -68,8 +63,8 @@ def _read_by(tile: Tile, read: Tensor, documents: Documents, causal: bool) -> Te
 
 def backward(
     work: TileWork, d_gated: Tensor, attended: Tensor, read: Tensor, documents: Documents, causal: bool, gates_again: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `projected`, gamma, beta and, if there is one, bias.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `projected`, its bias, gamma, beta and, if there is one, bias.
 
     With `gates_again`, d_gated becomes the gated output.
     """
@@ -100,14 +95,9 @@ def backward(
             d_maps[2, : readers.start].zero_()
             torch.bmm(d_out[readers], _read_by(tile, read, documents, causal).mT, out=d_maps[2, readers])
             if causal:
-                sums = _sums(q_lin[readers], d_out[readers], work.acc_dtype)
+                sums = _sums(q_lin[readers], d_out[readers])
                 d_sums = projected.new_empty(len(v[sources]), work.d_qk, work.d_value)
-                for i, chunk in reversed(list(enumerate(tile.places))):
-                    documents.begin(total, chunk + 1)
-                    if i < len(d_sums):
-                        d_sums[i] = total[0]
-                    if i >= readers.start:
-                        total += sums[i - readers.start]
+                work.run_sums(total, sums, d_sums, tile, documents.begins(tile, backwards=True), backwards=True)
             else:
                 d_sums = documents.spread(totals, tile).to(work.compute)
             d_maps[3, len(d_sums) :].zero_()

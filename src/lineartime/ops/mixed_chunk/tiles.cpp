@@ -3,7 +3,7 @@
 // Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
 // T is the type of tensors, A the type that they are computed in.
 // A stride of zero stands for what all chunks, or all slots, share. Work is cut by rows: results depend on the number of threads
-// in the order of the sums d_gamma and d_beta alone.
+// in the order of the sums d_bias, d_gamma and d_beta alone.
 
 #include <vector>
 
@@ -37,9 +37,10 @@ inline void rotate(const A* __restrict z, const A* __restrict gamma, const A* __
   }
 }
 
-// U and V = silu(before), [2, N, C, e], and four maps rope(silu(before) gamma + beta) of Z, [4, N, C, s]; the third times `scale`.
+// U and V = silu(before + bias), [2, N, C, e], and four maps rope(silu(before + bias) gamma + beta) of Z, [4, N, C, s]; the third
+// times `scale`.
 template <class T, class A = typename Type<T>::A>
-void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
+void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
               int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
   const int64_t rows = n * c, half = s / 2;
 #pragma omp parallel num_threads(int(threads))
@@ -51,14 +52,15 @@ void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotat
       const T* __restrict from = before + row * (2 * e + s);
       for (int64_t part = 0; part < 2; ++part) {
         const T* __restrict source = from + part * e;
+        const A* __restrict b = bias + part * e;
         T* __restrict to = active + (part * rows + row) * e;
         for (int64_t i = 0; i < e; ++i) {
-          const A x = load(source[i]);
+          const A x = load(source[i]) + b[i];
           store(to[i], x * sigmoid<T>(x));
         }
       }
       for (int64_t i = 0; i < s; ++i) {
-        const A x = load(from[2 * e + i]);
+        const A x = load(from[2 * e + i]) + bias[2 * e + i];
         z[i] = x * sigmoid<T>(x);
       }
       const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
@@ -67,6 +69,34 @@ void activate(const T* before, const A* gamma, const A* beta, Rotations<A> rotat
       for (int64_t map = 0; map < 4; ++map) {
         const A by = map == 2 ? scale[row / c] : A(1);
         rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, maps + (map * rows + row) * s, half);
+      }
+    }
+  }
+}
+
+// The sum [m] over the chunks before each of n, or backwards behind it: `total` goes on from one tile to the next.
+// `sums` are of the first n_sums chunks, or backwards of the last; `out` is of the first n_out. The sum begins anew where `begins`
+// says so, which may be null.
+template <class T, class A = typename Type<T>::A>
+void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out, bool backwards,
+              int64_t m, int64_t threads) {
+  const int64_t block = 2048, missing = backwards ? n - n_sums : 0;
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t begin = 0; begin < m; begin += block) {
+    const int64_t size = m - begin < block ? m - begin : block;
+    A* __restrict t = total + begin;
+    for (int64_t step = 0; step < n; ++step) {
+      const int64_t chunk = backwards ? n - 1 - step : step;
+      if (begins && begins[chunk]) {
+        for (int64_t i = 0; i < size; ++i) t[i] = 0;
+      }
+      if (chunk < n_out) {
+        T* __restrict to = out + chunk * m + begin;
+        for (int64_t i = 0; i < size; ++i) store(to[i], t[i]);
+      }
+      if (chunk >= missing && chunk - missing < n_sums) {
+        const T* __restrict sum = sums + (chunk - missing) * m + begin;
+        for (int64_t i = 0; i < size; ++i) t[i] += load(sum[i]);
       }
     }
   }
@@ -127,13 +157,14 @@ inline void add_gradients(const A* __restrict d_map, const A* __restrict z, cons
   }
 }
 
-// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_gamma and d_beta grow, [4, s].
+// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_bias [W], d_gamma and d_beta
+// [4, s] grow.
 // With `gates_again`, d_gated becomes the gated output.
 template <class T, class A = typename Type<T>::A>
-void finish(const T* before, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
-            Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c,
+void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
+            Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c,
             int64_t e, int64_t s, int64_t threads) {
-  const int64_t rows = n * c, half = s / 2, sums = 8 * s;
+  const int64_t rows = n * c, half = s / 2, width = 2 * e + s, sums = 8 * s + width;
   std::vector<A> all_sums(threads * sums, A(0));  // of every thread, which are added in order: the same bits come twice
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t thread = 0; thread < threads; ++thread) {
@@ -141,22 +172,31 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
     A* __restrict z = memory.data();
     A* __restrict d_z = z + s;
     A* __restrict turned = d_z + s;
+    A* __restrict d_b = all_sums.data() + thread * sums + 8 * s;
     for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
       const T* __restrict from = before + row * (2 * e + s);
       T* __restrict d_g = d_gated + row * e;
       const T* __restrict out = attended + row * e;
       const T* __restrict d_value = d_v + row * e;
       T* __restrict to = d_before + row * (2 * e + s);
-      for (int64_t i = 0; i < e; ++i) store(to[i], load(d_g[i]) * load(out[i]) * silu_slope<T>(load(from[i])));
+      for (int64_t i = 0; i < e; ++i) {
+        const A gradient = load(d_g[i]) * load(out[i]) * silu_slope<T>(load(from[i]) + bias[i]);
+        store(to[i], gradient);
+        d_b[i] += gradient;
+      }
       if (gates_again) {
         for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]);
+          const A x = load(from[i]) + bias[i];
           store(d_g[i], x * sigmoid<T>(x) * load(out[i]));
         }
       }
-      for (int64_t i = 0; i < e; ++i) store(to[e + i], load(d_value[i]) * silu_slope<T>(load(from[e + i])));
+      for (int64_t i = e; i < 2 * e; ++i) {
+        const A gradient = load(d_value[i - e]) * silu_slope<T>(load(from[i]) + bias[i]);
+        store(to[i], gradient);
+        d_b[i] += gradient;
+      }
       for (int64_t i = 0; i < s; ++i) {
-        const A x = load(from[2 * e + i]);
+        const A x = load(from[2 * e + i]) + bias[2 * e + i];
         z[i] = x * sigmoid<T>(x);
         d_z[i] = 0;
       }
@@ -166,7 +206,7 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
       for (int64_t map = 0; map < 4; ++map) {
         const T* __restrict d_map = d_maps + (map * rows + row) * s;
         const A* __restrict g = gamma + map * s;
-        A* __restrict d_b = all_sums.data() + thread * sums + map * s;
+        A* __restrict d_shift = all_sums.data() + thread * sums + map * s;
         const A by = map < 2 ? score_scale : map == 2 ? scale[row / c] : A(1);
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
@@ -176,9 +216,13 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i + half] = y * cosine[i] - x * sine[i];
         }
-        add_gradients(turned, z, g, d_b, d_b + 4 * s, d_z, s);
+        add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
       }
-      for (int64_t i = 0; i < s; ++i) store(to[2 * e + i], d_z[i] * silu_slope<T>(load(from[2 * e + i])));
+      for (int64_t i = 0; i < s; ++i) {
+        const A gradient = d_z[i] * silu_slope<T>(load(from[2 * e + i]) + bias[2 * e + i]);
+        store(to[2 * e + i], gradient);
+        d_b[2 * e + i] += gradient;
+      }
     }
   }
   for (int64_t thread = 0; thread < threads; ++thread) {
@@ -186,6 +230,7 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
       d_beta[i] += all_sums[thread * sums + i];
       d_gamma[i] += all_sums[thread * sums + 4 * s + i];
     }
+    for (int64_t i = 0; i < width; ++i) d_bias[i] += all_sums[thread * sums + 8 * s + i];
   }
 }
 
@@ -193,10 +238,14 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
 
 // For each type, the functions above by names of C.
 #define FUNCTIONS(NAME, T, A)                                                                                                  \
-  void activate_##NAME(const T* before, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
+  void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
                        int64_t turn_by_slot, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
                        int64_t threads) {                                                                                          \
-    activate<T>(before, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
+    activate<T>(before, bias, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
+  }                                                                                                                            \
+  void run_sums_##NAME(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out,          \
+                       int64_t backwards, int64_t m, int64_t threads) {                                                        \
+    run_sums<T>(total, sums, out, begins, n, n_sums, n_out, backwards, m, threads);                                            \
   }                                                                                                                            \
   void weigh_##NAME(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,         \
                     int64_t n, int64_t c, int64_t threads) {                                                                   \
@@ -206,12 +255,12 @@ void finish(const T* before, T* d_gated, bool gates_again, const T* attended, co
                              double score_scale, A* d_bias, int64_t n, int64_t c, int64_t threads) {                           \
     weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
   }                                                                                                                            \
-  void finish_##NAME(const T* before, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
+  void finish_##NAME(const T* before, const A* bias, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
                      const A* gamma, const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
-                     double score_scale, T* d_before, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
+                     double score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
                      int64_t threads) {                                                                                            \
-    finish<T>(before, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
-              A(score_scale), d_before, d_gamma, d_beta, n, c, e, s, threads);                                                  \
+    finish<T>(before, bias, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
+              A(score_scale), d_before, d_bias, d_gamma, d_beta, n, c, e, s, threads);                                                  \
   }
 
 extern "C" {

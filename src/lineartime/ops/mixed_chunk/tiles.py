@@ -7,6 +7,7 @@ the batch, n chunks, N = b n.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE_TOKENS = 1024
@@ -67,12 +68,16 @@ class Documents:
 
     def __init__(self, of_chunk: Tensor | None, count: int) -> None:
         self.of_chunk, self.count = of_chunk, count
-        self._begins = None if of_chunk is None else of_chunk.diff(prepend=of_chunk[:1]) != 0  # bool [G]
+        self._begins = None if of_chunk is None else F.pad(of_chunk.diff(prepend=of_chunk[:1]) != 0, (0, 1))  # bool [G + 1]
 
-    def begin(self, total: Tensor, chunk: int) -> None:
-        """Forget a running sum where `chunk` begins another document than the one before."""
-        if self._begins is not None and chunk < len(self._begins):
-            total.masked_fill_(self._begins[chunk], 0.0)
+    def begins(self, tile: Tile, backwards: bool) -> Tensor | None:
+        """Which chunks of a tile are the first of another document than the one before, or backwards the last: bool [n].
+
+        None for a single document.
+        """
+        if self._begins is None:
+            return None
+        return self._begins[tile.chunks.start + backwards : tile.chunks.stop + backwards]
 
     def add(self, totals: Tensor, sums: Tensor, tile: Tile) -> None:
         """Add sums of chunks, [N, s, e], to the totals of their documents, [b, D, s, e]."""
