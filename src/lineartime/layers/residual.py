@@ -100,7 +100,8 @@ class ResidualLayer(nn.Module):
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the layer, given that of f: x + dropout(out), normed if the norm stands behind it."""
-        out = x + (self.dropout(out) if self.training else out)
+        out = self.dropout(out) if self.training else out
+        out = x + out.to(torch.promote_types(x.dtype, out.dtype))  # a sum of two dtypes takes longer than both steps
         return out if self.norm_position == "pre" else self.norm(out)
 
     def extra_repr(self) -> str:

@@ -9,10 +9,9 @@
 
 namespace {
 
-// The derivative of x sigmoid(x).
-template <class T, class A>
-inline A silu_slope(A x) {
-  const A share = sigmoid<T>(x);
+// The derivative of x sigmoid(x), given sigmoid(x).
+template <class A>
+inline A slope(A x, A share) {
   return share * (1 + x * (1 - share));
 }
 
@@ -179,19 +178,23 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
       const T* __restrict out = attended + row * e;
       const T* __restrict d_value = d_v + row * e;
       T* __restrict to = d_before + row * (2 * e + s);
-      for (int64_t i = 0; i < e; ++i) {
-        const A gradient = load(d_g[i]) * load(out[i]) * silu_slope<T>(load(from[i]) + bias[i]);
-        store(to[i], gradient);
-        d_b[i] += gradient;
-      }
       if (gates_again) {
         for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i];
-          store(d_g[i], x * sigmoid<T>(x) * load(out[i]));
+          const A x = load(from[i]) + bias[i], share = sigmoid<T>(x), attended_here = load(out[i]);
+          const A gradient = load(d_g[i]) * attended_here * slope(x, share);
+          store(d_g[i], x * share * attended_here);
+          store(to[i], gradient);
+          d_b[i] += gradient;
+        }
+      } else {
+        for (int64_t i = 0; i < e; ++i) {
+          const A x = load(from[i]) + bias[i], gradient = load(d_g[i]) * load(out[i]) * slope(x, sigmoid<T>(x));
+          store(to[i], gradient);
+          d_b[i] += gradient;
         }
       }
       for (int64_t i = e; i < 2 * e; ++i) {
-        const A gradient = load(d_value[i - e]) * silu_slope<T>(load(from[i]) + bias[i]);
+        const A x = load(from[i]) + bias[i], gradient = load(d_value[i - e]) * slope(x, sigmoid<T>(x));
         store(to[i], gradient);
         d_b[i] += gradient;
       }
@@ -219,7 +222,7 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
         add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
       }
       for (int64_t i = 0; i < s; ++i) {
-        const A gradient = d_z[i] * silu_slope<T>(load(from[2 * e + i]) + bias[2 * e + i]);
+        const A x = load(from[2 * e + i]) + bias[2 * e + i], gradient = d_z[i] * slope(x, sigmoid<T>(x));
         store(to[2 * e + i], gradient);
         d_b[2 * e + i] += gradient;
       }
