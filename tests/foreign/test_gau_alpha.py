@@ -1,6 +1,8 @@
-"""GAU-alpha with random weights, converted, against its formulas."""
+"""GAU-alpha with random weights, converted, against its formulas and against what the published package computed."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from lineartime.errors import LineartimeError
 from lineartime.foreign import from_gau_alpha
 
 VOCABULARY = 19
+PUBLISHED = Path(__file__).parents[1] / "assets" / "gau_alpha"
+"""Made by assets/make_gau_alpha.py."""
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,18 @@ def test_logits_and_gradients_are_those_of_its_formulas(
         atol=1e-10,
         rtol=1e-10,
     )
+
+
+@pytest.mark.parametrize("name", ["published", "squared-relu"])
+def test_logits_are_those_of_the_published_package(name: str) -> None:
+    """Its weights and configuration as it saves them; rows of 13, 4 and 7 tokens."""
+    folder = PUBLISHED / name
+    weights, given = (torch.load(folder / file, weights_only=True) for file in ("pytorch_model.bin", "reference.pt"))
+    mask, expected = given["mask"].bool(), given["logits"]
+    found = from_gau_alpha(weights, json.loads((folder / "config.json").read_text()))(
+        given["ids"], mask=mask, token_types=given["types"]
+    )
+    torch.testing.assert_close(found[mask], expected[mask], atol=1e-5 * float(expected[mask].abs().max()), rtol=0)
 
 
 def test_float32_weights_give_the_logits_to_1e_5(formulas: Any) -> None:
