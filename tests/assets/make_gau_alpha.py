@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from gau_alpha import GAUAlphaConfig, GAUAlphaForMaskedLM  # type: ignore[import-not-found]
 
-SIZES = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "attention_key_size": 8}
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqr"]
+SIZES = {"vocab_size": len(PIECES), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "attention_key_size": 8}
 KINDS = {
     "published": {},
     "squared-relu": {"normalization": "squared_relu", "attention_scale": False, "use_bias": True},
@@ -29,6 +30,7 @@ def main() -> None:
             logits = model(ids, attention_mask=mask, token_type_ids=types).logits
         folder = Path(sys.argv[1]) / name
         model.save_pretrained(folder, safe_serialization=False)
+        (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
         torch.save({"ids": ids, "types": types, "mask": mask, "logits": logits}, folder / "reference.pt")
 
 

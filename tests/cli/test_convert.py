@@ -25,6 +25,14 @@ def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: 
     capfd.readouterr()
 
 
+def test_a_masked_model_is_one_for_fill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = Path(__file__).parents[1] / "assets" / "gau_alpha" / "published", str(tmp_path / "ours")
+    assert main(["convert", str(theirs), ours]) == 0
+    assert "which `lineartime fill" in capfd.readouterr().out
+    assert main(["fill", ours, "--text", "a[MASK]c", "--top", "2"]) == 0
+    capfd.readouterr()
+
+
 def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, tmp_path: Path, fails: Fails) -> None:
     there = str(tmp_path / "there")
     assert main(["convert", str(folder / "run"), there]) == 0

@@ -84,7 +84,10 @@ def _refuse(options: Options, *names: str) -> None:
 
 
 def _ours(folder: Path) -> str:
-    return f"{folder}: a model of lineartime, which `lineartime generate {folder}` and the other commands read"
+    from lineartime.checkpoint import read_model_config
+
+    command = "fill" if read_model_config(folder).task == "mlm" else "generate"
+    return f"{folder}: a model of lineartime, which `lineartime {command} {folder}` and the other commands read"
 
 
 def _read(item: str) -> tuple[str, Any]:
