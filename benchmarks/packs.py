@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from measure import RESULTS, markdown, save
 
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import Mixer
 from lineartime.models.layer_config import KINDS
 
 D_MODEL = 64

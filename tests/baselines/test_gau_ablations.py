@@ -13,7 +13,7 @@ from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
 from lineartime.layers import GAU, Attention
-from lineartime.layers.residual import Mixer
+from lineartime.layers.mixer import Mixer
 from lineartime.ops import quadratic_attention_oracle, rope
 
 POSITIONS = torch.arange(7)

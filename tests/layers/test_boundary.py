@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 from lineartime.errors import ArgumentError
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import Mixer
 from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
 

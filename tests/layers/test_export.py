@@ -10,7 +10,7 @@ from torch.export import Dim, export
 
 import lineartime
 from lineartime.layers import FLASH, GAU, set_backend
-from lineartime.layers.residual import Mixer
+from lineartime.layers.mixer import Mixer
 
 # PyTorch's own, within torch.export, where a user does not see them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")

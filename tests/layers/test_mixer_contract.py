@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lineartime.errors import ArgumentError
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import Mixer
 from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
 from lineartime.ops import layout as layouts

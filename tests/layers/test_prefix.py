@@ -14,8 +14,8 @@ from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, Attention, set_backend
+from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.residual import READ_PREFIX, Mixer
 from lineartime.layers.streams import tensors_of
 from lineartime.models.layer_config import KINDS
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from lineartime.layers.residual import Mixer
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.streams import StreamState
 
 

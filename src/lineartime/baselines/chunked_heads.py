@@ -7,8 +7,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_positive
+from lineartime.layers.mixer import State
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.residual import State
 from lineartime.ops.precision import acc_dtype
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.residual import MixerOptions
+from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.activations import Normalization
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import Layout

@@ -11,8 +11,8 @@ from operator import add
 from torch import Tensor
 
 from lineartime.layers.chunked import ChunkedUnit
+from lineartime.layers.mixer import State
 from lineartime.layers.opened import Part
-from lineartime.layers.residual import State
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.chunks import Chunks, Reach
 from lineartime.ops.layout import Layout

@@ -16,9 +16,9 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
 from lineartime.layers.checks import check_positive
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.opened import OpenMixer, Part
 from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.residual import Mixer
 from lineartime.models.heads import LanguageModel, check_model
 from lineartime.ops.cross_entropy import IGNORED
 

@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.mixer import State
 from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, build_relative_bias
-from lineartime.layers.residual import State
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS, check_choice
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions

@@ -19,8 +19,8 @@ from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
+from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
-from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.checks import check_rotary_width

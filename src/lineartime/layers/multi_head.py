@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even, check_positive
 from lineartime.layers.dense import Dense, factory
+from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
-from lineartime.layers.residual import MixerOptions, State
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast

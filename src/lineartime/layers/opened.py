@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import LineartimeError
-from lineartime.layers.residual import Mixer, State, zero_padding
+from lineartime.layers.mixer import Mixer, State
+from lineartime.layers.residual import zero_padding
 from lineartime.layers.streams import ShiftedState
 from lineartime.ops.layout import Layout
 

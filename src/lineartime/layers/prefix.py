@@ -5,7 +5,7 @@ Shapes: B batch, N tokens of a prefix, d model width.
 
 from torch import Tensor
 
-from lineartime.layers.residual import Mixer, State
+from lineartime.layers.mixer import Mixer, State
 from lineartime.layers.streams import RaggedState, ShiftedState, extend_ragged
 from lineartime.ops.checks import as_mask
 

@@ -1,29 +1,20 @@
-"""What every layer has in common: a norm and a residual around it; and the contract of a mixer.
+"""What every layer has in common: a norm and a residual around it.
 
-Shapes: B batch, T tokens, N new tokens of a stream, d model width.
+Shapes: B batch, T tokens, d model width.
 """
 
-from abc import ABC, abstractmethod
-from functools import cached_property
-from typing import ClassVar, Generic, TypeVar, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_options, check_positive, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, NormPosition, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
 from lineartime.ops.activations import check_choice
-from lineartime.ops.checks import as_mask
-from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
-from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
-
-READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, in words
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -33,13 +24,6 @@ class LayerOptions(FactoryOptions, total=False):
     norm_eps: float
     norm_position: NormPosition
     dropout: float
-
-
-class MixerOptions(LayerOptions, total=False):
-    """What every mixer takes: see `Mixer`."""
-
-    causal: bool
-    token_shift: bool
 
 
 class ResidualLayer(nn.Module):
@@ -115,236 +99,6 @@ class ResidualLayer(nn.Module):
     def check_input(self, x: Tensor, argument: str = "x", shape: str = "[B, T, d_model]") -> None:
         """Raise ArgumentError unless x is [B, T, d], of the dtype and on the device of the layer."""
         check_tokens(argument, x, shape, self.d_model, self.norm, self)
-
-
-State = TypeVar("State", bound=StreamState)
-
-
-class Mixer(ResidualLayer, ABC, Generic[State]):
-    """Base of the layers that move information between tokens: the contract they share.
-
-    y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
-    then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
-
-    Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
-    `stream_layout` and `read_next`. The norm of a mixer and the residual around it are here. A subclass supplies what is
-    between them, `mix`, `mix_next` and `init_own_state`, and, if it uses more of a layout than positions and rows, `plan`.
-
-    Args:
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        token_shift: whether the first half of each normed token's features are taken from the token before it, and are zeros at
-            the first token of a document; see `lineartime.ops.token_shift`.
-        **options: those of `ResidualLayer`.
-    """
-
-    why_not_causal: ClassVar[str | None] = None
-    """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
-    splits_context: ClassVar[bool] = False
-    """Whether it can read sequences that several processes hold together."""
-    reads_prefix: ClassVar[bool] = False
-    """Whether a causal one can read the first tokens of sequences in both directions."""
-
-    def __init__(
-        self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(d_model, **options)
-        if causal and self.why_not_causal is not None:
-            raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
-        self.causal = causal
-        self.token_shift = token_shift
-
-    @property
-    def longest_sequence(self) -> int | None:
-        """The most tokens that the mixer can read, or None where there is no limit."""
-        return None
-
-    @abstractmethod
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences of normed tokens, [B, T, d] -> what is added to the tokens, [B, T, d]."""
-
-    @abstractmethod
-    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """The same for N more tokens of streams, [B, N, d], and the state after them; `state` stays as it is."""
-
-    @abstractmethod
-    def init_own_state(self, batch_size: int) -> State:
-        """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
-
-    def plan(self) -> LayoutPlan:
-        """What the mixer needs of a layout."""
-        return LayoutPlan(token_shift=self.token_shift)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Read whole sequences at once.
-
-        Args:
-            x: [B, T, d].
-            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
-            cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: so many of the first real tokens of each row,
-                or document, read each other in both directions; later tokens read as ever.
-
-        Returns:
-            [B, T, d].
-
-        Raises:
-            ValueError: if shapes do not fit, or a sequence is longer than the mixer can read.
-            LineartimeError: for prefixes, if it can read none.
-        """
-        self.check_input(x)
-        return self.read(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
-
-    def layout(
-        self,
-        shape: tuple[int, ...],
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        *,
-        device: torch.device,
-        context: ContextGroup | None = None,
-    ) -> Layout:
-        """The layout of a batch [B, T, ...], with all that `read` needs; equal mixers can share it.
-
-        Raises:
-            ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit, or this mixer cannot split sequences over the
-                processes of a `context`.
-            LineartimeError: for prefixes, if this mixer can read none.
-        """
-        if prefix_lengths is not None:
-            self.check_prefix()
-        if context is not None and not self.splits_context:
-            raise ArgumentError(
-                "context",
-                f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
-                "over several.",
-            )
-        return make_layout(shape, mask, cu_seqlens, prefix_lengths, device=device, plan=self.plan(), context=context)
-
-    def read(self, x: Tensor, layout: Layout) -> Tensor:
-        """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
-        self.check_layout(layout)
-        x = zero_padding(x, layout.mask)
-        return zero_padding(self.after(x, layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
-
-    def normed(self, x: Tensor, layout: Layout) -> Tensor:
-        """What `mix` is given: tokens behind the norm, if it stands before the layer, and shifted if the mixer does so."""
-        normed = self.before(x)
-        return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
-
-    def init_state(self, batch_size: int) -> State | ShiftedState:
-        """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
-        self.check_causal()
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
-            raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a whole number from 0 on.")
-        own = self.init_own_state(batch_size)
-        if not self.token_shift:
-            return own
-        first = next(self.parameters())
-        nothing = torch.zeros(batch_size, shifted_width(self.d_model), dtype=first.dtype, device=first.device)
-        return ShiftedState(nothing, own)
-
-    def extend(
-        self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None
-    ) -> tuple[Tensor, State | ShiftedState | RaggedState]:
-        """Continue streams by N tokens, as each stream would be continued alone.
-
-        Args:
-            x: [B, N, d].
-            state: as `extend` returned it, or None to begin B streams; it stays as it is.
-            mask: bool or 0 and 1, [B, N], True for real tokens. Positions count real tokens only, so that prompts of different
-                lengths can be padded on the left, read at once, and continued without a mask. Streams at one position that get
-                equally many tokens are computed together, the others one group after the other.
-
-        Returns:
-            [B, N, d], with zeros at padding, and the state: a `RaggedState` where streams stand at different positions.
-
-        Raises:
-            ArgumentError: unless the mixer is causal; for shapes that do not fit, or a state of another batch size or layer.
-        """
-        self.check_causal()
-        self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
-        if state is None:
-            state = self.init_state(x.shape[0])
-        self._check_state(state, x)
-        if mask is None and not isinstance(state, RaggedState):
-            return self._extend_together(x, state)
-        return extend_ragged(self._extend_together, x, state, mask)
-
-    def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
-        """The layout of the first tokens [B, N, ...] of streams, all of them prefix; LineartimeError if it can read none."""
-        self.check_prefix()
-        return prefix_layout(shape, device=device, plan=self.plan())
-
-    def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` for streams at one position, by tokens without padding."""
-        return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
-
-    def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
-        """The layout of the next `count` tokens of streams that have read `position` tokens."""
-        return stream_layout(position, count, device=device, plan=self.plan())
-
-    def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of one more token for each of B streams at their own positions, int64 [B]."""
-        return step_layout(positions, plan=self.plan())
-
-    def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
-        self._check_state(state, x)
-        self.check_layout(layout)
-        return self._read_next(x, state, layout)
-
-    def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
-        """`read_next` without its checks."""
-        normed = self.before(x)
-        if isinstance(state, ShiftedState):
-            normed, last = shift_next(normed, state.last)
-            out, own = self.mix_next(normed, state.own, layout)
-            return self.after(x, out), ShiftedState(last, own)
-        out, state = self.mix_next(normed, state, layout)
-        return self.after(x, out), state
-
-    def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
-        batch = x.shape[0]
-        for part in state.states if isinstance(state, RaggedState) else [state]:
-            check_state(part, self.no_streams, type(self).__name__)
-            if part[0].device != x.device:
-                raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
-        own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
-        if batch != own:
-            raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
-
-    @cached_property
-    def no_streams(self) -> State | ShiftedState:
-        """The state of no streams, which shows how a state is built."""
-        return self.init_state(0)
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raise ArgumentError unless the layout was made for a mixer like this one."""
-        if layout.plan != self.plan():
-            raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
-
-    def check_prefix(self) -> None:
-        """Raise LineartimeError unless this mixer is causal and can read a prefix in both directions."""
-        if not self.reads_prefix:
-            raise LineartimeError(f"{type(self).__name__} cannot read a prefix in both directions: only {READ_PREFIX} can.")
-        if not self.causal:
-            problem = f"is False, so that {type(self).__name__} reads everything in both directions and has no prefix"
-            raise ArgumentError("causal", f"{problem}: build it with causal=True.")
-
-    def check_causal(self) -> None:
-        """Raise ArgumentError unless this mixer is causal, and so can stream."""
-        if not self.causal:
-            why = self.why_not_causal
-            advice = ": build it with causal=True" if why is None else f", nor can it be built with causal=True: {why}"
-            raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream{advice}.")
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.residual import Mixer, State
+from lineartime.layers.mixer import Mixer, State
 from lineartime.layers.streams import ShiftedState, check_state
 from lineartime.ops.layout import Layout
 from lineartime.ops.token_shift import shift_next

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_device
 from lineartime.layers.flash_stack import FlashStack, flash_stack
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.residual import Mixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import check_state
 from lineartime.models.config import ModelConfig

@@ -16,8 +16,8 @@ from lineartime.errors import ArgumentError
 from lineartime.fields import Between, from_fields
 from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.residual import Mixer
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict

@@ -41,8 +41,9 @@ from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import InitialScores
 from lineartime.layers.gau import GAU
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import Mixer, ResidualLayer
+from lineartime.layers.residual import ResidualLayer
 
 
 @dataclass(frozen=True)
