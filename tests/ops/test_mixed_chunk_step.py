@@ -44,7 +44,7 @@ def make(length: int, dtype: torch.dtype = torch.float64, d_qk: int = D_QK, d_va
 def new_streams(inputs: tuple[Tensor, ...]) -> MixedChunkStreams:
     projected, gamma, *_ = inputs
     d_value = (projected.shape[-1] - gamma.shape[1]) // 2
-    return mixed_chunk_streams([mixed_chunk_state(N_STREAMS, CHUNK, gamma.shape[1], d_value, like=projected)])
+    return mixed_chunk_streams([mixed_chunk_state(N_STREAMS, CHUNK, gamma.shape[1], d_value, like=projected)], projected.dtype)
 
 
 def steps(

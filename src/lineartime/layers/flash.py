@@ -96,7 +96,7 @@ class FLASH(
 
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions."""
-        return stream.mixed_chunk_streams(states)
+        return stream.mixed_chunk_streams(states, self.gamma.dtype)
 
     def step_layout(self, positions: Tensor) -> Layout:
         """The layout of a step, with what all layers would work out of the chunks that the new tokens stand in."""

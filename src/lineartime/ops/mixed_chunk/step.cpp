@@ -1,7 +1,7 @@
 // What FLASH computes for one more token of each stream: a layer between its two dense maps, or whole layers; see step_native.py.
 //
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
-// T is the type of tokens, A that of the state and of everything in between.
+// T is the type of tokens and of the open chunk, A that of the sums and of everything in between.
 
 #include <type_traits>
 
@@ -11,7 +11,7 @@ namespace {
 
 template <class A>
 struct Stream {
-  A *gate, *v, *z, *queries, *weights;  // [e] [e] [s] [2, s] [C]
+  A *gate, *v, *z, *maps, *weights;  // [e] [e] [s] [4, s] [C]
 };
 
 // Gated attention. The bias of stream b, whose token is in slot i, to slot j is bias[first + b by_stream + i by_slot + j].
@@ -24,7 +24,8 @@ struct Attention {
   int64_t bias_first, bias_by_stream, bias_by_slot;
   int64_t published, adds_up;  // what sums are divided by: see `share` and `summary_share`
   A score_scale;
-  A *sums, *keys, *values;
+  A* sums;
+  T *keys, *values;
   int64_t* position;
   int64_t streams, c, e, s;
 
@@ -39,7 +40,7 @@ struct Attention {
     constexpr int64_t keys_at_once = 32, values_at_once = 128;
     const std::vector<A> one(rotations ? 0 : s / 2, A(1)), zero(rotations ? 0 : s / 2);  // the cosine and sine of no rotation
     const int64_t half = s / 2, key_parts = (c + keys_at_once - 1) / keys_at_once;
-    const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 3 * s + c;
+    const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 5 * s + c;
     std::vector<A> memory(streams * size);
     std::vector<int64_t> slots(streams), read(streams);  // where new tokens go, and how many are in the chunks before
     for (int64_t b = 0; b < streams; ++b) {
@@ -48,7 +49,7 @@ struct Attention {
     }
     const auto of = [&](int64_t b) {
       A* at = memory.data() + b * size;
-      return Stream<A>{at, at + e, at + 2 * e, at + 2 * e + s, at + 2 * e + 3 * s};
+      return Stream<A>{at, at + e, at + 2 * e, at + 2 * e + s, at + 2 * e + 5 * s};
     };
     const int used = int(std::min(threads, 1 + streams * s * e / 16384));  // starting threads takes as long as reading some memory
 #pragma omp parallel num_threads(used)
@@ -65,12 +66,12 @@ struct Attention {
         }
         const A* __restrict cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
         const A* __restrict sine = rotations ? cosine + turns * half : zero.data();
-        // q_quad, k_quad, q_lin, k_lin. Compilers take a loop over pairs apart for each half alone.
+        // q_quad, q_lin, k_quad, k_lin. Compilers take a loop over pairs apart for each half alone.
         for (int64_t map = 0; map < 4; ++map) {
-          const T* __restrict g = gamma + map * s;
-          const T* __restrict o = beta + map * s;
+          const T* __restrict g = gamma + (map % 2 * 2 + map / 2) * s;
+          const T* __restrict o = beta + (map % 2 * 2 + map / 2) * s;
           const A* __restrict z = to.z;
-          A* __restrict out = map % 2 == 0 ? to.queries + map / 2 * s : keys + ((b * 2 + map / 2) * c + slots[b]) * s;
+          A* __restrict out = to.maps + map * s;
           for (int64_t i = 0; i < half; ++i) {
             const A x = z[i] * load(g[i]) + load(o[i]), y = z[i + half] * load(g[i + half]) + load(o[i + half]);
             out[i] = x * cosine[i] - y * sine[i];
@@ -80,7 +81,10 @@ struct Attention {
             out[i + half] = x * sine[i] + y * cosine[i];
           }
         }
-        std::copy(to.v, to.v + e, values + (b * c + slots[b]) * e);
+        for (int64_t map = 0; map < 2; ++map) {
+          for (int64_t i = 0; i < s; ++i) store(keys[((b * 2 + map) * c + slots[b]) * s + i], to.maps[(2 + map) * s + i]);
+        }
+        for (int64_t i = 0; i < e; ++i) store(values[(b * c + slots[b]) * e + i], to.v[i]);
       }
       // The weights of the visible tokens of the chunk. The sums hold them too: their part in these is taken out here.
 #pragma omp for schedule(static)
@@ -88,17 +92,17 @@ struct Attention {
         const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
         const int64_t last = std::min(first + keys_at_once, slots[b] + 1);
         const Stream<A> at = of(b);
-        const A* __restrict q_quad = at.queries;
-        const A* __restrict q_lin = at.queries + s;
+        const A* __restrict q_quad = at.maps;
+        const A* __restrict q_lin = at.maps + s;
         const A own = share(slots[b]), before = summary_share(read[b]);
         for (int64_t j = first; j < last; ++j) {
-          const A* __restrict k_quad = keys + (b * 2 * c + j) * s;
-          const A* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
+          const T* __restrict k_quad = keys + (b * 2 * c + j) * s;
+          const T* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
           A quadratic = 0, linear = 0;
 #pragma omp simd reduction(+ : quadratic, linear)
           for (int64_t i = 0; i < s; ++i) {
-            quadratic += q_quad[i] * k_quad[i];
-            linear += q_lin[i] * k_lin[i];
+            quadratic += q_quad[i] * load(k_quad[i]);
+            linear += q_lin[i] * load(k_lin[i]);
           }
           const A added = bias == nullptr ? A(0) : load(bias[bias_first + b * bias_by_stream + slots[b] * bias_by_slot + j]);
           const A positive = relu(quadratic * score_scale + added);
@@ -111,22 +115,23 @@ struct Attention {
         const int64_t b = task / value_parts, first = task % value_parts * values_at_once;
         const int64_t width = std::min(values_at_once, e - first);
         const Stream<A> at = of(b);
-        const A* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;
-        const A* __restrict v = at.v + first;
+        const T* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;  // rounded, as what is taken out again
+        const T* __restrict value = values + (b * c + slots[b]) * e + first;
         const A before = summary_share(read[b]);
-        A out[values_at_once] = {};
+        A out[values_at_once] = {}, v[values_at_once];
+        for (int64_t x = 0; x < width; ++x) v[x] = load(value[x]);
         for (int64_t i = 0; i < s; ++i) {
           A* __restrict sum = sums + (b * s + i) * e + first;
-          const A k = k_lin[i], q = at.queries[s + i] * before;
+          const A k = load(k_lin[i]), q = at.maps[s + i] * before;
           for (int64_t x = 0; x < width; ++x) {
             sum[x] += k * v[x];
             out[x] += q * sum[x];
           }
         }
         for (int64_t j = 0; j <= slots[b]; ++j) {
-          const A* __restrict value = values + (b * c + j) * e + first;
+          const T* __restrict value = values + (b * c + j) * e + first;
           const A weight = at.weights[j];
-          for (int64_t x = 0; x < width; ++x) out[x] += weight * value[x];
+          for (int64_t x = 0; x < width; ++x) out[x] += weight * load(value[x]);
         }
         for (int64_t x = 0; x < width; ++x) store(gated[b * e + first + x], at.gate[first + x] * out[x]);
       }
@@ -149,7 +154,10 @@ struct Layer {
 
   void normalize(const T* x, T* out) const {
     A mean = 0, squares = 0;
-    for (int64_t i = 0; i < (centred ? d : 0); ++i) mean += load(x[i]) / d;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < d; ++i) mean += load(x[i]);
+    mean = centred ? mean / d : A(0);
+#pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < d; ++i) squares += (load(x[i]) - mean) * (load(x[i]) - mean);
     const A scale = 1 / std::sqrt(squares / d + eps);
     for (int64_t i = 0; i < d; ++i) {
@@ -210,7 +218,7 @@ void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attentio
 
 // For each type, by names of C.
 #define STEPS(NAME, T, A)                                                                                                      \
-  void step_##NAME(SHARED(A), const T* gamma, const T* beta, const T* bias, A* sums, A* keys, A* values, int64_t* position,    \
+  void step_##NAME(SHARED(A), const T* gamma, const T* beta, const T* bias, A* sums, T* keys, T* values, int64_t* position,    \
                    const T* projected, T* gated, int64_t threads) {                                                            \
     ATTENTION(T, A, gamma, beta, bias, sums, keys, values, position).step(projected, gated, threads);                          \
   }                                                                                                                            \

@@ -181,8 +181,9 @@ def _shared(
         return None
     if not n_streams or any(len(x) != n_streams for x in chain.from_iterable(streams)):
         return None
-    computed = (rotations, *(x for of_layer in streams for x in of_layer[:3]))
-    if any(x is not None and x.dtype != wide for x in computed) or any(x.position.dtype != torch.int64 for x in streams):
+    if rotations is not None and rotations.dtype != wide:
+        return None
+    if any([x.dtype for x in of_layer] != [wide, dtype, dtype, torch.int64] for of_layer in streams):
         return None
     length = options.published_length
     score_scale = d_qk**-0.5 if length is None else 1 / length

@@ -157,12 +157,13 @@ def _fold(state: MixedChunkState) -> MixedChunkState:
 
 
 class MixedChunkStreams(NamedTuple):
-    """What a batch of streams remembers, in float32 or better.
+    """What a batch of streams remembers.
 
     Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens, those of the open chunk included: so every step does the same.
-        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk.
-        values: [B, C, e] of the open chunk; here and in the keys, rows behind its last token are out of date.
+        sums: [B, s, e], the sum of k_lin v^T over all tokens, those of the open chunk included: so every step does the same. In
+            float32 or better.
+        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
+        values: [B, C, e] of the open chunk, as the keys; rows behind its last token are out of date.
         position: int [B], the number of tokens that each stream has read.
     """
 
@@ -172,13 +173,20 @@ class MixedChunkStreams(NamedTuple):
     position: Tensor
 
 
-def mixed_chunk_streams(states: Sequence[MixedChunkState]) -> MixedChunkStreams:
-    """Join streams; each state is that of one or more streams at one position and stays as it is."""
+def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | None = None) -> MixedChunkStreams:
+    """Join streams.
+
+    Args:
+        states: of one or more streams at one position each; they stay as they are.
+        dtype: that of the keys and values, best the one in which they were computed; None for that of the states. A step reads
+            all of them, which takes less time in a narrow dtype.
+    """
     summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
     with without_autocast(v):
         sums = torch.baddbmm(summary, k_lin.mT, v)
-    return MixedChunkStreams(sums, torch.stack([k_quad, k_lin], 1), v, torch.tensor(positions, device=v.device))
+    keys = torch.stack([k_quad, k_lin], 1)
+    return MixedChunkStreams(sums, keys.to(dtype or v.dtype), v.to(dtype or v.dtype), torch.tensor(positions, device=v.device))
 
 
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
@@ -283,13 +291,13 @@ def step(
     dtype, result_dtype = sums.dtype, output_dtype(v, matmul_dtype(maps, v))
     with without_autocast(v):
         chunk = chunk or open_chunk(position, options, dtype)
-        queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(dtype), v.to(dtype)
+        queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(keys.dtype), v.to(keys.dtype)
         place = chunk.slot[:, None, None]
         keys.scatter_(2, place[:, None].expand_as(new), new)
         values.scatter_(1, place.expand_as(v), v)
-        sums.addcmul_(new[:, 1].mT, v)
+        sums.addcmul_(new[:, 1].mT.to(dtype), v.to(dtype))
         # Not len(v), which would make the batch size of an exported step a constant.
-        products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+        products = torch.bmm(queries.flatten(0, 1).to(keys.dtype), keys.flatten(0, 1).mT).to(dtype)
         quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
         weights = attention_weights(
             quadratic,
@@ -302,6 +310,6 @@ def step(
         )
         # The linear part reads complete chunks: take the open one out of the sums, by way of the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
-        out = torch.bmm(queries[:, 1] * chunk.summary_share, sums).baddbmm_(weights, values)
+        out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
         position += 1
         return out.to(result_dtype)
