@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.host import cache_folder
+from lineartime.host import cache_folder, processor_features
 
 SWITCH = "LINEARTIME_NATIVE"
 """The environment variable that turns native functions off."""
@@ -35,6 +35,8 @@ _UNITS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 """Options by what PyTorch says that the processor can do. Not -march=native: a folder may be shared by several machines."""
+_BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
+"""The option for units that PyTorch does not tell of, by what Linux calls them."""
 
 
 def cpp_compiler() -> str | None:
@@ -95,7 +97,7 @@ def native_functions(source: Path) -> NativeFunctions | None:
     compiler, openmp = cpp_compiler(), openmp_library()
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
-    options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    options = (*_OPTIONS, "-include", str(_HEADER), *_unit_options())
     parts = (
         source.read_bytes(),
         *(header.read_bytes() for header in _HEADERS),
@@ -118,6 +120,13 @@ def native_functions(source: Path) -> NativeFunctions | None:
             stacklevel=2,
         )
         return None
+
+
+def _unit_options() -> tuple[str, ...]:
+    """What the compiler may use of this processor."""
+    capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
+    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
+    return (*_UNITS.get(capability, ()), *bf16)
 
 
 def _opened(library: Path) -> ctypes.CDLL | None:

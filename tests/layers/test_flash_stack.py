@@ -119,6 +119,19 @@ def test_it_leaves_the_state_that_the_layers_leave_one_by_one(token_shift: bool,
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_many_streams_are_read_as_few(dtype: torch.dtype) -> None:
+    layers, x = flash(dtype=dtype), torch.randn(MOST_ROWS, 9, D_MODEL).to(dtype)
+    streams = [layer.join_streams([layer.init_state(MOST_ROWS)]) for layer in layers]
+    stack = stack_of(layers, MOST_ROWS)
+    assert stack is not None
+    tokens = (x[:, place, None].contiguous() for place in range(x.shape[1]))
+    outputs = [stack.step(token, streams, stack.step_layout(streams[0].position)) for token in tokens]
+    expected = whole(layers.double(), x.double())
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=tolerance, rtol=tolerance)
+
+
 def test_a_stack_is_kept_as_long_as_nothing_changes() -> None:
     layers = flash()
     stack = stack_of(layers)

@@ -39,7 +39,10 @@ def make(dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int) -> tuple[Ten
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("rows", "k", "n"), [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MOST_ROWS,), 95, 131)],
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_it_is_the_linear_map(
     dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int, with_bias: bool, native: list[str]

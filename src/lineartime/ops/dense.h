@@ -1,19 +1,29 @@
-// The product of a few rows with a matrix: as fast as the matrix can be read.
+// The product of a few rows with a matrix.
+//
+// One row, or two, take as long as reading the matrix. Of more, a vector holds a value of each row, so that their sums grow
+// together.
 
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 #include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
+constexpr int64_t few_rows = 2;
+
 // x [rows, k] times weight [n, k], transposed, plus bias [n], if there is one: out [rows, n].
 template <class T, class A = typename Type<T>::A>
-void dense(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
+void dense_of_few(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   std::vector<A> memory(rows * k);
   for (int64_t i = 0; i < rows * k; ++i) memory[i] = load(x[i]);
-  const int used = int(std::min(threads, 1 + n * k / 16384));  // starting threads takes as long as reading some memory
-#pragma omp parallel for schedule(static) num_threads(used)
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t column = 0; column < n; ++column) {
     const T* __restrict w = weight + column * k;
     for (int64_t row = 0; row < rows; ++row) {
@@ -23,6 +33,110 @@ void dense(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int
       for (int64_t i = 0; i < k; ++i) sum += values[i] * load(w[i]);
       store(out[row * n + column], bias == nullptr ? sum : sum + load(bias[column]));
     }
+  }
+}
+
+#ifdef __AVX512F__
+constexpr int64_t vector_bytes = 64;
+#else
+constexpr int64_t vector_bytes = 32;
+#endif
+
+// How vectors of a value for each row are multiplied with a weight.
+template <class T>
+struct Lanes {
+  using A = typename Type<T>::A;
+  typedef A Vector __attribute__((vector_size(vector_bytes)));
+  static constexpr int64_t together = 1;  // values of a row in a lane
+  static A pack(const T* x) { return load(*x); }
+  static A pack_last(const T* x) { return load(*x); }
+  static void add(Vector& sum, const Vector& x, A weight) { sum += x * weight; }
+};
+
+#ifdef __AVX512BF16__
+// The processor multiplies pairs, and adds both products to a sum in fp32.
+template <>
+struct Lanes<bf16> {
+  using A = float;
+  typedef A Vector __attribute__((vector_size(vector_bytes)));
+  static constexpr int64_t together = 2;
+  static A pack(const bf16* x) {
+    A both;
+    std::memcpy(&both, x, sizeof(both));
+    return both;
+  }
+  static A pack_last(const bf16* x) { return bits<A>(uint32_t(x->bits)); }  // with a zero
+  static void add(Vector& sum, const Vector& x, A weight) {
+    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_ps(weight));
+  }
+};
+#endif
+
+// `columns` columns of the result, for rows that stand packed in `vectors` vectors for each value; rows of `out` are by_row apart.
+template <class T, int64_t vectors, int64_t columns, class A = typename Type<T>::A>
+void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t by_row) {
+  using Vector = typename Lanes<T>::Vector;
+  constexpr int64_t together = Lanes<T>::together, lanes = vectors * vector_bytes / int64_t(sizeof(A));
+  Vector sums[columns][vectors] = {};
+  const auto add = [&](int64_t i, auto pack) {
+    Vector x[vectors];
+    std::memcpy(x, packed + i / together * lanes, sizeof(x));
+#pragma GCC unroll 8
+    for (int64_t column = 0; column < columns; ++column) {
+      const A w = pack(weight + column * k + i);
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < vectors; ++v) Lanes<T>::add(sums[column][v], x[v], w);
+    }
+  };
+  const int64_t whole = k / together * together;
+  for (int64_t i = 0; i < whole; i += together) add(i, [](const T* w) { return Lanes<T>::pack(w); });
+  if (whole < k) add(whole, [](const T* w) { return Lanes<T>::pack_last(w); });
+  A by_column[columns][lanes], added[columns];
+  std::memcpy(by_column, sums, sizeof(sums));
+  for (int64_t column = 0; column < columns; ++column) added[column] = bias == nullptr ? A(0) : load(bias[column]);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < columns; ++i) store(out[row * by_row + i], by_column[i][row] + added[i]);
+  }
+}
+
+// The same as `dense_of_few`, for as many rows as `vectors` vectors hold.
+template <int64_t vectors, class T, class A = typename Type<T>::A>
+void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
+  constexpr int64_t lanes = vectors * vector_bytes / int64_t(sizeof(A)), together = Lanes<T>::together;
+  constexpr int64_t columns = vector_bytes / 8;       // as many as there are registers for their sums
+  constexpr int64_t strip = 64 / int64_t(sizeof(T));  // columns of a cache line: rows may lie where each displaces the one before
+  std::vector<A> packed((k + together - 1) / together * lanes);
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* from = x + row * k;
+    A* to = packed.data() + row;
+    for (int64_t i = 0; i < k / together; ++i) to[i * lanes] = Lanes<T>::pack(from + i * together);
+    if (k % together != 0) to[k / together * lanes] = Lanes<T>::pack_last(from + k - 1);
+  }
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t first = 0; first < n; first += strip) {
+    const int64_t count = std::min(strip, n - first);
+    T results[lanes * strip];
+    const auto compute = [&](auto width, int64_t column) {
+      const T* its_weight = weight + (first + column) * k;
+      const T* its_bias = bias == nullptr ? nullptr : bias + first + column;
+      dense_columns<T, vectors, width.value>(packed.data(), its_weight, its_bias, results + column, rows, k, strip);
+    };
+    int64_t column = 0;
+    for (; column + columns <= count; column += columns) compute(std::integral_constant<int64_t, columns>(), column);
+    for (; column < count; ++column) compute(std::integral_constant<int64_t, 1>(), column);
+    for (int64_t row = 0; row < rows; ++row) std::copy_n(results + row * strip, count, out + row * n + first);
+  }
+}
+
+template <class T, class A = typename Type<T>::A>
+void dense(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
+  constexpr int64_t lanes = vector_bytes / int64_t(sizeof(A));
+  const int64_t used = std::min(threads, 1 + n * k / 16384);  // starting threads takes as long as reading some memory
+  if (rows <= few_rows) return dense_of_few(x, weight, bias, out, rows, k, n, used);
+  for (int64_t row = 0; row < rows;) {
+    const int64_t count = std::min(2 * lanes, rows - row);
+    (count > lanes ? dense_of_many<2, T> : dense_of_many<1, T>)(x + row * k, weight, bias, out + row * n, count, k, n, used);
+    row += count;
   }
 }
 
