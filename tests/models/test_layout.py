@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.layers import residual
+from lineartime.layers import mixer
 from lineartime.models import CausalLM, LayerConfig
 
 
@@ -15,13 +15,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the functions that made layouts, in order."""
     names: list[str] = []
     for name in ("make_layout", "stream_layout", "step_layout"):
-        original = getattr(residual, name)
+        original = getattr(mixer, name)
 
         def count(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
             names.append(_name)
             return _original(*args, **kwargs)
 
-        monkeypatch.setattr(residual, name, count)
+        monkeypatch.setattr(mixer, name, count)
     return names
 
 
