@@ -183,10 +183,11 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | 
     """
     summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
+    keys, values = (x.to(dtype or v.dtype) for x in (torch.stack([k_quad, k_lin], 1), v))
     with without_autocast(v):
-        sums = torch.baddbmm(summary, k_lin.mT, v)
-    keys = torch.stack([k_quad, k_lin], 1)
-    return MixedChunkStreams(sums, keys.to(dtype or v.dtype), v.to(dtype or v.dtype), torch.tensor(positions, device=v.device))
+        # Rounded, as what a step takes out of the sums again.
+        sums = torch.baddbmm(summary, keys[:, 1].mT.to(summary.dtype), values.to(summary.dtype))
+    return MixedChunkStreams(sums, keys, values, torch.tensor(positions, device=v.device))
 
 
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
