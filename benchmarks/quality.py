@@ -42,12 +42,15 @@ def copy(folder: Path) -> None:
 
 
 def quality_table(report: dict[str, Any]) -> str:
-    """Each system's test bits per byte, both seeds, its tokens a second and its speed-up, in every setting that has results."""
+    """Each system's test bits per byte, of all seeds, and its speed-up, in every setting; the paper's beside."""
     settings = [setting for setting in report["settings"] if any(map(measured, setting["rows"]))]
     header = ["model"]
     for setting in settings:
-        name = setting["name"][0].upper() + setting["name"][1:]
-        header += [f"{name}: test bits per byte", "tokens/s", "speed-up", "the paper's perplexity", "and speed-up"]
+        header += [
+            f"{setting['name'][0].upper()}{setting['name'][1:]}: test bits per byte",
+            "speed-up",
+            "the paper: perplexity (speed-up)",
+        ]
     lines = []
     for index, row in enumerate(settings[0]["rows"]):
         rows = [setting["rows"][index] for setting in settings]
@@ -55,11 +58,11 @@ def quality_table(report: dict[str, Any]) -> str:
             continue
         cells = [f"`{row['name']}`"]
         for each in rows:
-            speed, paper = each["tokens_per_second"], each["paper"]
+            paper = each["paper"]
             cells.append(" / ".join(f"{value:.3f}" for value in measured(each)) or "-")
-            cells.append(f"{speed:,.0f}" if speed else "-")
             cells.append(" / ".join("-" if value is None else f"{value:.2f}" for value in each["speedups"]) or "-")
-            cells += [format(paper[key], form) if paper.get(key) else "-" for key, form in (("pplx", ".2f"), ("speedup", "g"))]
+            speedup = f" ({paper['speedup']:g})" if paper.get("speedup") else ""
+            cells.append(f"{paper['pplx']:.2f}{speedup}" if paper.get("pplx") else "-")
         lines.append(cells)
     kept = [place for place in range(len(header)) if any(line[place] != "-" for line in lines)]
     return markdown([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
