@@ -1,23 +1,26 @@
-"""The figures of docs/speed.md: `python benchmarks/speed.py` (20 minutes on 2 cores that have bf16, an hour on others), or some
+"""The figures of docs/speed.md: `python benchmarks/speed.py` (30 minutes on 2 cores that have bf16, an hour on others), or some
 parts by name.
 
 Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
-goals are in benchmarks/results/speed.md. Other parts keep their earlier results. generation.py measures
-generation, length.py other lengths.
+goals are in benchmarks/results/speed.md, and from what length on FLASH is ahead of Transformer++ in crossover.md. Other parts
+keep their earlier results. generation.py measures generation, length.py other lengths.
 """
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 from typing import Any
 
+import torch
 from measure import RESULTS, markdown
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
+from lineartime.machine import choose_precision
 
 SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", "chunk_size=256")
 """12 blocks of FLASH, and 6 of a Transformer, which cost as much; both have d = 256."""
@@ -44,6 +47,14 @@ PARTS = {
     ),
     "memory": part(
         "memory", measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True
+    ),
+    "crossover": part(
+        "crossover",
+        measure=("train",),
+        context_lengths=(128, 256, 512, 1024, 4096),
+        modes=("eager", "compiled"),
+        dtypes=tuple(dict.fromkeys(("fp32", choose_precision("auto", torch.device("cpu"))))),
+        rounds=3,
     ),
 }
 
@@ -104,6 +115,26 @@ def figures() -> list[list[str]]:
     return rows
 
 
+def crossover() -> str:
+    """Microseconds for a token in training by length and precision, each model eager or compiled, whichever is faster."""
+    path = RESULTS / "speed-crossover" / "results.json"
+    if not path.is_file():
+        return "not measured\n"
+    measured = [entry for entry in json.loads(path.read_text())["entries"] if entry["tokens_per_second"]]
+    dtypes, lengths, models = (list(dict.fromkeys(entry[key] for entry in measured)) for key in ("dtype", "length", "subject"))
+    rows = []
+    for dtype in dtypes:
+        times: list[list[float]] = []
+        for model in models:
+            times.append([])
+            for length in lengths:
+                alike = [e for e in measured if (e["dtype"], e["length"], e["subject"]) == (dtype, length, model)]
+                times[-1].append(min((1e6 / entry["tokens_per_second"] for entry in alike), default=math.nan))
+            rows.append([f"{dtype}: {model}", *[f"{value:.1f}" for value in times[-1]]])
+        rows.append([f"{dtype}: the second over the first", *[f"{b / a:.2f}" for a, b in zip(*times, strict=True)]])
+    return markdown(["µs for a token, trained in contexts of", *[f"{length:,}" for length in lengths]], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; everything by default")
@@ -115,7 +146,8 @@ def main() -> None:
         run_benchmark(PARTS[name])
     table = markdown(["figure", "goal", "measured"], figures())
     (RESULTS / "speed.md").write_text(table)
-    print(table)
+    (RESULTS / "crossover.md").write_text(crossover())
+    print(table, crossover(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
         ("training", "recipe"),
         ("training", "tiny_systems"),
         ("speed", "generation"),
+        ("speed", "crossover"),
         ("data", "data"),
         ("context-parallel", "context"),
     ],
