@@ -38,6 +38,12 @@ def test_it_takes_the_options_of_the_command_line(
     assert capsys.readouterr().err.startswith("error: name is 'lmm', which is no experiment (did you mean lm")
 
 
+def test_a_reader_of_the_list_that_has_seen_enough_is_no_error() -> None:
+    script = f"{sys.executable} -m lineartime.experiments --list --scale trial | true"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_run_needs_neither_tyro_nor_datasets_nor_tensorboard(options: Options, tmp_path: Path) -> None:
     plan = make_plan(options())
     job = plan.final_job(plan.entries[0], "adamw", 0, 1e-3, 2)

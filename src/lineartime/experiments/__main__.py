@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.screen import SCREEN
+from lineartime.screen import SCREEN, discard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lineartime.experiments.command import reproduce
 
         ended = reproduce(ReproduceConfig(**options))
+        sys.stdout.flush()  # so that an output nobody reads fails here
     except LineartimeError as error:
         print(f"error: {error}", file=SCREEN)
         return 1
+    except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
+        discard(sys.stdout)
+        return 0
     except KeyboardInterrupt:
         return 130
     if ended.interrupted:
