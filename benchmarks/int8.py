@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from generation import CPU
-from measure import markdown, save
+from measure import evaluate_in_memory, markdown, save
 from torch import nn
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import state_after
 from lineartime.checkpoint import load, load_tokenizer
-from lineartime.evaluation import evaluate
 from lineartime.generation.streams import continuing
 from lineartime.models.heads import CausalLM, build_model
 from lineartime.models.presets import resolve
@@ -87,7 +86,7 @@ def losses(run: Path) -> list[dict[str, Any]]:
     for form in FORMS:
         model = quantized(load(run), form)
         assert isinstance(model, CausalLM)
-        found = evaluate(model, (), tokenizer=load_tokenizer(run), context_length=POSITION, precision="fp32")
+        found = evaluate_in_memory(model, load_tokenizer(run), POSITION)
         rows.append({"run": run.name, "form": form, "bits_per_byte": found.bits_per_byte})
         print(json.dumps(rows[-1]), flush=True)
     return rows

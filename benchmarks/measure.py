@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 from lineartime.bench.results import describe_machine
+from lineartime.data import Tokenizer, load_corpus, token_stream
+from lineartime.evaluation import Evaluation, windowed
+from lineartime.host import cache_folder
+from lineartime.models.heads import CausalLM
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,3 +28,10 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table: the first column on the left, all others on the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def evaluate_in_memory(model: CausalLM, tokenizer: Tokenizer, context_length: int) -> Evaluation:
+    """The loss, in fp32, on the test split of the text that models are trained on by default."""
+    stream = token_stream(load_corpus(()), "test", tokenizer, cache_folder())
+    sizes = {"context_length": context_length, "stride": context_length, "batch_size": 8}
+    return windowed(model, stream, tokenizer, **sizes, bf16=False)

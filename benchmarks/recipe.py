@@ -1,25 +1,32 @@
 """What each part of the recipe `quick` adds: `python benchmarks/recipe.py` (several hours on 2 cores; resumes).
 
 Every variant is the recipe with one thing changed, or the paper's model and optimiser with one thing added. All see as many
-tokens as the recipe, but AdamW a quarter more: its steps are cheaper by that. A second table is the rate by width.
-Finished runs are not repeated; `--only NAME ...` runs some of them, and `--report` none.
+tokens as the recipe, but AdamW a quarter more: its steps are cheaper by that. The mean of weights is that of the checkpoints of
+the last fifth of a run. A second table is the rate by width. Finished runs are not repeated; `--only NAME ...` runs some of
+them, and `--report` none.
 """
 
 import argparse
 import json
 import math
 import re
+import shutil
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from measure import markdown, save
+import torch
+from measure import evaluate_in_memory, markdown, save
 
-from lineartime.checkpoint import list_checkpoints
-from lineartime.evaluation import evaluate
+from lineartime.checkpoint import list_checkpoints, load, load_tokenizer
+from lineartime.evaluation import Evaluation, evaluate
+from lineartime.models.heads import CausalLM
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
+from lineartime.training.optimizers import learning_rate, warmup_steps
 from lineartime.training.recipes import recipe_config
 
 SEEDS = (0, 1)
@@ -42,30 +49,80 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "AdamW's part at the same rate": {"adamw_ratio": 1.0},
     "warm-up of 2%": {"warmup_steps": QUICK.steps // 50},
     "warm-up of 30%": {"warmup_steps": QUICK.steps * 3 // 10},
+    "half the batch, twice the steps": {"batch_size": 2, "steps": QUICK.steps * 2},
     "twice the batch, half the steps": {"batch_size": 8, "steps": QUICK.steps // 2},
+    "cosine schedule": {"schedule": "cosine"},
+    "constant rate": {},
+    "constant rate, to zero over the last fifth": {},
     "context of 1,024": {"context_length": 1024, "batch_size": 2},
 }
+
+
+def constant(step: int, config: TrainConfig) -> float:
+    """The rate after the warm-up stays."""
+    return learning_rate(step, config) if step < warmup_steps(config) else config.learning_rate
+
+
+def to_zero_at_last(step: int, config: TrainConfig) -> float:
+    """The rate after the warm-up stays, and falls to zero over the last fifth."""
+    return constant(step, config) * min(1.0, 5 * (1 - step / config.steps))
+
+
+SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
+    "constant rate": constant,
+    "constant rate, to zero over the last fifth": to_zero_at_last,
+}
+"""Of the variants whose schedule is no option of training."""
+MEANS = {name: f"{name}, mean of weights" for name in ("the recipe", "constant rate")}
+"""The variants whose checkpoints of the last fifth are also measured as one model, with the mean of their weights."""
+MEAN_OF = 6
 WIDTHS, RATES, WIDTH_STEPS = (128, 256, 384), (2.5e-3, 5e-3, 1e-2), 200
 
 
-def measure(name: str, config: TrainConfig, out: Path) -> dict[str, Any]:
-    """Train and measure on the test split; a finished run is read."""
+def measure(name: str, config: TrainConfig, out: Path) -> list[dict[str, Any]]:
+    """Train and measure on the test split, and the mean of weights if that is asked for; a finished run is read."""
     file = out / "measured.json"
     if not file.exists():
-        train(replace(config, out=out, resume=bool(list_checkpoints(out)), eval_every=config.steps, compile="off", track=()))
-        evaluation = evaluate(out)
-        losses = {position.first: position.loss for position in evaluation.by_position}
-        found = {
-            "variant": name,
-            "seed": config.seed,
-            "bits_per_byte": evaluation.bits_per_byte,
-            "fall": (losses[8] - losses[256]) / math.log(2),
-            "options": {key: value for key, value in asdict(config).items() if value != getattr(TrainConfig, key, None)},
+        every = config.steps if name not in MEANS else config.steps // (5 * MEAN_OF)
+        windows = config.eval_windows if name not in MEANS else 4
+        ways: dict[str, Any] = {
+            "eval_every": every,
+            "keep_every": every,
+            "eval_windows": windows,
+            "compile": "off",
+            "track": (),
         }
+        with mock.patch("lineartime.training.loop.learning_rate", SCHEDULES.get(name, learning_rate)):
+            train(replace(config, out=out, resume=bool(list_checkpoints(out)), **ways))
+        options = {key: value for key, value in asdict(config).items() if value != getattr(TrainConfig, key, None)}
+        measured = losses(evaluate(out, checkpoint="last", precision="fp32"))
+        found = [{"variant": name, "seed": config.seed, **measured, "options": options}]
+        if name in MEANS:
+            found.append({**found[0], "variant": MEANS[name], **losses(evaluate_mean(out, config))})
+            for checkpoint in list_checkpoints(out)[:-1]:
+                shutil.rmtree(checkpoint)
         file.write_text(json.dumps(found, default=str))
-    found = json.loads(file.read_text())
-    print(f"{name}, seed {config.seed}: {found['bits_per_byte']:.3f}", flush=True)
-    return dict(found)
+    rows: list[dict[str, Any]] = json.loads(file.read_text())
+    for row in rows:
+        print(f"{row['variant']}, seed {config.seed}: {row['bits_per_byte']:.3f}", flush=True)
+    return rows
+
+
+def losses(evaluation: Evaluation) -> dict[str, Any]:
+    """Bits per byte, and by how many bits a token the loss falls from the first tokens of a context to later ones."""
+    by_position = {position.first: position.loss for position in evaluation.by_position}
+    return {"bits_per_byte": evaluation.bits_per_byte, "fall": (by_position[8] - by_position[256]) / math.log(2)}
+
+
+def evaluate_mean(out: Path, config: TrainConfig) -> Evaluation:
+    """The test loss of a model with the mean of the weights of the last checkpoints."""
+    kept = list_checkpoints(out)[-MEAN_OF:]
+    models = [load(checkpoint) for checkpoint in kept]
+    with torch.no_grad():
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            parameters[0].copy_(torch.stack(parameters).mean(0))
+    assert isinstance(models[0], CausalLM)
+    return evaluate_in_memory(models[0], load_tokenizer(out), config.context_length)
 
 
 def main() -> None:
@@ -87,13 +144,14 @@ def main() -> None:
         out = options.out / re.sub(r"\W+", "-", f"{name} seed {config.seed}")
         wanted = not options.report and (not options.only or name in options.only)
         if wanted or (out / "measured.json").exists():
-            rows.append(measure(name, replace(config, threads=options.threads), out))
+            rows += measure(name, replace(config, threads=options.threads), out)
     save("recipe", rows, "\n".join(filter(None, (pieces_table(rows), width_table(rows)))))
 
 
 def pieces_table(rows: list[dict[str, Any]]) -> str:
     """Each variant with both seeds, and what it differs from the recipe by."""
-    found = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
+    names = [shown for name in VARIANTS for shown in (name, MEANS.get(name)) if shown]
+    found = {name: [row for row in rows if row["variant"] == name] for name in names}
     best = statistics.fmean(row["bits_per_byte"] for row in found["the recipe"])
     lines = []
     for name, seeds in found.items():
