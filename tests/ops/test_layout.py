@@ -27,6 +27,14 @@ def chunks_of(ends: list[int], chunk_size: int) -> Chunks:
     return make_layout((1, ends[-1]), None, torch.tensor(ends), device=CPU, plan=plan).require_chunks()
 
 
+@pytest.mark.parametrize(("length", "expected"), [(0, 16), (5, 16), (17, 32), (100, 64), (64, 64), (33, 64)])
+def test_chunks_of_short_rows_have_no_more_slots_than_these_need_up_to_a_power_of_two(length: int, expected: int) -> None:
+    plan = LayoutPlan(chunk_size=64)
+    layout = make_layout((2, length), device=CPU, plan=plan)
+    assert layout.require_chunks().chunk_size == expected
+    assert layout.plan == plan, "a mixer must know the layout as its own"
+
+
 def test_positions_count_real_tokens_of_each_document() -> None:
     assert positions(4, None, None).tolist() == [0, 1, 2, 3]
     mask = torch.tensor([[False, True, False, True]])

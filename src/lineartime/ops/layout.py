@@ -162,7 +162,7 @@ class LayoutPlan(NamedTuple):
 
 NO_PLAN = LayoutPlan()
 SMALLEST_CHUNK = 16
-"""The least slots that the chunks of short documents have, which are a power of two: few sizes mean few kernels."""
+"""The least slots that the chunks of short documents or rows have, which are a power of two: few sizes mean few kernels."""
 
 
 def make_layout(
@@ -217,7 +217,7 @@ def make_layout(
     prefix = None
     if prefix_lengths is not None:
         prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
-    if cu_seqlens is None or lengths is None:
+    if lengths is None or context is not None or torch.compiler.is_compiling():  # compiled code may read any length
         return _arranged(layout, prefix, batch, lengths, plan)
     groups = similar_documents(lengths)
     if len(groups) < 2:
