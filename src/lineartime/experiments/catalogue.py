@@ -94,6 +94,7 @@ _TRANSFORMER = Arm("transformer", "transformer", paper_row="Transformer")
 _TRANSFORMER_1 = Arm("transformer+", "transformer+", paper_row="Transformer+")
 _TRANSFORMER_2 = Arm("transformer++", "transformer++", paper_row="Transformer++")
 _PERFORMER = Arm("performer", "performer", paper_row="Performer")
+_PERFORMER_CHUNKED = Arm("performer-chunked", "performer-chunked", scales=_NOT_PAPER)
 _COMBINER = Arm("combiner", "combiner", paper_row="Combiner")
 _MC_TFM = Arm("mc-tfm++", "mc-tfm++")
 
@@ -144,7 +145,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (
             *_seeds(2, _FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2),
             *_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1),
-            *(_PERFORMER, _COMBINER, _MC_TFM),
+            *(_PERFORMER, _PERFORMER_CHUNKED, _COMBINER, _MC_TFM),
         ),
         _settings(
             (Setting("wikipedia", 512), Setting("wikipedia", 2048), Setting("books", 4096)),
