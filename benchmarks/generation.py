@@ -1,4 +1,4 @@
-"""How fast models generate, one token after another: `python benchmarks/generation.py` (about 6 minutes on 2 cores).
+"""How fast models generate, one token after another: `python benchmarks/generation.py` (about 12 minutes on 2 cores).
 
 Times are of `prepare(...).step` for a token of each of B streams, eager and compiled, after `position` tokens, all subjects
 taking turns. The first call of a compiled step is timed in a process of its own, twice: the second finds code on the disk.
