@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
 from lineartime.ops.mixed_chunk.tile_work import PlainWork, TileWork
-from lineartime.ops.mixed_chunk.tiles import Tile, chunks_at_once
+from lineartime.ops.mixed_chunk.tiles import Shared, Tile, chunks_at_once
 from lineartime.ops.positions import no_rotation_table
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
@@ -41,31 +41,32 @@ class NativeWork(TileWork):
         # The same memory for every tile: the system would have to clear fresh memory each time.
         self._active = projected.new_empty(most * chunk_size * 2 * self.d_value)
         self._maps = projected.new_empty(4 * most * chunk_size * self.d_qk)
-        self._weight_scale = self.weight_scale.expand(*self.weight_scale.shape[:3], chunk_size)
-        self._turns = self.rotations
-        if self._turns is None:
-            self._turns = no_rotation_table(self.d_qk, self.acc_dtype)[:, None, None]
+        self._activated: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._weight_scale = Shared(self.weight_scale.expand(*self.weight_scale.shape[:3], chunk_size))
+        rotations = self.rotations
+        if rotations is None:
+            rotations = no_rotation_table(self.d_qk, self.acc_dtype)[:, None, None]
+        self._cosines, self._sines = map(Shared, rotations)
 
     @override
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        before = tile.of(self.projected)
-        n, c = before.shape[:2]
-        e, s = self.d_value, self.d_qk
-        active = self._active[: 2 * n * c * e].view(2, n, c, e)
-        maps = self._maps[: 4 * n * c * s].view(4, n, c, s)
-        turns, scale = self._turns_and_scale(tile, n)
+        c, e, s, n = self._chunks.shape[1], self.d_value, self.d_qk, tile.n
+        if n not in self._activated:
+            active = self._active[: 2 * n * c * e].view(2, n, c, e)
+            self._activated[n] = active, *active, self._maps[: 4 * n * c * s].view(4, n, c, s)
+        active, gate, v, maps = self._activated[n]
         self._functions.call(
             "activate", self.compute,
-            before, self.projection_bias, self.gamma, self.beta, *turns, scale, active, maps, n, c, e, s,
+            tile.of(self._chunks), self.projection_bias, self.gamma, self.beta, *self._turns_and_scale(tile), active, maps, n, c, e, s,
         )  # fmt: skip
-        return active[0], active[1], maps
+        return gate, v, maps
 
     @override
     def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
         width = total.numel()
         self._functions.call(
             "run_sums", self.compute,
-            total, sums, out, begins, len(tile.places), sums.numel() // width, out.numel() // width, int(backwards), width,
+            total, sums, out, begins, tile.n // tile.n_rows, sums.numel() // width, out.numel() // width, int(backwards), width,
         )  # fmt: skip
 
     @override
@@ -86,27 +87,25 @@ class NativeWork(TileWork):
     @override
     def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
         n, c = d_v.shape[:2]
-        turns, scale = self._turns_and_scale(tile, n)
         self._functions.call(
             "finish", self.compute,
-            tile.of(self.projected), self.projection_bias, d_gated, int(gates_again), attended, d_v, d_maps, self.gamma, *turns,
-            scale, self.score_scale, tile.of(self._d_projected), self._d_projection_bias, self._d_gamma, self._d_beta,
-            n, c, self.d_value, self.d_qk,
+            tile.of(self._chunks), self.projection_bias, d_gated, int(gates_again), attended, d_v, d_maps, self.gamma,
+            *self._turns_and_scale(tile), self.score_scale, tile.of(self._d_chunks), self._d_projection_bias, self._d_gamma,
+            self._d_beta, n, c, self.d_value, self.d_qk,
         )  # fmt: skip
 
     def _bias_and_scales(self, tile: Tile) -> tuple[Tensor | int | float | None, ...]:
         """The bias, the scale of weights with how far it is from one chunk and slot to the next, and that of products."""
-        return self.bias, *_by_chunk_and_slot(tile.of_shared(self._weight_scale)), self.score_scale
+        scale = self._weight_scale.of(tile)
+        return self.bias, scale, *_by_chunk_and_slot(scale), self.score_scale
 
-    def _turns_and_scale(self, tile: Tile, n: int) -> tuple[tuple[Tensor | int, ...], Tensor]:
+    def _turns_and_scale(self, tile: Tile) -> tuple[Tensor | int, ...]:
         """Cosines, sines, and how far they are from one chunk and slot to the next; then the scale of q_lin, [N]."""
-        assert self._turns is not None
-        cosines, *strides = _by_chunk_and_slot(tile.of_shared(self._turns[0]))
-        sines, *_ = _by_chunk_and_slot(tile.of_shared(self._turns[1]))
-        return (cosines, sines, *strides), tile.of_shared(self.state_scale).expand(n, 1, 1).contiguous()
+        cosines = self._cosines.of(tile)
+        return cosines, self._sines.of(tile), *_by_chunk_and_slot(cosines), self.state_scale.of(tile)
 
 
-def _by_chunk_and_slot(x: Tensor) -> tuple[Tensor, int, int]:
-    """[N or 1, C or 1, width], contiguous, and how far it is from one chunk and slot to the next: zero where they share."""
-    x = x.contiguous()
-    return x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
+def _by_chunk_and_slot(x: Tensor) -> tuple[int, int]:
+    """How far [N or 1, C or 1, width] goes from one chunk and slot to the next: not at all where they share."""
+    chunks, slots, width = x.shape
+    return slots * width if chunks > 1 else 0, width if slots > 1 else 0

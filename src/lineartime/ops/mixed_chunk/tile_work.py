@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lineartime.ops.mixed_chunk.tiles import Tile, chunks_at_once
+from lineartime.ops.mixed_chunk.tiles import Shared, Tile, chunks_at_once
 from lineartime.ops.precision import acc_dtype
 
 
@@ -36,6 +36,7 @@ class TileWork(ABC):
         rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, score_scale: float,
     ) -> None:  # fmt: skip
         self.projected, self.score_scale = projected, score_scale
+        self._chunks = projected.flatten(0, 1)
         self.compute = projected.dtype
         self.acc_dtype = acc_dtype(projected)
         self.d_qk = gamma.shape[1]
@@ -47,12 +48,13 @@ class TileWork(ABC):
         self.bias = None if bias is None else bias.to(self.acc_dtype).contiguous()
         self.rotations = None if rotations is None else rotations.to(self.acc_dtype)
         self.weight_scale = weight_scale.to(self.acc_dtype)
-        self.state_scale = state_scale.to(self.acc_dtype)[..., None, None]
+        self.state_scale = Shared(state_scale.to(self.acc_dtype)[..., None, None].expand(*projected.shape[:2], 1, 1))
 
     def start_backward(self) -> None:
         """Begin the sums that `gradients` returns."""
         chunk_size = self.projected.shape[2]
         self._d_projected = torch.empty_like(self.projected)
+        self._d_chunks = self._d_projected.flatten(0, 1)
         self._d_projection_bias = torch.zeros_like(self.projection_bias)
         self._d_gamma, self._d_beta = torch.zeros_like(self.gamma), torch.zeros_like(self.beta)
         rows = 0 if self.bias is None else chunk_size
@@ -106,7 +108,8 @@ class PlainWork(TileWork):
         super().__init__(projected, projection_bias, *constants)
         self._lacks_bias = projection_bias is not None
         self._activated = projected.new_empty(chunks_at_once(projected.shape[2]), *projected.shape[2:])
-        self._turns = None if self.rotations is None else torch.complex(*self.rotations.unbind(0))
+        self._turns = None if self.rotations is None else Shared(torch.complex(*self.rotations.unbind(0)))
+        self._weight_scale = Shared(self.weight_scale)
         self._gamma, self._beta = (self._in_pairs(x)[:, None, None] for x in (self.gamma, self.beta))
 
     @override
@@ -118,12 +121,12 @@ class PlainWork(TileWork):
         gate, v, z = activated.split([self.d_value, self.d_value, self.d_qk], -1)
         self._z = self._in_pairs(z).to(self.acc_dtype)
         maps = self._rotate(torch.addcmul(self._beta, self._z, self._gamma), self._turns_of(tile))
-        maps[2].mul_(tile.of_shared(self.state_scale))
+        maps[2].mul_(self.state_scale.of(tile))
         return gate, v, maps.to(self.compute)
 
     @override
     def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
-        n = len(tile.places)
+        n = tile.n // tile.n_rows
         sums, out = (x.view(-1, *total.shape) for x in (sums, out))
         missing = n - len(sums) if backwards else 0
         for i in reversed(range(n)) if backwards else range(n):
@@ -137,12 +140,12 @@ class PlainWork(TileWork):
     @override
     def weights(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
         scores = self._scores(q, k)
-        return (scores * scores).mul_(tile.of_shared(self.weight_scale)).to(self.compute)
+        return (scores * scores).mul_(self._weight_scale.of(tile)).to(self.compute)
 
     @override
     def weights_backward(self, q: Tensor, k: Tensor, d_weights: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k)
-        scaled = scores * tile.of_shared(self.weight_scale)
+        scaled = scores * self._weight_scale.of(tile)
         weights = scores.mul_(scaled).to(self.compute)
         d_scores = d_weights.to(self.acc_dtype).mul_(scaled).mul_(2)
         if self.bias is not None:
@@ -153,7 +156,7 @@ class PlainWork(TileWork):
     def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
         d_maps = d_maps.to(self.acc_dtype)
         d_maps[:2].mul_(self.score_scale)
-        d_maps[2].mul_(tile.of_shared(self.state_scale))
+        d_maps[2].mul_(self.state_scale.of(tile))
         turns = self._turns_of(tile)
         # Not conj(): inside an operator, compiled code loses a conjugation that is not carried out.
         self._rotate(d_maps, None if turns is None else turns.conj_physical())
@@ -162,7 +165,7 @@ class PlainWork(TileWork):
         d_z = self._in_halves(d_maps.mul_(self._gamma).sum(0)).to(self.compute)
         gradients = (d_gated * attended, d_v, d_z)
         widths = [part.shape[-1] for part in gradients]
-        d_projected = tile.of(self._d_projected)
+        d_projected = tile.of(self._d_chunks)
         parts = (x.split(widths, -1) for x in (self._before(tile), d_projected))
         for gradient, before, into in zip(gradients, *parts, strict=True):
             torch.ops.aten.silu_backward.grad_input(gradient, before, grad_input=into)
@@ -184,7 +187,7 @@ class PlainWork(TileWork):
 
     def _before(self, tile: Tile) -> Tensor:
         """The projected tokens of a tile, before SiLU."""
-        before = tile.of(self.projected)
+        before = tile.of(self._chunks)
         return before + self.projection_bias.to(self.compute) if self._lacks_bias else before
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -196,7 +199,7 @@ class PlainWork(TileWork):
 
     def _turns_of(self, tile: Tile) -> Tensor | None:
         """The complex numbers [N or 1, C, s / 2] by which a tile's tokens turn."""
-        return None if self._turns is None else tile.of_shared(self._turns)
+        return None if self._turns is None else self._turns.of(tile)
 
     @staticmethod
     def _rotate(maps: Tensor, turns: Tensor | None) -> Tensor:

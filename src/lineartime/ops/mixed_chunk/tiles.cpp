@@ -5,6 +5,7 @@
 // A stride of zero stands for what all chunks, or all slots, share. Work is cut by rows: results depend on the number of threads
 // in the order of the sums d_bias, d_gamma and d_beta alone.
 
+#include <algorithm>
 #include <vector>
 
 namespace {
@@ -22,17 +23,16 @@ struct Rotations {
   int64_t by_chunk, by_slot;
 };
 
-// One token's z gamma + beta, [s], turned by its angles and scaled. Compilers take a loop over pairs apart for each half alone.
-template <class T, class A>
+// One token's z gamma + beta, [s], turned by its angles and scaled.
+template <class A>
 inline void rotate(const A* __restrict z, const A* __restrict gamma, const A* __restrict beta, const A* __restrict cosine,
-                   const A* __restrict sine, A by, T* __restrict to, int64_t half) {
+                   const A* __restrict sine, A by, A* __restrict to, int64_t half) {
+#pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
-    const A x = z[i] * gamma[i] + beta[i], y = z[i + half] * gamma[i + half] + beta[i + half];
-    store(to[i], by * (x * cosine[i] - y * sine[i]));
-  }
-  for (int64_t i = 0; i < half; ++i) {
-    const A x = z[i] * gamma[i] + beta[i], y = z[i + half] * gamma[i + half] + beta[i + half];
-    store(to[i + half], by * (x * sine[i] + y * cosine[i]));
+    const int64_t j = i + half;
+    const A x = by * (z[i] * gamma[i] + beta[i]), y = by * (z[j] * gamma[j] + beta[j]);
+    to[i] = x * cosine[i] - y * sine[i];
+    to[j] = x * sine[i] + y * cosine[i];
   }
 }
 
@@ -44,19 +44,20 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
   const int64_t rows = n * c, half = s / 2;
 #pragma omp parallel num_threads(int(threads))
   {
-    std::vector<A> memory(s);
+    std::vector<A> memory(s + std::max(e, s));
     A* __restrict z = memory.data();
+    A* __restrict result = z + s;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
       const T* __restrict from = before + row * (2 * e + s);
       for (int64_t part = 0; part < 2; ++part) {
         const T* __restrict source = from + part * e;
         const A* __restrict b = bias + part * e;
-        T* __restrict to = active + (part * rows + row) * e;
         for (int64_t i = 0; i < e; ++i) {
           const A x = load(source[i]) + b[i];
-          store(to[i], x * sigmoid<T>(x));
+          result[i] = x * sigmoid<T>(x);
         }
+        store_row(active + (part * rows + row) * e, result, e);
       }
       for (int64_t i = 0; i < s; ++i) {
         const A x = load(from[2 * e + i]) + bias[2 * e + i];
@@ -67,7 +68,8 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
       const A* __restrict sine = rotations.sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
         const A by = map == 2 ? scale[row / c] : A(1);
-        rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, maps + (map * rows + row) * s, half);
+        rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, result, half);
+        store_row(maps + (map * rows + row) * s, result, s);
       }
     }
   }
@@ -90,8 +92,7 @@ void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, in
         for (int64_t i = 0; i < size; ++i) t[i] = 0;
       }
       if (chunk < n_out) {
-        T* __restrict to = out + chunk * m + begin;
-        for (int64_t i = 0; i < size; ++i) store(to[i], t[i]);
+        store_row(out + chunk * m + begin, t, size);
       }
       if (chunk >= missing && chunk - missing < n_sums) {
         const T* __restrict sum = sums + (chunk - missing) * m + begin;

@@ -5,7 +5,6 @@ the batch, n chunks, N = b n.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,38 +13,54 @@ TILE_TOKENS = 1024
 """Tokens of a tile: few enough for the cache, and enough that the calls cost little beside the work."""
 
 
-class Tile(NamedTuple):
-    """Some chunks of one row, or the only chunk of several rows."""
+class Tile:
+    """Some chunks of one row, or the only chunk of several rows: either way, they follow each other in the batch.
 
-    rows: slice
-    chunks: slice
-    first: bool
-    last: bool
+    Attributes:
+        rows, chunks: of the batch, and of each row.
+        n_rows, n: their number b, and that of chunks in all, N.
+        first, last: whether the chunks are the first, and the last, of their row.
+    """
 
-    @property
-    def places(self) -> range:
-        """The chunks of a row in this tile."""
-        return range(self.chunks.start, self.chunks.stop)
+    def __init__(self, rows: slice, chunks: slice, n_chunks: int) -> None:
+        self.rows, self.chunks = rows, chunks
+        self.n_rows = rows.stop - rows.start
+        self.n = self.n_rows * (chunks.stop - chunks.start)
+        self.first, self.last = chunks.start == 0, chunks.stop == n_chunks
+        start = rows.start * n_chunks + chunks.start
+        self._in_batch = slice(start, start + self.n)
 
     def readers(self, causal: bool) -> slice:
         """Which of the N chunks read sums: causal, the first of a row has nothing to read."""
-        return slice(self.rows.stop - self.rows.start if causal and self.first else 0, None)
+        return slice(self.n_rows if causal and self.first else 0, self.n)
 
     def sources(self, causal: bool) -> slice:
         """Which of the N chunks are in sums that are read: causal, the last of a row is in none."""
-        return slice(0, self.rows.start - self.rows.stop if causal and self.last else None)
+        return slice(0, self.n - self.n_rows if causal and self.last else self.n)
 
     def of(self, x: Tensor) -> Tensor:
-        """[B, G, ...] -> [N, ...]."""
-        return x[self.rows, self.chunks].flatten(0, 1)
+        """[B G, ...] -> [N, ...]."""
+        return x[self._in_batch]
 
-    def of_shared(self, x: Tensor) -> Tensor:
-        """[B or 1, G or 1, ...] -> [N or 1, ...]: for what may be the same for all rows, or for everything."""
-        if x.shape[:2] == (1, 1):
-            return x[0]
-        x = x if x.shape[0] == 1 else x[self.rows]
-        x = x if x.shape[1] == 1 else x[:, self.chunks]
-        return x.expand(self.rows.stop - self.rows.start, len(self.places), *x.shape[2:]).flatten(0, 1)
+
+def part(x: Tensor, chunks: slice) -> Tensor:
+    """Some chunks of a tile's [N, ...]: without a call where they are all."""
+    return x if chunks.stop - chunks.start == len(x) else x[chunks]
+
+
+class Shared:
+    """What chunks may share, [B or 1, G or 1, ...]: all rows, all chunks of a row, or both."""
+
+    def __init__(self, x: Tensor) -> None:
+        rows, chunks = x.shape[:2]
+        self._values = x.flatten(0, 1).contiguous()
+        self._by_row, self._by_chunk = chunks if rows > 1 else 0, int(chunks > 1)
+
+    def of(self, tile: Tile) -> Tensor:
+        """[N or 1, ...]."""
+        first = tile.rows.start * self._by_row + tile.chunks.start * self._by_chunk
+        differ = self._by_chunk if tile.n_rows == 1 else self._by_row
+        return self._values[first : first + (tile.n if differ else 1)]
 
 
 def chunks_at_once(chunk_size: int) -> int:
@@ -60,7 +75,7 @@ def tiles_of_rows(batch: int, n_chunks: int, chunk_size: int) -> Iterator[list[T
     parts = [slice(g, min(g + at_once, n_chunks)) for g in range(0, n_chunks, at_once)]
     for row in range(0, batch if parts else 0, n_rows):
         rows = slice(row, min(row + n_rows, batch))
-        yield [Tile(rows, part, part.start == 0, part.stop == n_chunks) for part in parts]
+        yield [Tile(rows, chunks, n_chunks) for chunks in parts]
 
 
 class Documents:
@@ -90,5 +105,5 @@ class Documents:
     def spread(self, totals: Tensor, tile: Tile) -> Tensor:
         """The totals [b, D, s, e] of the documents that the chunks are of: [N, s, e]."""
         if self.of_chunk is None:
-            return totals[:, 0].repeat_interleave(len(tile.places), 0)
+            return totals[:, 0].repeat_interleave(tile.n // tile.n_rows, 0)
         return totals[:, self.of_chunk[tile.chunks]].flatten(0, 1)
