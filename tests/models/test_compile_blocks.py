@@ -67,3 +67,16 @@ def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) ->
     torch.testing.assert_close(texts[1], texts[0], atol=1e-5, rtol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
     assert sum(counters["graph_break"].values()) == 0
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_models_of_different_widths_keep_their_own_sizes() -> None:
+    torch._dynamo.reset()
+    for d_model in (16, 32):
+        model = lineartime.build("flash-tiny", d_model=d_model, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=4).eval()
+        with torch.no_grad():
+            streams = [model.join_streams([model.init_state(1)]) for _ in range(2)]
+            expected = model.step(torch.zeros(1, 1, dtype=torch.long), streams[0])
+            model.compile_step()
+            found = model.step(torch.zeros(1, 1, dtype=torch.long), streams[1])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -8,6 +8,7 @@ Shapes: B streams, V vocabulary, K width of an input, N width of an output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lineartime.models.heads import CausalLM
 
 CompiledStep = Callable[["CausalLM", Tensor, "BackboneState"], Tensor]
+_numbers = count()
 
 
 def compiled_step() -> CompiledStep:
@@ -34,8 +36,9 @@ def compiled_step() -> CompiledStep:
         with OneRowProducts():
             return model.logits(model.backbone.read_step(model.backbone.embedding(ids), streams))
 
-    # PyTorch limits how often a code object is compiled: each model brings its own.
-    step.__code__ = step.__code__.replace()
+    # PyTorch limits how often a code object is compiled: each model brings its own. By its name, PyTorch remembers the sizes that
+    # it has met, and would compile for any size what another model has in another.
+    step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
     compiled: CompiledStep = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _checked_at_each_step})
     return compiled
 
