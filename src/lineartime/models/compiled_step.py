@@ -36,8 +36,8 @@ def compiled_step() -> CompiledStep:
         with OneRowProducts():
             return model.logits(model.backbone.read_step(model.backbone.embedding(ids), streams))
 
-    # PyTorch limits how often a code object is compiled: each model brings its own. By its name, PyTorch remembers the sizes that
-    # it has met, and would compile for any size what another model has in another.
+    # PyTorch limits how often a code object is compiled: each model brings its own. By its name, PyTorch remembers
+    # the sizes that it has met, and would compile for any size what another model has in another.
     step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
     compiled: CompiledStep = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _checked_at_each_step})
     return compiled

@@ -57,7 +57,8 @@ class NativeWork(TileWork):
         active, gate, v, maps = self._activated[n]
         self._functions.call(
             "activate", self.compute,
-            tile.of(self._chunks), self.projection_bias, self.gamma, self.beta, *self._turns_and_scale(tile), active, maps, n, c, e, s,
+            tile.of(self._chunks), self.projection_bias, self.gamma, self.beta, *self._turns_and_scale(tile),
+            active, maps, n, c, e, s,
         )  # fmt: skip
         return gate, v, maps
 
