@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up of 2%": {"warmup_steps": QUICK.steps // 50},
     "warm-up of 30%": {"warmup_steps": QUICK.steps * 3 // 10},
     "half the batch, twice the steps": {"batch_size": 2, "steps": QUICK.steps * 2},
+    "a fifth more steps": {"steps": QUICK.steps * 6 // 5},
     "twice the batch, half the steps": {"batch_size": 8, "steps": QUICK.steps // 2},
     "cosine schedule": {"schedule": "cosine"},
     "constant rate": {},
