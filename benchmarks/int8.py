@@ -1,4 +1,4 @@
-"""Whether dense maps in int8, by torchao, generate faster: `python benchmarks/int8.py [RUN]` (about 10 minutes on 2 cores).
+"""Whether dense maps in int8, by torchao, generate faster: `python benchmarks/int8.py [RUN]` (about 8 minutes on 2 cores).
 
 It needs torchao (`pip install torchao==0.18.0`). A token of one stream is timed at position 1,024 with weights as they
 are, with weights in int8, and with inputs in int8 too (quantised for each token), eager and compiled, all taking turns. RUN is
@@ -93,28 +93,30 @@ def losses(run: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of a token, how many times faster than weights as they are in the faster mode; and the losses."""
-    best: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row["form"] == "as they are" and "seconds" in row:
-            key = (row["preset"], row["dtype"])
-            best[key] = min(row["seconds"], best.get(key, row["seconds"]))
+    """Milliseconds of a token in the faster mode, and how many times faster than weights as they are; and the losses."""
     lines = []
-    for row in rows:
-        if "seconds" in row:
-            gain, goal = best[row["preset"], row["dtype"]] / row["seconds"], f"{GOAL}" if FORMS[row["form"]] else "-"
-            subject = [f"`{row['preset']}`", row["dtype"], row["form"], row["mode"]]
-            lines.append([*subject, f"{1e3 * row['seconds']:.2f}", f"{gain:.2f}", goal])
-    found = markdown(["model", "dtype of the rest", "dense maps", "step", "ms", "times faster", "goal"], lines)
+    for preset, dtype in dict.fromkeys((row["preset"], row["dtype"]) for row in rows if "seconds" in row):
+        cells = {}
+        for form in FORMS:
+            found = [row for row in rows if (row.get("preset"), row.get("dtype"), row["form"]) == (preset, dtype, form)]
+            cells[form] = min(found, key=lambda row: float(row["seconds"]))
+        plain = cells["as they are"]["seconds"]
+        shown = [
+            f"{1e3 * row['seconds']:.2f}, {row['mode']}" + (f" ({plain / row['seconds']:.2f})" if FORMS[form] else "")
+            for form, row in cells.items()
+        ]
+        lines.append([f"`{preset}`", dtype, *shown, f"{GOAL}"])
+    forms = [f"{form}, ms" if FORMS[form] is None else f"{form}, ms (times faster)" for form in FORMS]
+    found_table = markdown(["model", "all else", *forms, "goal"], lines)
     measured = [row for row in rows if "bits_per_byte" in row]
     if measured:
         plain = measured[0]["bits_per_byte"]
         losses = [
-            [row["form"], f"{row['bits_per_byte']:.4f}", f"{row['bits_per_byte'] / plain - 1:+.2%}", f"{LOSS_GOAL:+.1%}"]
+            [row["form"], f"{row['bits_per_byte']:.4f}", f"{row['bits_per_byte'] / plain - 1:+.3%}", f"{LOSS_GOAL:+.1%}"]
             for row in measured
         ]
-        found += "\n" + markdown(["dense maps", "test bits per byte", "change", "goal"], losses)
-    return found
+        found_table += "\n" + markdown(["dense maps", "test bits per byte", "change", "goal"], losses)
+    return found_table
 
 
 def main() -> None:
