@@ -2,8 +2,8 @@
 
 Every variant is the recipe with one thing changed, or the paper's model and optimiser with one thing added. All see as many
 tokens as the recipe, but AdamW a quarter more: its steps are cheaper by that. The mean of weights is that of the checkpoints of
-the last fifth of a run. A second table is the rate by width. Finished runs are not repeated; `--only NAME ...` runs some of
-them, and `--report` none.
+the last fifth of a run. A second table is the rate by width. Finished runs are not repeated, and rows of runs that are not in
+the folder any more stay in the results; `--only NAME ...` runs some of them, and `--report` none.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import evaluate_in_memory, markdown, save
+from measure import RESULTS, evaluate_in_memory, markdown, save
 
 from lineartime.checkpoint import list_checkpoints, load, load_tokenizer
 from lineartime.evaluation import Evaluation, evaluate
@@ -105,8 +105,17 @@ def measure(name: str, config: TrainConfig, out: Path) -> list[dict[str, Any]]:
         file.write_text(json.dumps(found, default=str))
     rows: list[dict[str, Any]] = json.loads(file.read_text())
     for row in rows:
+        row["seconds"] = training_seconds(out)
         print(f"{row['variant']}, seed {config.seed}: {row['bits_per_byte']:.3f}", flush=True)
     return rows
+
+
+def training_seconds(out: Path) -> float:
+    """Seconds of training at the speed of the faster steps, which nothing else on the machine has slowed down."""
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
+    tokens: int = steps[-1]["tokens"]
+    return tokens / statistics.quantiles(speeds, n=4)[-1]
 
 
 def losses(evaluation: Evaluation) -> dict[str, Any]:
@@ -146,7 +155,15 @@ def main() -> None:
         wanted = not options.report and (not options.only or name in options.only)
         if wanted or (out / "measured.json").exists():
             rows += measure(name, replace(config, threads=options.threads), out)
+    rows += kept_rows(rows)
     save("recipe", rows, "\n".join(filter(None, (pieces_table(rows), width_table(rows)))))
+
+
+def kept_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The recorded rows of other runs than those of `rows`."""
+    measured = {(row["variant"], row["seed"]) for row in rows}
+    recorded: list[dict[str, Any]] = json.loads((RESULTS / "recipe.json").read_text())["rows"]
+    return [row for row in recorded if (row["variant"], row["seed"]) not in measured]
 
 
 def pieces_table(rows: list[dict[str, Any]]) -> str:
@@ -157,13 +174,14 @@ def pieces_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for name, seeds in found.items():
         if seeds:
-            values = [row["bits_per_byte"] for row in seeds]
+            values = [row["bits_per_byte"] for row in sorted(seeds, key=lambda row: row["seed"])]
             each = ", ".join(f"{value:.3f}" for value in values)
             fall = statistics.fmean(row["fall"] for row in seeds)
-            lines.append([name, each, f"{statistics.fmean(values) - best:+.3f}", f"{fall:.2f}"])
-    return markdown(
-        ["recipe `quick` with", "test bits per byte, each seed", "difference", "fall with context, bits a token"], lines
-    )
+            times = [row["seconds"] for row in seeds if "seconds" in row]
+            seconds = f"{min(times):.0f}" if times else "-"
+            lines.append([name, each, f"{statistics.fmean(values) - best:+.3f}", f"{fall:.2f}", seconds])
+    header = ["recipe `quick` with", "test bits per byte, each seed", "difference", "fall with context, bits a token"]
+    return markdown([*header, "seconds of training"], lines)
 
 
 def width_table(rows: list[dict[str, Any]]) -> str:
