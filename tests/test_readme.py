@@ -11,7 +11,7 @@ from lineartime.cli import parse
 from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SESSIONS = ("python.md", "transformers.md", "export.md", "tutorial.md", "long-documents.md", "streaming-service.md")
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -65,9 +65,8 @@ def test_there_is_something_to_test() -> None:
     assert sum(len(commands(document.read_text())) for document in DOCUMENTS) >= 10
 
 
-@pytest.mark.parametrize("name", ["length", "quality"])
-def test_tables_are_those_of_the_benchmarks(name: str) -> None:
-    assert (ROOT / "benchmarks" / "results" / f"{name}.md").read_text() in (ROOT / "README.md").read_text()
+def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
+    assert (ROOT / "benchmarks" / "results" / "quality.md").read_text() in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +75,7 @@ def test_tables_are_those_of_the_benchmarks(name: str) -> None:
         ("training", "training"),
         ("training", "recipe"),
         ("training", "tiny_systems"),
+        ("speed", "length"),
         ("speed", "generation"),
         ("speed", "crossover"),
         ("data", "data"),
@@ -96,7 +96,8 @@ def test_the_tables_of_speed_are_those_of_the_benchmarks() -> None:
 
 
 def test_the_table_of_systems_is_that_of_the_registry() -> None:
-    assert systems_table() in (ROOT / "README.md").read_text(), "README.md shows an old table: run `make tables`"
+    page = (ROOT / "docs" / "systems.md").read_text()
+    assert systems_table() in page, "docs/systems.md shows an old table: run `make tables`"
 
 
 @every_document
@@ -108,17 +109,20 @@ def test_files_that_are_named_exist(document: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_tree_names_every_room() -> None:
-    text = (ROOT / "README.md").read_text()
-    rooms = [path.name for path in (ROOT / "src" / "lineartime").iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert len(rooms) >= 6
-    for room in rooms:
-        assert f"{room}/" in text, room
+def test_the_tree_names_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    packages = [path.name for path in (ROOT / "src" / "lineartime").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert len(packages) >= 6
+    for package in packages:
+        assert f"{package}/" in text, package
 
 
-def test_make_has_the_targets_that_the_readme_names() -> None:
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_has_the_targets_that_are_named(document: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text()):
+    targets = re.findall(r"^    make (\w+)", (ROOT / document).read_text(), re.MULTILINE)
+    assert targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
