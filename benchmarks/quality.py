@@ -1,16 +1,22 @@
 """The README's table of quality, from what `lineartime reproduce lm` measured: `python benchmarks/quality.py [FOLDER]`.
 
 With the folder of an experiment, its report and pictures are copied to `benchmarks/results/reproduce` first. See its
-`report.md` for how all systems were treated alike.
+`report.md` for how all systems were treated alike. `--again` makes the text and pictures of all reports there again, from their
+`report.json`.
 """
 
 import argparse
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from measure import RESULTS, markdown
+
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.plan import make_plan
+from lineartime.experiments.report import render
 
 REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = REPORTS / "lm-cpu"
@@ -22,9 +28,13 @@ PICTURES = {"lm-cpu": "quality.png", "latency-cpu": "latency.png"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="of an experiment, with report.json")
-    folder = parser.parse_args().folder
-    if folder is not None:
-        copy(folder)
+    parser.add_argument("--again", action="store_true", help="make report.md and the pictures of all reports again")
+    options = parser.parse_args()
+    if options.folder is not None:
+        copy(options.folder)
+    if options.again:
+        for file in sorted(REPORTS.glob("*/report.json")):
+            render_again(file.parent)
     report = json.loads((LANGUAGE_MODELS / "report.json").read_text())
     table = quality_table(report)
     (RESULTS / "quality.md").write_text(table)
@@ -39,6 +49,17 @@ def copy(folder: Path) -> None:
         shutil.copy(file, into)
     if picture := PICTURES.get(into.name):
         shutil.copy(folder / picture, DOCUMENTS)
+
+
+def render_again(folder: Path) -> None:
+    """Make the text and the pictures of a report again, from its data."""
+    report = json.loads((folder / "report.json").read_text())
+    with TemporaryDirectory() as place:
+        plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
+        plan.folder.mkdir()
+        render(plan, report)
+        for file in plan.folder.iterdir():
+            shutil.copy(file, folder)
 
 
 def quality_table(report: dict[str, Any]) -> str:

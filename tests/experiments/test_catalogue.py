@@ -1,13 +1,14 @@
 """What the experiments list can be built, is of equal size, and is in the paper where they say so."""
 
 import pytest
+import torch
 
 from lineartime.choices import ScaleName
-from lineartime.experiments import catalogue
+from lineartime.experiments import catalogue, estimate
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Setting
 from lineartime.experiments.models import TOLERANCE
-from lineartime.experiments.paper import paper_loss, paper_numbers, paper_tables
+from lineartime.experiments.paper import paper_cost, paper_loss, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.models.presets import PAPER_MILLIONS, PRESETS
 from lineartime.models.systems import SYSTEMS
@@ -29,6 +30,18 @@ def test_all_models_have_as_many_parameters(scale: ScaleName) -> None:
             for other in others:
                 off = other.parameters / first.parameters - 1
                 assert abs(off) <= TOLERANCE, f"{name}, {other.arm.name}: {off:+.1%}"
+
+
+def test_the_scale_gpu_trains_forty_million_parameters_for_at_most_eight_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "_peak", lambda *_: 600e12)  # of an H200 in bf16
+    monkeypatch.setattr(estimate, "choose_device", lambda _: torch.device("cuda"))
+    for name in catalogue.EXPERIMENTS:
+        plan = plan_of(name, "gpu")
+        for entry in plan.entries:
+            if entry.setting.size == "main":
+                assert 36e6 <= entry.parameters <= 44e6, f"{name}, {entry.arm.name}: {entry.parameters:,}"
+        for entry, job in estimate.all_jobs(plan):
+            assert estimate.seconds(plan, entry, job) <= 480, job.folder
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
@@ -102,3 +115,7 @@ def test_the_paper_has_what_its_tables_say() -> None:
 
 def test_numbers_of_wikipedia_do_not_stand_beside_books() -> None:
     assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("books", 2048)) == {}
+    assert paper_cost("FLASH-Quad -> FLASH", Setting("books", 2048)) is None
+    assert paper_cost("FLASH-Quad -> FLASH", Setting("wikipedia", 2048)) == 0.22
+    assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 512), "mlm") == 0.36
+    assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 300), "mlm") is None

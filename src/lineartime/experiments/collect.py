@@ -192,7 +192,7 @@ def _relative(plan: Plan, rows: list[Row]) -> None:
         row["relative_loss"] = _over(_mean(row, "loss"), base and _mean(base, "loss"))
         row["paper_relative_loss"] = _over(row["paper_loss"], base and base["paper_loss"])
         others = base["runs"] if base else []
-        row["speedups"] = [_speedup(run, others[min(seed, len(others) - 1)]) for seed, run in enumerate(row["runs"]) if others]
+        row["speedups"] = [_speedup(run, other) for run, other in zip(row["runs"], others, strict=False)]  # seed by seed
 
 
 def _over(value: float | None, base: Any) -> float | None:
@@ -219,7 +219,7 @@ def values_of_row(row: Row, metric: Callable[[Row], float | None]) -> list[float
     return [value for run in row["runs"] if (value := metric(run)) is not None]
 
 
-def test_value(name: str, metric: str) -> Callable[[Row], float | None]:
+def metric_of_test(name: str, metric: str) -> Callable[[Row], float | None]:
     """A metric of a run: a number of one of its tests."""
 
     def value(run: Row) -> float | None:

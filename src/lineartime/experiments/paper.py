@@ -56,6 +56,22 @@ def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task 
     return {}
 
 
+def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
+    """By how much the perplexity of an approximation exceeds that of the exact model in the paper; None if it has no number.
+
+    Args:
+        pair: as the paper names it, "FLASH-Quad -> FLASH".
+        setting: the text and the context; masked models of C4 stand beside any text.
+        task: what is learnt.
+    """
+    name = "mlm_c4" if task == "mlm" else "lm_wiki40b"
+    costs = paper_tables()["approximation_cost_pplx"]
+    if TEXTS.get(name, setting.text) != setting.text or setting.context not in costs["context"]:
+        return None
+    cost: float = costs[name][pair][costs["context"].index(setting.context)]
+    return cost
+
+
 def paper_loss(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> float | None:
     """The paper's loss in nats, from its perplexity; None if it has none."""
     perplexity = paper_numbers(tables, row, setting, task).get("pplx")

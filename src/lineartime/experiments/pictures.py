@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import missing_extra, reporting
-from lineartime.experiments.collect import test_value, values_of_row
+from lineartime.experiments.collect import metric_of_test, values_of_row
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import CURVES
 from lineartime.runs.ticks import label_axes
@@ -129,7 +129,7 @@ def _contexts(plan: Plan, report: dict[str, Any]) -> Any:
         points: dict[str, list[tuple[float, float]]] = {}
         for setting in settings:
             for row in setting["rows"]:
-                if found := values_of_row(row, test_value("", metric)):
+                if found := values_of_row(row, metric_of_test("", metric)):
                     points.setdefault(row["name"], []).append((setting["context"], statistics.fmean(found)))
         if len({context for each in points.values() for context, _ in each}) > 1:
             panels.append((f"{text}, test split", unit, points))
@@ -157,7 +157,7 @@ def _tests(plan: Plan, report: dict[str, Any]) -> Any:
         trained: list[tuple[float, float]] = []
         for row in setting["rows"]:
             for test in plan.experiment.tests:
-                found = values_of_row(row, test_value(test.name, metric))
+                found = values_of_row(row, metric_of_test(test.name, metric))
                 if test.chunk_size is not None and found:
                     points.setdefault(row["name"], []).append((test.chunk_size, statistics.fmean(found)))
                     if test.chunk_size == row["chunk_size"]:

@@ -18,6 +18,8 @@ from lineartime.training.recipes import recipe_config
 
 JobKind = Literal["speed", "tune", "run", "latency"]
 TRIAL_CONTEXT = 64
+LATENCY_TOKENS = 8192
+"""In a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Plan:
             ],
             "context_lengths": [setting.context],
             "measure": ["train"],
-            "tokens_per_batch": max(self.scale.tokens_per_batch if self.tunes else 0, 8192),
+            "tokens_per_batch": max(self.scale.tokens_per_batch, LATENCY_TOKENS) if self.tunes else LATENCY_TOKENS,
             "modes": ["compiled" if self.compile == "on" else "eager"],
             "dtypes": [self.config.precision],
             "memory": False,

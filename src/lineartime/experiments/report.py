@@ -1,14 +1,17 @@
 """The report of an experiment: report.json, report.md and pictures, also of one that is not complete."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, reporting
-from lineartime.experiments.collect import Row, collect, test_value, values_of_row, within_tolerance
-from lineartime.experiments.folder import PLAN_FILE, begin
-from lineartime.experiments.paper import DESCRIPTIONS, paper_tables
+from lineartime.experiments.collect import Row, collect, metric_of_test, values_of_row, within_tolerance
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.folder import PLAN_FILE, begin, identity
+from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
@@ -30,6 +33,18 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
         )
     begin(plan)
     report = collect(plan)
+    with reporting("write", plan.folder / JSON_FILE):
+        write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
+    file, notes = render(plan, report)
+    return file, report, notes
+
+
+def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Write the text and the pictures of a report from its data: the file, and a sentence for what cannot be drawn.
+
+    Raises:
+        LineartimeError: if the folder of the experiment cannot be written.
+    """
     notes: list[str] = []
     try:
         pictures = draw_pictures(plan, report)
@@ -37,9 +52,8 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
         pictures, notes = [], [f"no pictures: {error}"]
     file = plan.folder / MARKDOWN_FILE
     with reporting("write", file):
-        write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
         write_atomically(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n")
-    return file, report, notes
+    return file, notes
 
 
 def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
@@ -62,7 +76,10 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
 
 
 def _facts(plan: Plan, report: dict[str, Any]) -> str:
-    lines = [f"- experiment `{report['experiment']}`, scale `{report['scale']}`: {plan.scale.description}"]
+    lines = [
+        f"- experiment `{report['experiment']}`, scale `{report['scale']}`: {plan.scale.description}",
+        f"- command: `{_command(plan, report['options'])}`",
+    ]
     if report["started"]:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
@@ -71,6 +88,17 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
     if plan.config.scale == "trial":
         lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
     return "\n".join(lines)
+
+
+def _command(plan: Plan, options: dict[str, Any]) -> str:
+    """The command that makes such runs, with the names of texts in place of their paths; parts of it may have run apart."""
+    usual = identity(replace(plan, config=ReproduceConfig(plan.config.name, plan.config.scale)))
+    words = ["lineartime", "reproduce", plan.config.name, "--scale", plan.config.scale]
+    for name, value in options.items():
+        if value is not None and json.dumps(value) != json.dumps(usual[name]):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words += [f"--{name}", *(f"{each:g}" if isinstance(each, float) else str(each) for each in values)]
+    return shlex.join(words)
 
 
 def _incomplete(report: dict[str, Any]) -> str:
@@ -104,10 +132,10 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         columns["training (s)"] = [_each(row, "seconds", ",.0f") for row in rows]
         columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, metric, ".4f") for row in rows]
         name = "test nats per masked token" if masked else "**test bits/byte**"
-        columns[name] = [_values(values_of_row(row, test_value("", metric))) for row in rows]
+        columns[name] = [_values(values_of_row(row, metric_of_test("", metric))) for row in rows]
         if words:
             columns["test perplexity per word"] = [
-                _values(values_of_row(row, test_value("", "word_perplexity")), ",.4g") for row in rows
+                _values(values_of_row(row, metric_of_test("", "word_perplexity")), ",.4g") for row in rows
             ]
         columns["paper: perplexity"] = [_paper(row, "pplx", ".4g") for row in rows]
         columns["loss against the baseline"] = [_percent(row["relative_loss"]) for row in rows]
@@ -122,7 +150,7 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
     if len(plan.experiment.tests) > 1:
         yield from _tests_table(report, metric)
     if plan.experiment.pairs:
-        yield from _pairs_table(plan, report)
+        yield from _pairs_table(plan, report, metric)
 
 
 def begun(report: dict[str, Any]) -> list[Row]:
@@ -161,31 +189,35 @@ def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
     for setting in begun(report):
         columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
         for name in report["tests"]:
-            columns[name or "as trained"] = [_values(values_of_row(row, test_value(name, metric))) for row in setting["rows"]]
+            value = metric_of_test(name, metric)
+            columns[name or "as trained"] = [_values(values_of_row(row, value)) for row in setting["rows"]]
         yield f"## Tested otherwise than trained: {setting['name']} ({unit} of the test split)"
         yield table(columns)
     if any(name.startswith("tested with") for name in report["tests"]):
         yield OTHER_CHUNKS
 
 
-def _pairs_table(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
-    of_paper = paper_tables()["approximation_cost_pplx"]
-    found = of_paper.get("mlm_c4" if plan.experiment.task == "mlm" else "lm_wiki40b")
-    columns: dict[str, list[str]] = {"context": [], "from -> to": [], "bits/byte": [], "loss": [], "paper: perplexity": []}
-    for setting in report["settings"]:
+def _pairs_table(plan: Plan, report: dict[str, Any], metric: str) -> Iterator[str]:
+    """What an approximation costs, for each seed that both models have."""
+    unit = "bits/byte" if metric == "bits_per_byte" else "nats"
+    columns: dict[str, list[str]] = {"context": [], "from -> to": [], unit: [], "loss": [], "paper: perplexity": []}
+    for setting, place in zip(report["settings"], plan.settings, strict=True):
         rows = {row["arm"]: row for row in setting["rows"]}
         for name, (exact, approximate) in plan.experiment.pairs.items():
             if exact not in rows or approximate not in rows:
                 continue
-            both = [values_of_row(rows[arm], test_value("", "bits_per_byte"))[:1] for arm in (exact, approximate)]
+            value = metric_of_test("", metric)
+            runs = zip(rows[exact]["runs"], rows[approximate]["runs"], strict=False)
+            both = [(value(first), value(second)) for first, second in runs]
+            seeds = [(wanted, found) for wanted, found in both if wanted is not None and found is not None]
+            if not seeds:
+                continue
+            cost = paper_cost(name, place, plan.experiment.task)
             columns["context"].append(setting["name"])
             columns["from -> to"].append(name)
-            known = all(both)
-            columns["bits/byte"].append(f"{both[1][0] - both[0][0]:+.4f}" if known else NOT_THERE)
-            columns["loss"].append(_percent(both[1][0] / both[0][0] - 1) if known else NOT_THERE)
-            contexts = of_paper["context"]
-            place = contexts.index(setting["context"]) if setting["context"] in contexts else None
-            columns["paper: perplexity"].append(NOT_THERE if place is None else f"{found[name][place]:+.2f}")
+            columns[unit].append(_values([found - wanted for wanted, found in seeds], "+.4f"))
+            columns["loss"].append(" / ".join(_percent(found / wanted - 1) for wanted, found in seeds))
+            columns["paper: perplexity"].append(NOT_THERE if cost is None else f"{cost:+.2f}")
     if columns["context"]:
         yield "## What the approximation costs"
         yield table(columns, text=2)
@@ -228,7 +260,12 @@ def _parameters(report: dict[str, Any]) -> str:
     far = sorted({f"{row['name']} ({row['parameters_over_first']:+.1%})" for row in rows if not within_tolerance(row)})
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
-        return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
+        counts = [[row["parameters"] for row in setting["rows"]] for setting in report["settings"]]
+        apart = max((max(each) / min(each) - 1 for each in counts if each), default=0.0)
+        return (
+            f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
+            f"Any two of a setting differ by at most {apart:.1%}."
+        )
     why = "as published" if report["scale"] == "paper" else "for the width must be a multiple of the heads"
     return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
 

@@ -15,7 +15,7 @@ OTHER_CHUNKS = (
     "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
 )
 APPROXIMATION = (
-    "The difference of the test losses of the first seed, after the same time of training; the paper's after the same steps."
+    "The difference of the test losses, seed by seed, after the same time of training; the paper's after the same steps."
 )
 CURVES = (
     "Loss on held-out text by the time of training, without evaluations and compilation, at the speed that was measured alone. "
@@ -56,8 +56,8 @@ def equal_treatment(plan: Plan, parameters: str) -> str:
             f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule "
             "must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are measured "
             f"before anything else, by {plan.scale.speed_rounds} runs of {plan.scale.speed_steps} steps for each system and "
-            "optimiser, in turn; the median counts. *training (s)* and the curves are at this speed: what else the machine "
-            "does later changes nothing.",
+            "optimiser, in turn; the median counts. A system that a later call added was measured in that call. *training (s)* "
+            "and the curves are at this speed: what else the machine does later changes nothing.",
             f"- **Parameters.** {parameters}",
             "- **Not equalised.** Each system has the initialisation, the norm and the other options of its published form.",
         ]
