@@ -3,14 +3,22 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from lineartime import host, machine
 from lineartime.errors import LineartimeError
-from lineartime.machine import autocast, choose_compile, choose_device, choose_precision, faster_precision, using_threads
+from lineartime.machine import (
+    autocast,
+    choose_compile,
+    choose_device,
+    choose_precision,
+    faster_precision,
+    using_threads,
+    why_not_compile,
+)
 from lineartime.ops.backends import choose_backend
 from lineartime.training.distributed import join_world
 
@@ -106,7 +114,7 @@ def test_a_gpu_of_apple_is_taken_where_there_is_no_other(monkeypatch: pytest.Mon
 
 def test_on_a_gpu_of_apple_auto_takes_nothing_that_is_untested_there() -> None:
     assert choose_precision("auto", MPS) == "fp32"
-    assert not choose_compile("auto", MPS, 10**9, 10**12)
+    assert choose_compile("auto", MPS, 10**9, 10**12) == (False, "")
     for dtype in (torch.float32, torch.bfloat16):
         like: Any = SimpleNamespace(device=MPS)
         assert choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2") == "torch"
@@ -122,16 +130,30 @@ def test_several_processes_cannot_share_a_gpu_of_apple(monkeypatch: pytest.Monke
 
 
 def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
-    assert not choose_compile("auto", CPU, 3_000_000, 400 * 4096)
-    assert choose_compile("auto", CPU, 3_000_000, 100_000 * 4096)
-    assert choose_compile("auto", torch.device("cuda"), 112_000_000, 125_000 * 2**18)
-    assert choose_compile("on", CPU, 1, 1)
-    assert not choose_compile("off", CPU, 10**9, 10**12)
+    monkeypatch.setattr(machine, "why_not_compile", lambda device: "")
+    assert choose_compile("auto", CPU, 3_000_000, 400 * 4096) == (False, "")
+    assert choose_compile("auto", CPU, 3_000_000, 100_000 * 4096) == (True, "")
+    assert choose_compile("auto", torch.device("cuda"), 112_000_000, 125_000 * 2**18) == (True, "")
+    assert choose_compile("on", CPU, 1, 1) == (True, "")
+    assert choose_compile("off", CPU, 10**9, 10**12) == (False, "")
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert not choose_compile("auto", CPU, 3_000_000, 100_000 * 4096)
-    with pytest.raises(LineartimeError, match="compile is on, but there is no C\\+\\+ compiler here"):
-        choose_compile("on", CPU, 1, 1)
+    why_not_compile.cache_clear()
+    reason = "there is no C++ compiler here"
+    assert choose_compile("auto", CPU, 3_000_000, 100_000 * 4096) == (False, reason)
+    assert choose_compile("on", CPU, 1, 1) == (False, reason)
+    assert choose_compile("auto", CPU, 1, 1) == (False, "")  # it would not pay anyway
+    why_not_compile.cache_clear()
+
+
+def test_a_compiler_that_fails_is_not_used_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: object) -> NoReturn:
+        raise RuntimeError("C++ compile error\nwith its output")
+
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch, "compile", fail)
+    why_not_compile.cache_clear()
+    assert choose_compile("on", CPU, 1, 1) == (False, "torch.compile fails here (C++ compile error)")
+    why_not_compile.cache_clear()

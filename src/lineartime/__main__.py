@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import warnings
 
 from lineartime.screen import SCREEN
 
@@ -12,6 +13,7 @@ def main() -> int:
     An interrupt ends it with one line, even while PyTorch is being imported, where it may come out as another error.
     """
     interrupted = False
+    warnings.formatwarning = _one_line
 
     def interrupt(number: int, frame: object) -> None:
         nonlocal interrupted
@@ -29,6 +31,11 @@ def main() -> int:
             raise
         print("stopped", file=SCREEN)
         return 130
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning as the command line shows it, without the line of code that it comes from."""
+    return f"warning: {message}\n"
 
 
 if __name__ == "__main__":

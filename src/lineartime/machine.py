@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -117,25 +119,48 @@ def using_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> bool:
-    """Whether to use torch.compile; for "auto", whether it saves more time than it takes.
+class Compilation(NamedTuple):
+    """Whether torch.compile is used.
+
+    Attributes:
+        used: whether it is.
+        why_not: why it is not, although it was asked for or would save time; otherwise empty.
+    """
+
+    used: bool
+    why_not: str = ""
+
+
+def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> Compilation:
+    """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used where it fails.
 
     Args:
         choice: "auto", "on" or "off".
         device: where the model runs.
         parameters: of the model.
         tokens: to train on in the whole run.
-
-    Raises:
-        ArgumentError: for "on" without the C++ compiler that torch.compile needs on a CPU.
     """
-    missing = compiler_missing(device)
-    if choice == "on" and missing:
-        raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
-    if choice != "auto" or device.type not in _EAGER_FLOPS:
-        return choice == "on"
-    seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
-    return not missing and seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
+    wanted = choice == "on"
+    if choice == "auto" and device.type in _EAGER_FLOPS:
+        seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
+        wanted = seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
+    why_not = why_not_compile(device) if wanted else ""
+    return Compilation(wanted and not why_not, why_not)
+
+
+@cache
+def why_not_compile(device: torch.device) -> str:
+    """Why torch.compile cannot be used on a device; empty if it can. The first call compiles a function, which takes seconds."""
+    if missing := compiler_missing(device):
+        return missing
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own, which tell a user nothing
+            torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # whatever the compiler raises: plain code runs without it
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return f"torch.compile fails here ({first_line})"
+    return ""
 
 
 def compiler_missing(device: torch.device) -> str:

@@ -49,7 +49,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     compiled: list[CausalLM] = []
     compile_step = CausalLM.compile_step
     monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "")
     monkeypatch.setattr(Backbone, "steps_in_native", False)
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
@@ -60,7 +60,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     assert with_step.out == plain.out
     assert with_step.err.endswith("cpu, fp32, compiled: the first token waits for it\n")
     assert len(compiled) == 1
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "there is no C++ compiler here")
     assert main([*arguments, "--compile"]) == 0
     without = capsys.readouterr()
     assert without.out == plain.out
@@ -72,7 +72,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     assert native.err.endswith("not compiled: the step of this system is one function in C++, which is faster\n")
     monkeypatch.setattr(Backbone, "steps_in_place", False)
     assert main([*arguments, "--compile"]) == 0
-    assert capsys.readouterr().err.endswith("not compiled: the memory of this system grows with the text\n")
+    assert capsys.readouterr().err.endswith("not compiled: only the step of FLASH layers can be compiled\n")
     assert len(compiled) == 1
 
 

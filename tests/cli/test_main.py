@@ -252,3 +252,15 @@ print(status, *sys.modules, file=sys.stderr)
     assert (status in ("0", "None"), bool(result.stdout)) == (True, True)
     assert not {"torch", "tensorboardX", "safetensors"} & set(modules)
     assert "runs" in arguments or "matplotlib" not in modules
+
+
+def test_a_warning_is_one_line_without_code() -> None:
+    script = """
+import sys, warnings
+sys.argv = ["lineartime", "--version"]
+from lineartime.__main__ import main
+main()
+warnings.warn("the compiler fails", RuntimeWarning)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stderr == "warning: the compiler fails\n"

@@ -109,18 +109,21 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
     """The model, as the options say it should compute, and how it does in words."""
     import torch
 
-    from lineartime.machine import compiler_missing
+    from lineartime.machine import why_not_compile
     from lineartime.models.heads import CausalLM, check_model
 
     model = check_model(model, CausalLM, "generate")
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
-    why_not = compiler_missing(device)
+    if not options.compile:
+        return model, options.precision
     if not model.steps_in_place:
-        why_not = "the memory of this system grows with the text"
+        why_not = "only the step of FLASH layers can be compiled"
     elif model.steps_in_native:
         why_not = "the step of this system is one function in C++, which is faster"
-    if options.compile and not why_not:
-        model.compile_step()
-        return model, f"{options.precision}, compiled: the first token waits for it"
-    return model, options.precision + (f", not compiled: {why_not}" if options.compile else "")
+    else:
+        why_not = why_not_compile(device)
+    if why_not:
+        return model, f"{options.precision}, not compiled: {why_not}"
+    model.compile_step()
+    return model, f"{options.precision}, compiled: the first token waits for it"

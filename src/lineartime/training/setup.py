@@ -32,6 +32,7 @@ class Setup:
         objective: the model and its loss.
         slice_unit: with context parallelism, the length of a sequence must be a multiple of this.
         tokens_per_step: over all processes.
+        why_not_compiled: why the model is not compiled, although it was asked for or would save time; otherwise empty.
     """
 
     config: TrainConfig
@@ -41,6 +42,7 @@ class Setup:
     objective: Objective
     slice_unit: int
     tokens_per_step: int
+    why_not_compiled: str = ""
 
     @property
     def model(self) -> LanguageModel:
@@ -53,9 +55,12 @@ class Setup:
         processes = "" if world.size == 1 else f" x {world.size} processes ({config.parallel})"
         if world.context_parallel > 1:
             processes += f", {world.context_parallel} per sequence"
+        compiled = ", compiled" if config.compile == "on" else ""
+        if self.why_not_compiled:
+            compiled = f", not compiled because {self.why_not_compiled}"
         return (
             f"{config.preset}: {_count(self.model):,} parameters, vocabulary of {self.tokenizer.vocab_size:,}, "
-            f"{self.device.type}{processes}, {config.precision}{', compiled' if config.compile == 'on' else ''}; "
+            f"{self.device.type}{processes}, {config.precision}{compiled}; "
             f"{config.steps:,} steps of {self.tokens_per_step:,} tokens, from {self.text.name}, to {config.run_directory}"
         )
 
@@ -95,7 +100,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
                 raise ArgumentError("init_from", what) from None
     text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     tokens_per_step = rows.per_step * config.context_length
-    precision, compiled = world.share(
+    precision, (compiled, why_not_compiled) = world.share(
         lambda: (
             choose_precision(config.precision, device),
             choose_compile(config.compile, device, _count(model), tokens_per_step * config.steps),
@@ -109,7 +114,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     config = dataclasses.replace(
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
-    return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step)
+    return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step, why_not_compiled)
 
 
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
