@@ -2,15 +2,16 @@
 
     smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
     models       training steps of flash-base, and of what it is compared with, as a share of the measured peak
-    generation   a token by `extend`, by `step`, by `step` as a CUDA graph, and by one that draws the token, too
+    generation   a token by `extend`, by `step`, by `step` as a CUDA graph, by one that draws the token, and by one of the
+                 compiled step; a prompt beside a forward pass
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
-    ops          mixed chunk attention, forward and backward, beside the compiled PyTorch form
+    ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
     exactness    smoke at more shapes
     tuning       the kernels of flash-base tuned, and what that gains
 
 Runs from a clone and needs PyTorch with Triton, and numpy. Kernels take their preferred configurations except in the last part.
 The most important parts come first; after --budget seconds, the rest is left out. Ends with status 1 if a part fails, or if a
-goal is missed or not measured. `--rehearse` runs everything at small sizes and knows no goals but exactness; on a CPU, set
+goal is missed or not measured. `--rehearse` runs everything at small sizes, with the goals of exactness alone; on a CPU, set
 TRITON_INTERPRET=1.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from gpu_exactness import compared
 from gpu_report import Goal, Report
 from torch import Tensor
 
@@ -36,11 +39,11 @@ from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.sampling import Sampling
-from lineartime.generation.streams import drawing, recorded_step
+from lineartime.generation.streams import drawing, read, recorded_step
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
-from lineartime.ops import mixed_chunk_attention, quadratic_attention
-from lineartime.ops.triton import common, mixed_chunk, quadratic_kernels
+from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
+from lineartime.ops.triton import common, gated_kernels, mixed_chunk, quadratic_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
@@ -50,11 +53,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def goals(rehearsal: bool) -> dict[str, Goal]:
-    """By key; a rehearsal has no figures that mean anything."""
+    """By key; a rehearsal has no times that mean anything."""
     exact = {EXACT: Goal("error of the kernels / of PyTorch in the same dtype", 2, at_most=True)}
     bits = {"bits": Goal("share of calls that give the same bits twice", 1)}
     if rehearsal:
-        return bits
+        return exact | bits
     shares = {f"share {n}": Goal(f"share of the peak, flash-base compiled, T = {name}", 0.45) for n, name in LENGTHS.items()}
     ratios = {
         f"transformer++ {n}": Goal(f"transformer++ / flash, compiled, T = {LENGTHS[n]}", limit)
@@ -127,39 +130,21 @@ class Run:
                 for each in causal:
                     mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=each)
                     self._check(f"mixed chunk, causal={each}", dtype, maps, biases[chunk], mixed)
+                    tokens = torch.randn(2, length, 2 * d_value + d_qk, device=self.device)
+                    tables = [torch.randn(4, d_qk, device=self.device) for _ in range(2)]
+                    positions = torch.arange(length, device=self.device)
+                    gated = partial(gated_mixed_chunk_attention, chunk_size=chunk, causal=each, positions=positions)
+                    self._check(f"gated mixed chunk, causal={each}", dtype, [tokens, *tables], biases[chunk], gated)
                     plain = partial(quadratic_attention, causal=each)
                     self._check(f"quadratic, causal={each}", dtype, [*maps[:2], maps[4]], biases[length], plain)
 
     def _check(self, what: str, dtype: torch.dtype, maps: list[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> None:
-        def run(backend: str, number: torch.dtype) -> list[Tensor]:
-            inputs = [x.to(dtype).to(number).requires_grad_() for x in (*maps, bias)]
-            out = op(*inputs[:-1], bias=inputs[-1], backend=backend)
-            upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out)  # exact in every dtype
-            return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype)))]
-
-        exact = run("torch", torch.float64)
-        kernels, again, plain = run("triton", dtype), run("triton", dtype), run("torch", dtype)
-        errors = [
-            [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
-            for result in (kernels, plain)
-        ]
-        # Kernels may round where PyTorch happens to be exact: the result, and, of sums in float32, the last digit.
-        smallest = max(torch.finfo(dtype).eps / 8, torch.finfo(torch.float32).eps)
-        worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
-        same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
+        found = compared(dtype, maps, bias, op)
         if EXACT in self.report.goals:
-            self.report.reach(EXACT, worst)
-        self.report.reach("bits", float(same_bits))
-        self.report.add(
-            "errors",
-            what=what,
-            dtype=str(dtype).removeprefix("torch."),
-            shape=[*maps[0].shape, maps[-1].shape[-1]],
-            kernels=f"{max(errors[0]):.1e}",
-            pytorch=f"{max(errors[1]):.1e}",
-            worst_ratio=round(worst, 2),
-            same_bits=same_bits,
-        )
+            self.report.reach(EXACT, found.worst_ratio)
+        self.report.reach("bits", float(found.same_bits))
+        shape = [*maps[0].shape, maps[-1].shape[-1]]
+        self.report.add("errors", what=what, dtype=str(dtype).removeprefix("torch."), shape=shape, **found.row())
 
     # Models -----------------------------------------------------------------------------------------------------------
 
@@ -183,6 +168,7 @@ class Run:
             ours = flash[lengths[0]]
             if not self.small and ours and peer:
                 self.report.reach("flash-pytorch", peer / ours)
+        self.report.add("train", model="flash-linear-attention", ms="not measured: it has neither GAU nor FLASH")
         for n in lengths[:2]:
             self._time_model(self._subject("flash-quad", mode), n)
         self._time_model(self._subject("flash", "eager"), lengths[0])
@@ -260,6 +246,8 @@ class Run:
         """Milliseconds per token."""
         model = lineartime.build(f"flash-{self.size}").to(self.device).eval()
         assert isinstance(model, CausalLM)
+        compiled = deepcopy(model)
+        compiled.compile_step()
         for position in [64] if self.small else [1024, 65536]:
             ids = torch.zeros(1, position, dtype=torch.long, device=self.device)
             state, token = state_after(model, ids), ids[:, :1]
@@ -275,6 +263,9 @@ class Run:
                 # As `generate` takes a token: drawn inside the graph.
                 drawn = drawing(model, [state], Sampling(), torch.Generator())
                 steps["drawing"] = partial(drawn, token[:, 0])
+                steps["compiled graph"] = partial(recorded_step(compiled, compiled.join_streams([state])), token)
+            steps["prompt"] = partial(read, model, ids)
+            steps["forward"] = partial(model, ids)
             ms = {name: None if (s := self.seconds(step)) is None else round(1e3 * s, 3) for name, step in steps.items()}
             if not self.small and ms.get("drawing"):
                 self.report.reach("token", float(ms["drawing"] or 0.0))
@@ -311,6 +302,10 @@ class Run:
                 v.numel() + q.numel() + 3 * states.numel(),
             ),
         }
+        tokens, gamma = torch.randn(1, count, chunk, 2 * d_value + d_qk, device=self.device, dtype=dtype), torch.rand(4, d_qk)
+        table = gamma.to(self.device)
+        opened = partial(gated_kernels.open_tokens, tokens, table, table, None, None)
+        cases["open"] = (lambda: opened()[0], 0.0, 2 * v.numel() + 5 * q.numel())
         for name, (launch, flops, numbers) in cases.items():
             seconds = self.seconds(launch)
             if seconds is None:
@@ -341,9 +336,18 @@ class Run:
             batch = 1 if self.small else TOKENS // length
             widths = (d_qk, d_qk, d_qk, d_qk, d_value)
             maps = [torch.randn(batch, length, n, device=self.device, dtype=dtype).requires_grad_() for n in widths]
+            tokens = torch.randn(batch, length, 2 * d_value + d_qk, device=self.device, dtype=dtype).requires_grad_()
+            tables = [torch.rand(4, d_qk, device=self.device, dtype=dtype).requires_grad_() for _ in range(2)]
             mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=True)
+            positions = torch.arange(length, device=self.device)
+            gated = partial(gated_mixed_chunk_attention, chunk_size=chunk, causal=True, positions=positions)
             plain = partial(quadratic_attention, causal=True)
-            for name, attend, inputs in (("mixed chunk", mixed, maps), ("quadratic", plain, [*maps[:2], maps[4]])):
+            cases = {
+                "mixed chunk": (mixed, maps),
+                "gated mixed chunk": (gated, [tokens, *tables]),
+                "quadratic": (plain, [*maps[:2], maps[4]]),
+            }
+            for name, (attend, inputs) in cases.items():
                 if name == "quadratic" and length > 16384:
                     continue
                 torch_form = partial(attend, backend="torch")

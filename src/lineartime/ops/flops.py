@@ -1,11 +1,11 @@
-"""What FlopCounterMode of PyTorch counts for the operators of lineartime: the operations of their matrix products.
+"""The formulas with which PyTorch's FlopCounterMode counts the operators of lineartime, by their matrix products.
 
-A multiplication and an addition count as two, as everywhere in PyTorch. Products that a backward pass computes again count
-again. A causal quadratic form counts the blocks of queries and keys that `tiled.py` computes, of which no key stands wholly
-behind its queries; sums over chunks count the chunks that are read and those that read.
+A multiplication and an addition count as two operations, as everywhere in PyTorch. Products that a backward pass recomputes
+count again. A causal quadratic form counts the blocks of queries and keys that `tiled.py` computes, without keys that come
+after all queries of a block. Sums over chunks count the chunks that are summed and the chunks that use the sums.
 
-The formulas are registered when torch.utils.flop_counter is imported, before or after lineartime: the import takes a while,
-and few programs count.
+The formulas are registered when torch.utils.flop_counter is imported, before or after lineartime. lineartime does not import it
+itself, because the import takes a while and few programs need it.
 
 Shapes: B batch, G chunks, C chunk size, R rows, L slots of a row, s query/key width, e value width, N tokens, V vocabulary.
 """
@@ -30,7 +30,7 @@ COUNTER = "torch.utils.flop_counter"
 
 
 def _chunk_products(batch: int, n_chunks: int, chunk_size: int, of_pairs: int, n_sums: int, matrix: int) -> int:
-    """Products of `of_pairs` features for all pairs of tokens of a chunk, and `n_sums` of a chunk and an s x e matrix."""
+    """Products of `of_pairs` features for all pairs of tokens in a chunk, and `n_sums` products with an s x e matrix."""
     return 2 * batch * chunk_size * (n_chunks * chunk_size * of_pairs + n_sums * matrix)
 
 
@@ -55,6 +55,18 @@ def _triton_mixed_chunk(arguments: dict[str, Any]) -> int:
 def _triton_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
     (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
     return _chunk_products(batch, n_chunks, chunk_size, 4 * d_qk + 2 * d_value, 4 * n_chunks, d_qk * d_value)
+
+
+def _gated_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
+    """`of_pairs` products of the widths s and e for all pairs of tokens of a chunk."""
+    (batch, n_chunks, chunk_size, width), (_, d_qk) = arguments["tokens"], arguments["gamma"]
+    d_value = (width - d_qk) // 2
+    pairs = of_pairs[0] * d_qk + of_pairs[1] * d_value
+    return _chunk_products(batch, n_chunks, chunk_size, pairs, n_sums * n_chunks, d_qk * d_value)
+
+
+def _gated_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
+    return _gated_mixed_chunk(arguments, of_pairs=(4, 2), n_sums=4)
 
 
 def _exported_mixed_chunk(arguments: dict[str, Any]) -> int:
@@ -97,10 +109,12 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "mixed_chunk_attention": _triton_mixed_chunk,
     "mixed_chunk_attention_backward": _triton_mixed_chunk_backward,
+    "gated_mixed_chunk": _gated_mixed_chunk,
+    "gated_mixed_chunk_backward": _gated_mixed_chunk_backward,
     "quadratic_attention": _quadratic,
     "quadratic_attention_backward": _triton_quadratic_backward,
 }
-"""By the name of the operator in torch.ops.lineartime; the last four are those of the Triton kernels."""
+"""The formulas by the name of the operator in torch.ops.lineartime; the last six are for the Triton kernels."""
 
 
 # 2. How they reach the counter ----------------------------------------------------------------------------------------
@@ -110,12 +124,12 @@ def _register(counter: ModuleType) -> None:
     """Register all formulas with torch.utils.flop_counter."""
     modules = ["lineartime.ops.cross_entropy", "lineartime.ops.exported", "lineartime.ops.mixed_chunk"]
     if importlib.util.find_spec("triton") is not None and torch.cuda.is_available():  # the kernels may run
-        modules += ["lineartime.ops.triton.mixed_chunk", "lineartime.ops.triton.quadratic"]
+        modules += ["lineartime.ops.triton.gated", "lineartime.ops.triton.quadratic"]
     for module in modules:
         importlib.import_module(module)  # defines its operators
     for name, formula in FORMULAS.items():
         operator = getattr(torch.ops.lineartime, name, None)
-        if operator is not None and operator not in counter.flop_registry:  # without kernels, there are none of theirs
+        if operator is not None and operator not in counter.flop_registry:  # without Triton, its operators do not exist
             counter.register_flop_formula(operator)(_by_name(operator, formula))
 
 
@@ -129,7 +143,7 @@ def _by_name(operator: Any, formula: Callable[[dict[str, Any]], int]) -> Callabl
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Registers the formulas as soon as something imports the counter; then it is gone."""
+    """An import hook that registers the formulas when the counter is imported, and then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -151,7 +165,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def register_formulas() -> None:
-    """Register the formulas of all operators there are: now if the counter has been imported, else when it is."""
+    """Register the formulas of all operators: now if the counter has been imported, otherwise when it is."""
     if COUNTER in sys.modules:
         _register(sys.modules[COUNTER])
     else:

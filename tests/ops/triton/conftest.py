@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = tuple(f"lineartime.ops.triton.{name}" for name in ("quadratic_kernels", "quadratic", "mixed_chunk", "cross_entropy"))
+KERNELS = tuple(
+    f"lineartime.ops.triton.{name}"
+    for name in ("quadratic_kernels", "quadratic", "mixed_chunk", "gated_kernels", "gated", "cross_entropy")
+)
 
 
 def interpret_kernels() -> None:

@@ -25,15 +25,16 @@ def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 WITH_PRODUCTS = {"weigh", "score_gradient", "score_input_gradient"}
-SPILLED = {"bf16": 64, "fp32": 400}
-"""Bytes of registers that may go to memory: few beside those of a tile."""
+OTHERS = {"add_up", "open", "gate_gradient", "open_gradient", "cross_entropy"}
+SPILLED = {"bf16": 96, "fp32": 400}
+"""Bytes of registers that may go to memory: few beside those of a tile. The gate at the end of `weigh` takes the most in bf16."""
 
 
 @pytest.mark.slow
 def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
     cases = ("flash bf16", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
     rows = compiled(tmp_path, *cases, "--gpus", "90")
-    assert {row["kernel"] for row in rows} == WITH_PRODUCTS | {"add_up", "cross_entropy"}
+    assert {row["kernel"] for row in rows} == WITH_PRODUCTS | OTHERS
     assert {row["case"] for row in rows} == set(cases)
     launches = [(row["case"], row["kernel"], row["variant"]) for row in rows]
     assert len(set(launches)) == len(launches), "a pinned kernel is tuned"

@@ -2,13 +2,13 @@
 
     reference.py         the definition, one query at a time
     chunked.py           plain PyTorch, on any device
-    tiled.py             a few chunks at a time, for processors; takes the projected tokens of a layer
-    triton.py            kernels for GPUs
+    tiled.py             a few chunks at a time, for CPUs; takes the projected tokens of a layer
+    triton.py            kernels for GPUs; those of a layer take the projected tokens too
     stream.py            token by token, with a state of constant size
-    context_parallel.py  over sequences that several processes hold together
+    context_parallel.py  over sequences that are split over several processes
 
-All of them compute one function of (heads, bias, layout, options) or, with the gate of a FLASH layer around it, of (projected,
-bias, layout, options). This file checks the arguments and chooses the form.
+All of them compute the same function of (heads, bias, layout, options) or, with the gate of a FLASH layer around it, of
+(projected, bias, layout, options). This file checks the arguments and chooses the form.
 
 Shapes: B batch, T tokens, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
@@ -41,7 +41,7 @@ def _with_prefix(
     layout: Layout,
     options: MixedChunkOptions,
 ) -> Tensor:
-    """A form that knows no prefixes, over everything and, both ways, over the prefixes of the layout."""
+    """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the layout."""
     causal = attend(inputs, bias, layout, options)
     return layout.with_prefix(causal, lambda prefix: attend(inputs, bias, prefix, options.both_ways))
 
@@ -51,6 +51,11 @@ _FORMS: dict[str, _Form] = {
     "torch": partial(_with_prefix, chunked.attend),
     "triton": partial(_with_prefix, triton.attend),
 }
+_GATED_FORMS: dict[str, Callable[[Projected, Tensor | None, Layout, MixedChunkOptions], Tensor]] = {
+    "tiled": tiled.attend,
+    "triton": triton.attend_gated,
+}
+"""The forms that take the projected tokens of a layer and apply its gate."""
 
 
 def mixed_chunk_attention(
@@ -76,25 +81,25 @@ def mixed_chunk_attention(
         q_quad, k_quad, q_lin, k_lin: [B, T, s] queries and keys of the quadratic and of the linear part.
         v: [B, T, e] values, shared by both parts.
         chunk_size: C; T need not be a multiple of it.
-        causal: whether a token reads only itself and earlier tokens.
+        causal: whether a token attends only to itself and earlier tokens.
         bias: [C, C], added to the quadratic scores by position inside the chunk.
-        mask: bool or 0 and 1, [B, T], True for real tokens: chunks count real tokens only; no token reads padding, and its
-            outputs are zero.
-        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: each is chunked from its own
-            start and reads nothing of the others.
-        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: so many of the first real tokens of each row,
-            or document, read as a bidirectional attention over these tokens alone; later tokens read as ever.
-        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        mask: [B, T], bool or integers 0 and 1, True for real tokens. Chunks count only real tokens. No token attends to
+            padding, and its outputs are zero.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row. Each is cut into chunks from
+            its own start and does not attend to the others.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: the number of real tokens at the start of each
+            row, or document, that attend as in a bidirectional attention over these tokens alone. Later tokens attend causally.
+        activation: the activation of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
         normalization: "count", "paper" or "paper_sum": see `MixedChunkOptions`.
         backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
 
     Returns:
-        [B, T, e], zeros for rows with nothing to read. float16 is computed in float32; the sums over chunks always are
-        (float64 for float64 inputs).
+        [B, T, e], with zeros where no key is visible. float16 is computed in float32. The sums over chunks are always in
+        float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
-            or cannot run here.
+        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
+            here.
     """
     options = MixedChunkOptions(chunk_size, causal, activation, normalization)
     heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
@@ -126,26 +131,26 @@ def gated_mixed_chunk_attention(
     normalization: Normalization = "count",
     backend: Backend = "auto",
 ) -> Tensor:
-    """Turn the projected tokens of a FLASH layer into what its output map reads: all of FLASH between its two dense maps.
+    """Map the projected tokens of a FLASH layer to the input of its output projection: all of FLASH in between.
 
         U, V, Z = split(silu(projected))                                 [B,T,e] [B,T,e] [B,T,s]
         q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)        i = 1 ... 4
         gated = U * mixed_chunk_attention(q_quad, k_quad, q_lin, k_lin, V)
 
     Args:
-        projected: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
-        gamma, beta: [4, s], scale and offset of q_quad, k_quad, q_lin and k_lin.
-        positions: int [T] or [B, T], by which queries and keys are rotated; None for no rotation.
-        rotary_width: how many of their s features turn, half of them in each half; None for all.
+        projected: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
+        gamma, beta: [4, s], the scale and offset of q_quad, k_quad, q_lin and k_lin.
+        positions: int [T] or [B, T], the positions by which queries and keys are rotated; None for no rotation.
+        rotary_width: the number of their s features that are rotated, half of them in each half of s; None for all.
         chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
-        backend: "tiled" (for processors), those of `mixed_chunk_attention`, or "auto", the fastest that can run.
+        backend: "tiled" (for CPUs), a backend of `mixed_chunk_attention`, or "auto", the fastest that can run.
 
     Returns:
         [B, T, e].
 
     Raises:
-        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
-            or cannot run here.
+        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
+            here.
     """
     options, tokens = MixedChunkOptions(chunk_size, causal, activation, normalization), Projected(projected, gamma, beta)
     check_projected(tokens)
@@ -164,7 +169,7 @@ def gated_mixed_chunk_attention(
 
 
 def _of_chunks(bias: Tensor | None, layout: Layout) -> Tensor | None:
-    """The part of a bias [C, C] that the chunks of a layout, which may have fewer slots, need."""
+    """The part of a bias [C, C] for the chunks of a layout, which may have fewer slots."""
     size = layout.require_chunks().chunk_size
     return None if bias is None else bias[:size, :size]
 
@@ -190,16 +195,17 @@ def attend_projected(
     backend: Backend = "auto",
     output: Tensor | None = None,
 ) -> Tensor:
-    """`gated_mixed_chunk_attention` inside a model, where the arguments fit together and the layout is made.
+    """`gated_mixed_chunk_attention` inside a model, where the arguments are already checked and the layout is made.
 
     Args:
-        projected, bias, layout, options: what every form takes; the tiled form takes tokens without their bias as they are.
+        projected, bias, layout, options: the inputs of every form; `projected` may still lack its bias.
         backend: see `gated_mixed_chunk_attention`.
-        output: [d, e], by which the result is multiplied, to [B, T, d]; the tiled form then keeps less for the backward pass.
+        output: [d, e], the weight of the output projection, or None. With it, the result is [B, T, d], and the tiled form keeps
+            less for the backward pass.
 
     Raises:
-        ValueError: for a backend that is unknown or cannot run here, and for a batch that the processes of the layout's context
-            cannot split.
+        ValueError: if the backend is unknown or cannot run here, or the processes of the layout's context cannot split the
+            batch.
     """
     compute = matmul_dtype(projected.tokens, projected.gamma)
     available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
@@ -207,7 +213,7 @@ def attend_projected(
     if form == "tiled" and layout.context is None and layout.prefix is None:
         return tiled.attend(projected, bias, layout, options, output)
     projected = projected.with_bias()
-    attend = partial(_with_prefix, tiled.attend) if form == "tiled" else partial(_gated, _FORMS[form])
+    attend = partial(_with_prefix, _GATED_FORMS[form]) if form in _GATED_FORMS else partial(_gated, _FORMS[form])
     if layout.context is not None:
         gated = context_parallel.attend(attend, layout.context, projected, bias, layout, options)
     else:
@@ -221,4 +227,4 @@ def _gated(form: _Form, projected: Projected, bias: Tensor | None, layout: Layou
 
 
 mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")
-"""The definition of `mixed_chunk_attention`, with its arguments: slow, and only there to be believed."""
+"""The definition of `mixed_chunk_attention`, with the same arguments: slow, a reference for tests."""

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
 
 
@@ -26,3 +26,28 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
             activation="laplace" if options.activation == "laplace" else "relu2",
         )
         return chunks.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))
+
+
+def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+    """All of a FLASH layer between its dense maps, [B, T, e]: the kernels make queries, keys and values, and apply the gate."""
+    from lineartime.ops.triton import gated as kernels  # Triton may be absent
+
+    tokens, gamma, beta, _ = projected.with_bias()
+    chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
+    with without_autocast(tokens):
+        scales = chunk_scales(layout, options, projected.d_qk, tokens)
+        out = kernels.attend(
+            chunks.cut(tokens.to(dtype)),
+            gamma,
+            beta,
+            bias=bias,
+            rotations=layout.chunk_rotations,
+            real=chunks.real,
+            row_scale=scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
+            state_scale=scales.state,
+            document_starts=chunks.document_starts.int(),
+            score_scale=scales.score,
+            causal=options.causal,
+            activation="laplace" if options.activation == "laplace" else "relu2",
+        )
+    return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))

@@ -199,6 +199,19 @@ def as_operand(tile, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
+def silu(x):
+    """SiLU, x sigmoid(x)."""
+    return x * tl.sigmoid(x)
+
+
+@jit
+def silu_slope(x):
+    """The derivative of SiLU."""
+    share = tl.sigmoid(x)
+    return share * (1.0 + x * (1.0 - share))
+
+
+@jit
 def activate(scores, ACTIVATION: tl.constexpr):
     """f(scores)."""
     if ACTIVATION == "relu2":

@@ -34,7 +34,7 @@ from lineartime.ops.triton.common import (
     tuned,
     workspace,
 )
-from lineartime.ops.triton.quadratic_kernels import score_gradient, weigh
+from lineartime.ops.triton.quadratic_kernels import Gate, score_gradient, weigh
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,17 @@ def _attend(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and M, which the backward pass reads."""
+    return forward(
+        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, score_scale, causal, activation
+    )
+
+
+def forward(
+    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
+    state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
+    gate: Gate | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, times the gate where given, and M, which the backward pass reads."""
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device), workspace(_shape_of_states(k_lin, v), state_dtype(v.dtype), v.device)
     row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
@@ -176,6 +186,7 @@ def _attend(
         activation=activation,
         readers=q_lin,
         states=states,
+        gate=gate,
     )
     return out.view(v.shape), states
 
@@ -190,6 +201,18 @@ def _attend_backward(
     state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return backward(
+        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, states, d_out,
+        score_scale, causal, activation, with_d_bias,
+    )  # fmt: skip
+
+
+def backward(
+    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
+    state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
+    activation: str, with_d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q_quad, k_quad, q_lin, k_lin, v and, if asked for, of the bias; `d_out` is that of the output."""
     d_bias = v.new_empty(0)
     if v.numel() == 0:
         if bias is not None and with_d_bias:

@@ -17,7 +17,7 @@ summed by one program in a fixed order, so that the same inputs always give the 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 # ruff: noqa: N803, N806
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lineartime.ops.triton.common import (
     activate,
-    activation_slope,
     add_product,
     as_operand,
     jit,
@@ -34,6 +33,7 @@ from lineartime.ops.triton.common import (
     load_tile,
     number_formats,
     on_device,
+    silu,
     store_tile,
     token_bucket,
     tuned,
@@ -41,65 +41,9 @@ from lineartime.ops.triton.common import (
     workspace,
 )
 from lineartime.ops.triton.fit import score_gradient_is_unfit, score_input_gradient_is_unfit, weigh_is_unfit
+from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, score_tile
 
-# 1. Tiles of scores and of their gradients ----------------------------------------------------------------------------
-
-
-@jit
-def score_tile(
-    x, y, bias, x_tile, rows, others, T, score_scale,
-    S: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """X, or X^T if the bias is transposed too, at [rows, others]: products of x and y, [T, s] both.
-
-    The first BLOCK_S columns of x are in x_tile.
-    """
-    columns = tl.arange(0, BLOCK_S)
-    scores = tl.dot(x_tile, tl.trans(load_tile(y, others, columns, T, S, COMPUTE)), input_precision=PRECISION)
-    if S > BLOCK_S:
-        for start in range(BLOCK_S, S, BLOCK_S):
-            x_part = load_tile(x, rows, start + columns, T, S, COMPUTE)
-            y_part = load_tile(y, others, start + columns, T, S, COMPUTE)
-            scores = add_product(scores, x_part, tl.trans(y_part), PRECISION)
-    scores *= score_scale
-    if HAS_BIAS:
-        scores += load_tile(bias, rows, others, T, T, scores.dtype)
-    return scores
-
-
-@jit
-def mask_tile(tile, rows, others, row_scale, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The tile times the row_scale of its queries, zero where attention is causal and the key is behind the query."""
-    # Beyond the edges nothing needs a mask: values and output gradients read as zero there.
-    if TRANSPOSED:
-        tile *= tl.load(row_scale + others, mask=others < T, other=0.0)[None, :]
-        if CAUSAL:
-            tile = tl.where(rows[:, None] <= others[None, :], tile, 0.0)
-    else:
-        tile *= tl.load(row_scale + rows, mask=rows < T, other=0.0)[:, None]
-        if CAUSAL:
-            tile = tl.where(rows[:, None] >= others[None, :], tile, 0.0)
-    return tile
-
-
-@jit
-def score_gradient_tile(
-    scores, x_values, y_values, row_scale, rows, others, T,
-    E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, TRANSPOSED: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """dX, or dX^T, at [rows, others]; of the values v and the gradients dout, [T, e] both, x_values are those of the rows."""
-    columns = tl.arange(0, BLOCK_E)
-    products = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
-    for start in range(0, E, BLOCK_E):
-        x_part = load_tile(x_values, rows, start + columns, T, E, COMPUTE)
-        y_part = load_tile(y_values, others, start + columns, T, E, COMPUTE)
-        products = add_product(products, x_part, tl.trans(y_part), PRECISION)
-    return mask_tile(products * activation_slope(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
-
-
-# 2. out, and dv -------------------------------------------------------------------------------------------------------
+# 1. out, and dv -------------------------------------------------------------------------------------------------------
 
 
 @tuned(
@@ -111,18 +55,22 @@ def score_gradient_tile(
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "TRANSPOSED", "PRECISION"],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "HAS_GATE", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=weigh_is_unfit,
 )
 @jit
 def weigh_kernel(
-    x, y, values, bias, row_scale, readers, states, out, T, bucket, tokens, score_scale,
+    x, y, values, bias, row_scale, readers, states, gate, attended, out, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_STATES: tl.constexpr, TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_GATE: tl.constexpr, KEEPS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """P values or P^T values, + readers states where given; a program: rows of one sequence x columns of the values."""
+    """P values or P^T values, + readers states where given, times silu(gate) where given; a program: some rows and columns.
+
+    The gate is the first E columns of a matrix of 2 E + S. Where it KEEPS, `attended` gets what it multiplies.
+    """
     # Programs side by side have the same rows, whose queries and keys they find in the cache.
     column_blocks = (E + BLOCK_E - 1) // BLOCK_E
     blocks = (T + BLOCK_M - 1) // BLOCK_M
@@ -162,14 +110,34 @@ def weigh_kernel(
         weights = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
         value = load_tile(values, others, columns, T, E, COMPUTE)
         acc = add_product(acc, as_operand(weights, COMPUTE, PRECISION), value, PRECISION)
+    if KEEPS:
+        store_tile(attended + batch * T * E, acc, rows, columns, T, E)
+    if HAS_GATE:
+        gate += (batch * T + block * BLOCK_M) * (2 * E + S)
+        offsets = tl.arange(0, BLOCK_M)[:, None] * (2 * E + S) + columns[None, :]  # in 32 bits, which take fewer registers
+        before = tl.load(gate + offsets, mask=(rows < T)[:, None] & (columns < E)[None, :], other=0.0).to(ACC)
+        acc *= silu(before)
     store_tile(out + batch * T * E, acc, rows, columns, T, E)
+
+
+class Gate(NamedTuple):
+    """What `weigh` multiplies its result by, silu of the gate.
+
+    Attributes:
+        tokens: [B, T, 2 e + s], whose first e columns are the gate before SiLU.
+        attended: [B, T, e], where the result is to be kept before the gate multiplies it, or None.
+    """
+
+    tokens: Tensor
+    attended: Tensor | None
 
 
 def weigh(
     q: Tensor, k: Tensor, values: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool,
     activation: str, transposed: bool = False, readers: Tensor | None = None, states: Tensor | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:  # fmt: skip
-    """P values plus readers @ states where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e].
+    """P values plus readers @ states where given, times the gate where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e].
 
     Transposed, P^T values, of a bias that is transposed too.
     """
@@ -180,18 +148,19 @@ def weigh(
         return (batch * triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(n_columns, config["BLOCK_E"]),)
 
     x, y = (k, q) if transposed else (q, k)
+    tokens, attended = (None, None) if gate is None else gate
     with on_device(values):
         weigh_kernel[grid](
-            x, y, values, bias, row_scale, readers, states, out, length, length_bucket(length),
+            x, y, values, bias, row_scale, readers, states, tokens, attended, out, length, length_bucket(length),
             token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            HAS_STATES=states is not None, TRANSPOSED=transposed, BLOCK_S=width_block(width, values.dtype),
-            **number_formats(values.dtype),
+            HAS_STATES=states is not None, HAS_GATE=gate is not None, KEEPS=attended is not None, TRANSPOSED=transposed,
+            BLOCK_S=width_block(width, values.dtype), **number_formats(values.dtype),
         )  # fmt: skip
     return out
 
 
-# 3. dq, and dk --------------------------------------------------------------------------------------------------------
+# 2. dq, and dk --------------------------------------------------------------------------------------------------------
 
 
 @tuned(
@@ -269,7 +238,7 @@ def score_input_gradient(
     return out
 
 
-# 4. dX, and dbias -----------------------------------------------------------------------------------------------------
+# 3. dX, and dbias -----------------------------------------------------------------------------------------------------
 
 
 @tuned(

@@ -1,0 +1,141 @@
+"""All of a FLASH layer between its two dense maps on the GPU: projected tokens in, the gated output out.
+
+Shapes: B batch, G chunks of all documents, C chunk size, R = B G C rows, e value width, s query/key width, W = 2 e + s.
+
+    U, V, Z = split(silu(tokens))                                                  [R, e] [R, e] [R, s]
+    q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                       i = 1 ... 4
+    gated = U * attention(q_quad, k_quad, q_lin, k_lin, V)                          as in mixed_chunk.py
+
+Forward, one kernel writes V and the four maps, and the kernel of the attention multiplies by U before it writes. Backward, one
+kernel takes the gradient of the gate and one that of V and the maps. The backward pass keeps the tokens, the attention's output
+and the states of the chunks, and makes V and the maps again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.operator import refuse_second_derivative, register_operator
+from lineartime.ops.precision import acc_dtype, without_autocast
+from lineartime.ops.triton.common import state_dtype, workspace
+from lineartime.ops.triton.gated_kernels import gate_gradient, open_gradient, open_tokens
+from lineartime.ops.triton.mixed_chunk import backward, forward
+from lineartime.ops.triton.quadratic_kernels import Gate
+
+# As an operator of PyTorch --------------------------------------------------------------------------------------------
+# tokens: [B, G, C, W], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
+# rotations: [2, B or 1, G, C, s / 2], or None. real: bool [B, G, C], or None where all slots hold a token.
+# row_scale, state_scale, document_starts, score_scale, causal, activation: as for `mixed_chunk.attend`.
+# keep: whether a backward pass will follow.
+
+
+def _gated_mixed_chunk(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, real: Tensor | None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor,
+    score_scale: float, causal: bool, activation: str, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gated output [B, G, C, e] and, to be kept, the attention's output and the states of the chunks."""
+    if tokens.numel() == 0:
+        return _fake(tokens, gamma, beta, bias, rotations, real, row_scale, keep)
+    tokens = tokens.contiguous()
+    scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
+    v, maps = open_tokens(tokens, scale, offset, _contiguous(rotations), _contiguous(real))
+    attended = workspace(v.shape, v.dtype, v.device) if keep else None
+    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
+    out, states = forward(
+        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
+        score_scale, causal, activation, Gate(tokens, attended),
+    )  # fmt: skip
+    return (out, tokens.new_empty(0), tokens.new_empty(0)) if attended is None else (out, attended, states)
+
+
+def _gated_mixed_chunk_backward(
+    d_out: Tensor, attended: Tensor, states: Tensor,
+    tokens: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, real: Tensor | None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor,
+    score_scale: float, causal: bool, activation: str, with_d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if tokens.numel() == 0:
+        d_tokens, d_gamma, d_beta, d_bias = _fake_backward(d_out, attended, states, tokens, gamma, beta, bias, with_d_bias)
+        return d_tokens, d_gamma.zero_(), d_beta.zero_(), d_bias.zero_()
+    tokens = tokens.contiguous()
+    scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
+    rotations = _contiguous(rotations)
+    d_tokens = workspace(tokens.shape, tokens.dtype, tokens.device)
+    d_attended = gate_gradient(d_out.contiguous(), tokens, attended, d_tokens, gamma.shape[1])
+    v, maps = open_tokens(tokens, scale, offset, rotations, _contiguous(real))
+    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
+    *d_maps, d_v, d_bias = backward(
+        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, states, d_attended,
+        score_scale, causal, activation, with_d_bias,
+    )  # fmt: skip
+    d_gamma, d_beta = open_gradient(tokens, scale, rotations, d_v, d_maps, d_tokens)
+    return d_tokens, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), d_bias
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _fake(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, real: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (*shape, width), d_qk, keep = tokens.shape, gamma.shape[1], rest[-1]
+    d_value = (width - d_qk) // 2
+    out = tokens.new_empty(*shape, d_value)
+    if not keep:
+        return out, tokens.new_empty(0), tokens.new_empty(0)
+    return out, torch.empty_like(out), tokens.new_empty(*shape[:2], d_qk, d_value, dtype=state_dtype(tokens.dtype))
+
+
+def _fake_backward(
+    d_out: Tensor,
+    attended: Tensor,
+    states: Tensor,
+    tokens: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_d_bias = rest[-1]
+    d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else tokens.new_empty(0)
+    return tokens.new_empty(tokens.shape), gamma.new_empty(gamma.shape), beta.new_empty(beta.shape), d_bias
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, score_scale, causal, activation, _ = inputs
+    _, attended, states = output
+    ctx.save_for_backward(attended, states, *tensors)
+    ctx.mark_non_differentiable(attended, states)
+    ctx.set_materialize_grads(False)  # nobody reads zeros for these two
+    ctx.rest = (score_scale, causal, activation)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_out, "backend 'triton'", "use set_backend(model, 'torch')")
+    with_d_bias = ctx.needs_input_grad[3]
+    d_tokens, d_gamma, d_beta, d_bias = _backward_operator(d_out, *ctx.saved_tensors, *ctx.rest, with_d_bias)
+    return d_tokens, d_gamma, d_beta, d_bias if with_d_bias else None, *(None,) * 9
+
+
+_forward_operator = register_operator(
+    _gated_mixed_chunk, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+)
+_backward_operator = register_operator(_gated_mixed_chunk_backward, _fake_backward)
+
+
+def attend(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, *, bias: Tensor | None = None, rotations: Tensor | None = None,
+    real: Tensor | None = None, row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float,
+    causal: bool, activation: str,
+) -> Tensor:  # fmt: skip
+    """The gated output of projected tokens, [B, G, C, 2 e + s] -> [B, G, C, e]; see the comment above for the arguments."""
+    inputs = (tokens, gamma, beta, bias)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    with without_autocast(tokens):
+        out: Tensor = _forward_operator(
+            *inputs, rotations, real, row_scale, state_scale, document_starts, score_scale, causal, activation, keep
+        )[0]
+    return out
