@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineartime
 from lineartime import generation
@@ -29,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
     "model", ["flash-tiny", "flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny shifted"], indirect=True
 )
 def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "PREFILL", 4)  # a prompt in several pieces
+    monkeypatch.setitem(streams.PREFILL, "cpu", 4)  # a prompt in several pieces
     prompt = torch.randint(0, 40, (11,)).tolist()
     ids = list(prompt)
     for _ in range(20):
@@ -48,6 +49,30 @@ def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(model, "forward", None)
     list(generate(model, [1, 2, 3], 5, GREEDY))
     assert read == [3, 1, 1, 1, 1]
+
+
+class Largest(TorchDispatchMode):
+    """The most floating-point numbers that an operation has returned in one tensor."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted"], indirect=True)
+def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(streams.PREFILL, "cpu", 512)
+    sizes = []
+    for length in (1024, 4096):
+        with Largest() as largest, torch.no_grad():
+            streams.read(model, torch.randint(0, 40, (1, length)))
+        sizes.append(largest.numbers)
+    assert sizes[0] == sizes[1]
 
 
 def test_tokens_come_one_by_one(model: CausalLM) -> None:

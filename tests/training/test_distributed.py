@@ -187,6 +187,17 @@ loop.Trainer.take_step = take_and_stop
 """
 
 
+def test_two_processes_with_muon_resume_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    options = {"optimizer": "muon", "parallel": "ddp", "tokens_per_batch": 4 * 24}
+    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '2'\n" + STOP
+    assert launch(config(**options, out=tmp_path / "one"), 2).wait() == [0, 0]
+    assert launch(config(**options), 2, before=stop).wait() == [0, 0]
+    assert launch(config(**options, resume=True), 2).wait() == [0, 0]
+    weights, wanted = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("run", "one"))
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert metrics(tmp_path / "run", "loss") == metrics(tmp_path / "one", "loss")
+
+
 def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     config: MakeConfig, launch: Launch, tmp_path: Path
 ) -> None:

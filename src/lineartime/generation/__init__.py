@@ -31,7 +31,7 @@ def generate(
     Args:
         model: a causal language model, in evaluation mode; one of task "prefix-lm" reads the prompt as its prefix.
         prompt: token ids, at least one: a sequence, a numpy array [N] or a tensor [N].
-        max_tokens: the largest number of tokens to draw.
+        max_tokens: the maximum number of tokens to draw.
         sampling: how to draw them; the default is `Sampling()`.
         stop_token: a token that ends the text; it is not yielded.
 
@@ -45,7 +45,7 @@ def generate(
 
 
 def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
-    """The next token of every text, `max_tokens` times; a text that has ended goes on until all have."""
+    """Yield the next token of every text, `max_tokens` times. Texts that have ended are continued, too."""
     generator = sampling.generator()
     with torch.no_grad():
         once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
@@ -68,11 +68,11 @@ def generate_batch(
     stop_token: int | None = None,
     ended: Callable[[int, int], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue several prompts of any lengths together; no text depends on the other prompts.
+    """Continue several prompts of any lengths together. No text depends on the other prompts.
 
-    The model reads each prompt by itself, and equal prompts once; then every step adds a token to each text. A model that
-    `steps_in_place`, as FLASH does, computes all texts at once, in the same time and memory however long they are, on a
-    GPU as a CUDA graph. Others compute the texts of equally long prompts at once, one group after another.
+    The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text. A model that
+    `steps_in_place`, such as FLASH, computes all texts at once, in constant time and memory per step, on a GPU as a CUDA
+    graph. Other models compute the texts of equally long prompts at once, one group after another.
 
     Args:
         model: a causal language model, in evaluation mode.
@@ -109,7 +109,7 @@ def generate_batch(
 def _checked(
     model: object, prompts: Sequence[Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
 ) -> tuple[list[tuple[int, ...]], Sampling]:
-    """The ids of each prompt, and how to draw; ArgumentError for what `generate` cannot work with."""
+    """The ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments of `generate`."""
     known = check_model(model, CausalLM, "generate").config
     check_positive(max_tokens=max_tokens)
     sampling = chosen(sampling)
@@ -131,12 +131,12 @@ def _checked(
 
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as whole numbers; ArgumentError, naming the argument and the id, for anything else.
+    """Convert token ids to whole numbers. Raises ArgumentError, naming the argument and the id, for anything else.
 
     Args:
         argument: the name of the argument.
         given: a sequence of whole numbers, a numpy array [N] or a tensor [N].
-        vocab_size: ids are below this.
+        vocab_size: the ids must be below this.
     """
     if isinstance(given, str):
         raise ArgumentError(argument, "is a text, but must be token ids: encode it with the model's tokenizer.")

@@ -18,12 +18,12 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: draw only from this many of the likeliest tokens; 0 for all.
-        top_p: draw only from the likeliest tokens that together reach this probability; 1 for all.
-        seed: of the random draws; None for a different one each time.
+        top_k: draw only from this many of the likeliest tokens; 0 for all tokens.
+        top_p: draw only from the likeliest tokens that together reach this probability; 1 for all tokens.
+        seed: the seed of the random draws; None for a different one each time.
 
     Raises:
-        ArgumentError: for a value of the wrong type or outside what its argument allows.
+        ArgumentError: for a value of the wrong type or out of range.
     """
 
     temperature: float = 0.8
@@ -53,7 +53,7 @@ class Sampling:
 
 
 def chosen(sampling: Sampling | None) -> Sampling:
-    """The sampling that was given, or the usual one; ArgumentError for anything else."""
+    """The given sampling, or the default for None. Raises ArgumentError for anything else."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ArgumentError("sampling", f"is {sampling!r}, but must be a Sampling, for instance Sampling(temperature=0.8).")
     return Sampling() if sampling is None else sampling
@@ -69,22 +69,25 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tens
 
 
 def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Draw as `draw` does, by a number in [0, 1) for each text: [B, V] and [B] -> int64 [B], where the logits are.
+    """Like `draw`, but from a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
 
-    It copies nothing to the host, so that it can be part of a CUDA graph.
+    It copies nothing to the host, so it can be part of a CUDA graph.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _allowed(logits.float(), sampling, torch.float32)
     reached = probabilities.cumsum(-1)
     below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
-    # The product may be rounded up to the sum: the last token that can be drawn is the last with a probability.
+    # The product may be rounded up to the sum: the last token that can be drawn is the last with a nonzero probability.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
     return tokens.gather(-1, below.minimum(last))[:, 0]
 
 
 def _allowed(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tokens from the likeliest on, with their probabilities, up to a factor; 0 where top_p forbids them: [B, n] both."""
+    """The unnormalised probabilities of the likeliest tokens, in descending order, and these tokens: both [B, n].
+
+    A probability is 0 if top_p excludes the token.
+    """
     # Relative to the largest logit, so that no temperature overflows; a GPU multiplies by the inverse, which must be finite.
     temperature = max(sampling.temperature, torch.finfo(dtype).tiny)
     scores = (logits - logits.amax(-1, keepdim=True)).to(dtype) / temperature

@@ -15,8 +15,8 @@ from lineartime.models.backbone import BackboneState, JoinedStates
 from lineartime.models.grouped import GroupedStreams
 from lineartime.models.heads import CausalLM
 
-PREFILL = 1024
-"""Tokens of a prompt that a causal model reads at a time."""
+PREFILL = {"cpu": 1024, "cuda": 16_384}
+"""Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
 
 Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
@@ -25,15 +25,21 @@ Next = Callable[[Tensor], Tensor]
 def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
     """Read the beginning of streams, ids [B, N]: the last logits [B, V], and the state.
 
-    A model of task "prefix-lm" reads them as a prefix, all at once, and others `PREFILL` tokens at a time.
+    A model of task "prefix-lm" reads them as a prefix, all at once, and others in `pieces`.
     """
     if model.config.task == "prefix-lm":
         hidden, state = model.backbone.read_prefix(ids)
         return model.logits(hidden[:, -1]), state
     state = model.init_state(ids.shape[0])
-    for piece in ids.split(PREFILL, dim=1):
+    for piece in pieces(ids):
         hidden, state = model.backbone.extend(piece, state)
     return model.logits(hidden[:, -1]), state
+
+
+def pieces(prompt: Tensor) -> Sequence[Tensor]:
+    """A prompt [B, N, ...] in pieces of `PREFILL` tokens."""
+    cut: Sequence[Tensor] = prompt.split(PREFILL.get(prompt.device.type, PREFILL["cpu"]), dim=1)
+    return cut
 
 
 def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:

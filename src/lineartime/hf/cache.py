@@ -1,8 +1,8 @@
-"""What a causal model remembers of a batch of streams, in the place of transformers' keys and values.
+"""The state of a causal model for a batch of streams, used in place of transformers' cache of keys and values.
 
-For FLASH and the linear attentions, it has the same size however long the streams are.
+For FLASH and the linear attentions, its size does not depend on the length of the streams.
 
-Shapes: B streams, N new tokens, d model width, L what each block reads as well, if all hidden vectors are asked for.
+Shapes: B streams, N new tokens, d model width, L blocks, whose inputs are returned if all hidden vectors are requested.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation.streams import PREFILL
+from lineartime.generation.streams import pieces
 from lineartime.layers.streams import RaggedState, extend_ragged, take_streams, tensors_of
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.grouped import GroupedStreams
 
 
 class Streams(NamedTuple):
-    """Streams at one position.
+    """Streams that are all at the same position.
 
     Attributes:
         blocks: the state of each block.
@@ -36,7 +36,7 @@ class Streams(NamedTuple):
 
 
 class JoinedStreams(NamedTuple):
-    """Streams at positions of their own that are continued together, token by token, and updated in place.
+    """Streams at different positions that are continued together, token by token, and updated in place.
 
     Attributes:
         blocks: the streams of each block.
@@ -49,8 +49,8 @@ class Call(NamedTuple):
     """A call that can be undone.
 
     Attributes:
-        before: the state before it; None where there was none.
-        embedded: [B, N, d], what was read.
+        before: the state before the call; None if there was none.
+        embedded: [B, N, d], the embedded tokens that were read.
         mask: bool [B, N], True for real tokens.
     """
 
@@ -59,20 +59,20 @@ class Call(NamedTuple):
     mask: Tensor
 
     def without_last(self, tokens: int) -> "Call":
-        """The same call with so many fewer tokens at its end."""
+        """The same call with `tokens` fewer tokens at its end."""
         kept = self.embedded.shape[1] - tokens
         return Call(self.before, self.embedded[:, :kept], self.mask[:, :kept])
 
     def of_streams(self, rows: Tensor) -> "Call":
-        """The same call for some of the streams."""
+        """The same call restricted to some of the streams."""
         return Call(None if self.before is None else take_streams(self.before, rows), self.embedded[rows], self.mask[rows])
 
 
 class LineartimeCache(Cache):  # type: ignore[misc]
     """The state of a batch of streams: `model(ids, past_key_values=cache)` continues them and updates the cache.
 
-    `generate` makes one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.
-    Streams may stand at positions of their own, as they do after a batch that is padded on the left.
+    `generate` creates one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.
+    Streams may be at different positions, as they are after a batch that is padded on the left.
     """
 
     def __init__(self) -> None:
@@ -95,18 +95,18 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         """Continue the streams.
 
         Args:
-            backbone: the model; always the same.
+            backbone: the model, the same one at every call.
             embedded: [B, N, d], embedded tokens.
-            mask: bool [B, N], True for real tokens; None where all are.
-            prefix: whether the first tokens of the streams are a prefix, read in both directions.
-            inputs: gets what each block reads, [B, N, d] each.
+            mask: bool [B, N], True for real tokens; None if all are real.
+            prefix: whether the first tokens of the streams are a prefix, which is read bidirectionally.
+            inputs: a list that receives the input of each block, [B, N, d] each.
 
         Returns:
-            [B, N, d], with zeros at padding.
+            [B, N, d], zero at padding.
         """
         self._check_batch(len(embedded))
         new = embedded.shape[1]
-        if self._pending is not None:  # tokens that were read before a call was undone, and have to be read again
+        if self._pending is not None:  # tokens of an undone call that are kept and have to be read again
             embedded = torch.cat([self._pending.embedded, embedded], 1)
             mask = torch.cat([self._pending.mask, _as_mask(mask, len(embedded), new, embedded.device)], 1)
         if mask is not None and bool(mask.all()):
@@ -123,15 +123,15 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         return out
 
     def copy(self) -> "LineartimeCache":
-        """A cache that begins with the same state; continuing one of the two leaves the other as it is."""
+        """A cache with the same state; continuing one of the two does not change the other."""
         copy = LineartimeCache()
         copy.state, copy._length, copy._pending = self.state, self._length, self._pending
-        if isinstance(self.state, JoinedStreams):  # the others are never changed in place
+        if isinstance(self.state, JoinedStreams):  # all other states are never changed in place
             copy.batch_select_indices(torch.arange(self.batch_size, device=next(tensors_of(self.state)).device))
         return copy
 
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, prefix: bool, every: bool) -> Tensor:
-        """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with what each block reads in front."""
+        """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with the inputs of all blocks in front."""
         state, first = self.state, self.state is None
         if state is None:
             state = Streams(backbone.init_state(len(embedded)))
@@ -144,7 +144,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         if isinstance(state, Streams) and mask is None:
             hidden, self.state = read(embedded, state)
             return hidden
-        widened = embedded.repeat(1, 1, _width(backbone, every))  # as wide as what comes out
+        widened = embedded.repeat(1, 1, _width(backbone, every))  # as wide as the output
         hidden, self.state = extend_ragged(read, widened, state, mask)
         return hidden
 
@@ -156,28 +156,28 @@ class LineartimeCache(Cache):  # type: ignore[misc]
                 f"is the cache of {known} streams, but the batch has {batch}: continue the same streams, or begin without one.",
             )
 
-    # What can be undone ------------------------------------------------------------------------------------------------
+    # Undoing calls -----------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` needs: what is read from now on, until the next `crop`, and so on."""
+        """Record what `crop` needs from now on: all that was read since the last `crop`."""
         self._recording = True
 
     def stop_past_recording(self) -> None:
-        """Keep it no longer, so that the memory of the cache does not grow with what it reads."""
+        """Stop recording, so that the memory of the cache does not grow with what it reads."""
         self._recording, self._calls = False, []
 
     def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
         before = self.state
-        if isinstance(before, JoinedStreams):  # which the call changes
+        if isinstance(before, JoinedStreams):  # the call changes them in place
             before = take_streams(before, torch.arange(len(embedded), device=embedded.device))
         batch, length = embedded.shape[:2]
         return Call(before, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, given as a negative number, of those read since the last crop.
+        """Forget the last tokens read since the last crop; their number is given as a negative number.
 
-        Nothing is computed: the state before the calls that read them is taken back, and the tokens of these calls that stay
-        are read again with the next ones.
+        Nothing is computed. The cache returns to the state before the calls that read them. The tokens of these calls that
+        are kept are read again together with the next tokens.
         """
         remove = -tokens_to_remove
         if not 0 <= remove <= sum(call.embedded.shape[1] for call in self._calls):
@@ -194,22 +194,22 @@ class LineartimeCache(Cache):  # type: ignore[misc]
             remove -= min(remove, tokens)
         self._calls = []
 
-    # What transformers asks of a cache ---------------------------------------------------------------------------------
+    # The interface of a cache in transformers --------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens read so far, padding included."""
         return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no limit."""
+        """-1, because there is no limit."""
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put other streams in the places of these, as beam search does."""
+        """Replace the streams by a selection of them, as beam search does."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the streams, in this order; one may be kept several times."""
+        """Keep some of the streams, in this order; a stream may be kept several times."""
         if self.state is not None:
             self.state = take_streams(self.state, indices)
         self._calls = [call.of_streams(indices) for call in self._calls]
@@ -217,7 +217,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
             self._pending = self._pending.of_streams(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Put so many copies of each stream side by side."""
+        """Replace each stream by `repeats` copies, side by side."""
         if self.batch_size > 0:
             device = next(tensors_of(self.state)).device
             self.batch_select_indices(torch.arange(self.batch_size, device=device).repeat_interleave(repeats))
@@ -227,7 +227,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         self.state, self._length, self._calls, self._pending = None, 0, [], None
 
     def __len__(self) -> int:
-        """The number of blocks, 0 before the first token."""
+        """The number of blocks; 0 before the first token."""
         one = self.state.states[0] if isinstance(self.state, RaggedState) else self.state
         return 0 if one is None else len(one.blocks)
 
@@ -236,7 +236,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """The number of streams, -1 before the first token."""
+        """The number of streams; -1 before the first token."""
         if isinstance(self.state, RaggedState):
             return sum(map(len, self.state.rows))
         if self.state is None:
@@ -245,18 +245,18 @@ class LineartimeCache(Cache):  # type: ignore[misc]
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the state takes."""
+        """The memory of the state, in bytes."""
         states = self.state.states if isinstance(self.state, RaggedState) else self.state
         return 0 if states is None else sum(tensor.nbytes for tensor in tensors_of(states))
 
     @property
     def is_compileable(self) -> bool:
-        """False: the state is made of new tensors each time."""
+        """False: every call makes new tensors for the state."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything was read."""
+        """Whether any token was read."""
         return self.state is not None
 
     @property
@@ -277,23 +277,23 @@ def _width(backbone: Backbone, every: bool) -> int:
 
 
 def _reader(backbone: Backbone, every: bool) -> Read:
-    """Continues streams at one position, a piece at a time, by the first d features of what it is given."""
+    """Make a function that continues streams at one position, piece by piece, from the first d features of its input."""
     d_model = backbone.embedding.embedding_dim
 
     def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
-        pieces = []
-        for piece in x[..., :d_model].split(PREFILL, dim=1):
+        read_pieces = []
+        for piece in pieces(x[..., :d_model]):
             inputs: list[Tensor] | None = [] if every else None
             hidden, blocks = backbone.read_next(piece, state.blocks, inputs=inputs)
-            pieces.append(torch.cat([*(inputs or ()), hidden], -1))
+            read_pieces.append(torch.cat([*(inputs or ()), hidden], -1))
             state = Streams(blocks)
-        return torch.cat(pieces, 1), state
+        return torch.cat(read_pieces, 1), state
 
     return read
 
 
 def _prefix_reader(backbone: Backbone, every: bool) -> Read:
-    """The same for the prefix with which streams begin."""
+    """Make a function that reads the prefix with which streams begin, in the same form."""
     d_model = backbone.embedding.embedding_dim
 
     def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
@@ -305,15 +305,15 @@ def _prefix_reader(backbone: Backbone, every: bool) -> Read:
 
 
 def _joined(backbone: Backbone, state: RaggedState) -> JoinedStreams:
-    """Streams at positions of their own, in the order of the batch, to be continued together."""
+    """Join streams at different positions, in the order of the batch, to continue them together."""
     joined = backbone.join_streams([group.blocks for group in state.states])
-    assert not isinstance(joined, GroupedStreams)  # it steps in place
+    assert not isinstance(joined, GroupedStreams)  # the backbone steps in place
     order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
     return JoinedStreams(take_streams(joined, order))
 
 
 def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: JoinedStreams, every: bool) -> Tensor:
-    """Continue joined streams by each stream's own real tokens, token by token; updates `streams` in place."""
+    """Continue joined streams token by token, skipping padding; updates `streams` in place."""
     out = embedded.new_zeros(*embedded.shape[:2], _width(backbone, every) * embedded.shape[-1])
     for place in range(embedded.shape[1]):
         real = None if mask is None or bool(mask[:, place].all()) else mask[:, place].nonzero()[:, 0]
