@@ -1,8 +1,8 @@
-"""Training, packing and generation of two checkouts, interleaved: `python benchmarks/compare.py OLD NEW` (about 6 minutes).
+"""Compare training, packing and generation of two checkouts: `python benchmarks/compare.py OLD NEW` (about 6 minutes).
 
-Each checkout runs in a process of its own. The processes take turns step by step, so that whatever else the machine does hits
-both. Reported are the medians, and the median of the ratios of neighbouring steps, for wall-clock time and for the processor
-time of the process, which other work on the machine disturbs less.
+Each checkout runs in its own process. The processes take turns step by step, so that other load on the machine affects both.
+The results are medians, and the median of the ratios of neighbouring steps, for wall-clock time and for the CPU time of the
+process, which other load disturbs less.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CASES = [
     for case, dtype in (("train", "fp32"), ("train", "bf16"), ("train packed", "fp32"), ("generate", "fp32"))
 ]
 
-# What each process does: a step for every line that it reads. It uses only names that both checkouts have.
+# The script of each process, which takes a step for every line that it reads. It uses only names that both checkouts have.
 STEPS = r"""
 import json, sys, time
 checkout, case = sys.argv[1], json.loads(sys.argv[2])
@@ -62,7 +62,7 @@ for _ in sys.stdin:
 
 
 def compare(old: Path, new: Path, case: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Seconds of a step of both checkouts, and their ratios."""
+    """Seconds per step of both checkouts, and their ratios."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", STEPS, str(path.resolve()), json.dumps(case)],

@@ -1,8 +1,8 @@
-"""One document of a million tokens, split over processes: `python benchmarks/context.py` (about 10 minutes on 2 cores).
+"""Training on a document of a million tokens, split over processes: `python benchmarks/context.py` (10 minutes on 2 cores).
 
-Training steps (loss, gradients, AdamW) on the 2^20 bytes of one document by 1, 2 and 4 processes of one thread each, which
-communicate by gloo on this machine. All start from the same parameters, so that their losses must agree. Blocks are recomputed
-in the backward pass. Memory is the most that a process held (VmHWM), including PyTorch and the optimiser.
+The script times training steps (loss, gradients, AdamW) on the 2^20 bytes of one document, with 1, 2 and 4 processes of one
+thread each, which communicate by gloo on this machine. All start from the same parameters, so their losses must agree. Blocks
+are recomputed in the backward pass. Memory is the peak of a process (VmHWM), including PyTorch and the optimiser.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SIZES = (1, 2, 4)
 
 
 def document() -> Tensor:
-    """A text with something to learn in it, [1, TOKENS + 1]."""
+    """A text with a pattern to learn, [1, TOKENS + 1]."""
     text, i = bytearray(), 0
     while len(text) <= TOKENS:
         text += f"the square of {i} is {i * i}, and so on.\n".encode()
@@ -41,7 +41,7 @@ def document() -> Tensor:
 
 
 def train(rank: int, size: int) -> dict[str, Any]:
-    """The losses, times and memory of some steps of one process."""
+    """The losses, times and peak memory of one process over a few steps."""
     torch.manual_seed(0)
     model = build_model(MODEL)
     model.recompute_blocks()
@@ -88,7 +88,7 @@ def run(size: int) -> dict[str, Any]:
         "losses": outputs[0]["losses"],
         "seconds": [max(times) for times in zip(*(output["seconds"] for output in outputs), strict=True)],
         "peak_bytes": [output["peak_bytes"] for output in outputs],
-        # A state for every other process: forward, once more when the block is recomputed, and its gradient.
+        # One state for every other process: in the forward pass, in the recomputation of the block, and as a gradient.
         "bytes_sent_per_layer": 3 * (size - 1) * state_bytes,
     }
 

@@ -1,10 +1,10 @@
-"""The figures of docs/data.md: `python benchmarks/data.py` (some minutes on 2 cores, and 7 GB of disk for a while).
+"""The figures in docs/data.md: `python benchmarks/data.py` (some minutes on 2 cores, and temporarily 7 GB of disk).
 
-The text consists of random words whose frequencies fall as 1 / rank, as in real text. Measured are:
+The text consists of random words whose frequencies fall as 1 / rank, as in real text. The measurements are:
 
     read      tokens per second from the loader of encoded text, on one core
     encode    tokens and bytes per second into the cache, on all cores
-    memory    the peak memory of a process that encodes, or streams, a small file and a large one
+    memory    the peak memory of a process that encodes or streams a small file and a large one
 """
 
 import argparse
@@ -39,7 +39,7 @@ CONTEXT = 512
 
 
 def make_text(file: Path, size: int) -> None:
-    """JSON lines of about `size` bytes, in documents of about 2,000 bytes."""
+    """Write JSON lines of about `size` bytes, in documents of about 2,000 bytes."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
     words = ["".join(random.choice(letters[:20], random.integers(1, 11))) for _ in range(50_000)]
@@ -67,7 +67,7 @@ def encode(file: Path, folder: Path, name: str) -> dict[str, Any]:
 
 
 def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: bool) -> dict[str, Any]:
-    """Read a file that is in the cache; cold: the operating system holds it on disk only."""
+    """Read a file that is in the cache; if `cold`, evict it from the page cache of the operating system first."""
     if cold:
         for shard in folder.glob(f"cache-{name}/*/tokens-*.bin"):
             with shard.open("rb") as raw:
@@ -100,7 +100,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {"encode": encode, "read": read
 
 
 def measured(job: str, *arguments: Any) -> dict[str, Any]:
-    """Run a job in a process of its own, and return its results and its peak memory in MB."""
+    """Run a job in a separate process, and return its results and its peak memory in MB."""
     command = [sys.executable, __file__, "--job", json.dumps([job, *map(str, arguments[:2]), *arguments[2:]])]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])

@@ -1,8 +1,8 @@
 """How fast models generate, one token after another: `python benchmarks/generation.py` (about 12 minutes on 2 cores).
 
-Times are of `prepare(...).step` for a token of each of B streams, eager and compiled, after `position` tokens, all subjects
-taking turns. The first call of a compiled step is timed in a process of its own, twice: the second finds code on the disk.
-The first token of a long prompt is timed beside a forward pass over the prompt, which keeps no state.
+The script times `prepare(...).step`, which reads one token of each of B streams after `position` tokens, eager and compiled.
+All subjects take turns. The first call of a compiled step is timed in two new processes; the second one finds compiled code on
+disk. The first token of a long prompt is compared with a forward pass over the prompt, which keeps no state.
 """
 
 import argparse
@@ -38,15 +38,15 @@ SUBJECTS = (
 )
 CASES = ((1024, 1), (65_536, 1), (1024, 32))
 GOALS = {("flash-tiny", "fp32", 1024, 1): 1000, ("flash-tiny", "bf16", 1024, 1): 1600, ("flash-tiny", "bf16", 1024, 32): 8000}
-"""Tokens a second, compiled or not; 500 were the goal of an eager step."""
+"""Goals in tokens per second, compiled or not; the goal of an eager step was 500."""
 
 PROMPT, PROMPT_GOAL = 32_000, 1.2
-"""Tokens of a long prompt, and the most that its first token may take, over a forward pass."""
+"""The tokens of a long prompt, and the goal for the time to its first token relative to a forward pass."""
 PROMPT_ROUNDS = 5
 
 
 def first_token(dtype: Any) -> list[dict[str, Any]]:
-    """Seconds to read a long prompt, which gives the distribution of its first token and a state, and of a forward pass."""
+    """Seconds to read a long prompt, which gives the logits of the first token and a state, and of a forward pass."""
     rows = []
     for name in dict.fromkeys(name for name, _ in SUBJECTS):
         subject = Subject(name, "eager", resolve(name))
@@ -58,7 +58,7 @@ def first_token(dtype: Any) -> list[dict[str, Any]]:
 
 
 def first_call(dtype: str, cache: str) -> float:
-    """Seconds of the first compiled step in a fresh process, with its code in a folder."""
+    """Seconds of the first compiled step in a new process, with the compilation cache in a given folder."""
     code = f"import generation; print(generation.time_first({dtype!r}))"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     command = [sys.executable, "-W", "ignore", "-c", code]
@@ -75,7 +75,7 @@ def time_first(dtype: Any) -> float:
 
 
 def causes() -> dict[str, float]:
-    """Of an eager float32 step of flash-tiny: its calls and the share of C++; and how fast weights are read here."""
+    """For an eager float32 step of flash-tiny: its calls, the time share of C++, and the bandwidth of reading weights."""
     step = prepare(Subject("flash-tiny", "eager", resolve("flash-tiny")), Case("decode", 1024, "fp32", 1), CPU).step
     calls, inside, plain = 0, 0.0, NativeFunctions.call
 
@@ -96,7 +96,7 @@ def causes() -> dict[str, float]:
             for _ in range(steps):
                 step()
             seconds = time.perf_counter() - start
-        weights = [torch.randn(1088, 256) for _ in range(24)]  # 27 MB: more than a cache nearby holds
+        weights = [torch.randn(1088, 256) for _ in range(24)]  # 27 MB: more than the caches of a core hold
         token = torch.randn(1, 256)
         read = {
             "PyTorch's product": lambda: [functional.linear(token, weight) for weight in weights],
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens a second, with the goals."""
+    """Markdown tables: tokens per second with the goals, prompts, compilation, and causes."""
     lines = []
     for row in rows:
         if "mode" not in row:

@@ -1,8 +1,8 @@
-"""Whether dense maps in int8, by torchao, generate faster: `python benchmarks/int8.py [RUN]` (about 8 minutes on 2 cores).
+"""Generation with int8 dense maps, by torchao: `python benchmarks/int8.py [RUN]` (about 8 minutes on 2 cores).
 
-It needs torchao (`pip install torchao==0.18.0`). A token of one stream is timed at position 1,024 with weights as they
-are, with weights in int8, and with inputs in int8 too (quantised for each token), eager and compiled, all taking turns. RUN is
-a run of `lineartime train`, for the loss on its test split in each form.
+It needs torchao (`pip install torchao==0.18.0`). The script times a token of one stream at position 1,024 with the original
+weights, with int8 weights, and with int8 weights and inputs (quantised for each token), eager and compiled, all taking turns.
+With RUN, a run of `lineartime train`, it also measures the loss on the test split of the default text in each form.
 """
 
 import argparse
@@ -40,11 +40,11 @@ FORMS: dict[str, Any] = {
 }
 PRESETS = ("flash-tiny", "flash-base")
 GOAL, LOSS_GOAL = 1.3, 0.005
-"""How many times faster a token is to be, and by how much of itself the loss may rise."""
+"""The speed-up that a token should have, and the largest relative increase of the loss."""
 
 
 def quantized(model: nn.Module, form: str) -> nn.Module:
-    """The model with its dense maps in a form."""
+    """Convert the dense maps of a model to one of `FORMS`, in place."""
     if FORMS[form] is not None:
         quantize_(model, FORMS[form])
     return model
@@ -64,7 +64,7 @@ def stepper(preset: str, form: str, dtype: torch.dtype, compiled: bool) -> Any:
 
 
 def speeds(rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a token, in every form."""
+    """Seconds per token, in every form."""
     rows: list[dict[str, Any]] = []
     for preset in PRESETS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -81,7 +81,7 @@ def speeds(rounds: int) -> list[dict[str, Any]]:
 
 
 def losses(run: Path) -> list[dict[str, Any]]:
-    """Bits per byte of the test split of the default text."""
+    """Bits per byte on the test split of the default text, in every form."""
     rows = []
     for form in FORMS:
         model = quantized(load(run), form)
@@ -93,7 +93,7 @@ def losses(run: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of a token in the faster mode, and how many times faster than weights as they are; and the losses."""
+    """Markdown tables: milliseconds per token in the faster mode and the speed-up over original weights, and the losses."""
     lines = []
     for preset, dtype in dict.fromkeys((row["preset"], row["dtype"]) for row in rows if "seconds" in row):
         cells = {}

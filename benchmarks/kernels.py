@@ -1,11 +1,11 @@
-"""Compile the Triton kernels for GPUs that are not here, and write down what comes out: `python benchmarks/kernels.py`.
+"""Compile the Triton kernels without a GPU, and report the resources that they use: `python benchmarks/kernels.py`.
 
-Layers run forward and backward on CPU tensors at the sizes of -base, while the launches of kernels are recorded and not carried
-out. Each kernel that was launched is compiled in every configuration that tuning would try, for compute capability 9.0 (H100,
-H200) and 8.0 (A100). Needs Triton and no GPU.
+Layers run forward and backward on CPU tensors at the sizes of -base, while kernel launches are recorded instead of executed.
+Each launched kernel is compiled in every configuration that the autotuner would try, for compute capability 9.0 (H100, H200)
+and 8.0 (A100). Needs Triton, but no GPU.
 
-Results go to kernels.json and kernels.md in --out. What kernels.json already has from the same source is not compiled again, so
-that a run with `--seconds` continues the one before.
+Results go to kernels.json and kernels.md in --out. Kernels that kernels.json already has from the same source are not compiled
+again, so a run with `--seconds` continues the previous one.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -30,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of Triton 3.9, which announces another one
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of Triton 3.9, which warns that it will change
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import torch
@@ -44,7 +44,7 @@ from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.triton.common import pin_configurations
 
 SHARED = {90: 232448, 80: 166912}
-"""Bytes of shared memory that a block can have, by compute capability."""
+"""Bytes of shared memory that a block can use, by compute capability."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 
@@ -53,7 +53,7 @@ REGISTERS = 65536
 
 
 class Absent:
-    """A GPU that is not there, as far as Triton asks for it before it launches anything."""
+    """A stand-in for a GPU, which answers what Triton asks before a launch."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -70,7 +70,7 @@ class Absent:
 
 @dataclass
 class Launch:
-    """A recorded launch of a kernel, with the configurations that tuning would try, the preferred one first."""
+    """A recorded kernel launch, with the configurations that the autotuner would try, the preferred one first."""
 
     case: str
     tuner: Any
@@ -90,7 +90,7 @@ class Launch:
 
 
 def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Forward and backward, by autocast unless `dtype` is float32."""
+    """Run forward and backward, under autocast unless `dtype` is float32."""
     set_backend(layer, "triton")
     x = torch.randn(*shape, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
@@ -99,7 +99,7 @@ def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) ->
 
 
 def flash(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, causal: bool = True, **options: Any) -> None:
-    """The kernels see widths s = 128 and e = 1536; the dense maps of 16 features cost nothing."""
+    """The kernels see widths s = 128 and e = 1536; with 16 features, the dense maps cost almost nothing."""
     options = {"d_qk": 128, **options}
     run_layer(FLASH(16, expansion=96, causal=causal, **options), shape, dtype)
 
@@ -110,7 +110,7 @@ def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: 
 
 
 def loss() -> None:
-    """The cross-entropy of a vocabulary of 32,000."""
+    """The cross-entropy over a vocabulary of 32,000."""
     hidden, weight = (torch.randn(size, requires_grad=True) for size in ((1, 64, 16), (32000, 16)))
     with torch.autocast("cpu", dtype=torch.bfloat16), patch("lineartime.ops.cross_entropy._can_fuse", return_value=True):
         linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long)).backward()
@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[], None]] = {
     "flash bf16, s = 512": partial(flash, (2, 2048), d_qk=512),
     "flash bf16, one token": partial(flash, (1, 1)),
 }
-"""What is recorded, by name, the most important first."""
+"""The cases to record, by name, the most important first."""
 
 
 def recorded(case: str, capability: int) -> list[Launch]:
@@ -143,7 +143,7 @@ def recorded(case: str, capability: int) -> list[Launch]:
         tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
         launches.append(Launch(case, tuner, arguments, constants, tuner.prune_configs(constants)))
 
-    # A layer asks whether its kernels can run, which they cannot on a CPU.
+    # A layer checks whether its kernels can run, which they cannot on a CPU.
     with patch.object(Autotuner, "run", record), patch("lineartime.ops.backends.why_not_triton", return_value=None):
         CASES[case]()
     return launches
@@ -158,15 +158,15 @@ class Row:
 
     Attributes:
         case, kernel, variant, config: what was compiled.
-        rank: of the configuration; 0 is preferred.
+        rank: the rank of the configuration; 0 is preferred.
         capability: 90 or 80.
-        shared: bytes of shared memory of a block.
-        registers: of a thread.
-        spilled: bytes of registers that do not fit and go to memory and back, as the instructions say.
-        blocks: how many blocks a multiprocessor holds.
+        shared: bytes of shared memory per block.
+        registers: registers per thread.
+        spilled: bytes of register spills, stores and loads, as ptxas reports them.
+        blocks: how many blocks fit on a multiprocessor.
         products: the instructions that multiply matrices.
-        seconds: of the compilation.
-        error: why there is no kernel.
+        seconds: the duration of the compilation.
+        error: why the compilation failed.
         source: a digest of the kernel's source, its arguments and the version of Triton.
     """
 
@@ -206,14 +206,14 @@ class Job:
 
     @property
     def source(self) -> str:
-        """What a row of the same kernel has."""
+        """The digest that `Row.source` holds for the same kernel."""
         arguments = [described(x) for x in self.launch.arguments]
         constants = {name: str(value) for name, value in self.launch.constants.items()}
         parts = (triton.__version__, self.launch.tuner.fn.cache_key, arguments, constants, str(self.config), self.capability)
         return hashlib.sha256(str(parts).encode()).hexdigest()[:12]
 
     def compile(self) -> Row:
-        """The compiled kernel, or why there is none; in a process of its own, because it changes what Triton knows of GPUs."""
+        """Compile the kernel, or return why it failed. Call it in a separate process: it changes global settings of Triton."""
         launch, config = self.launch, self.config
         sizes = " x ".join(str(size) for size in config.kwargs.values())
         name = f"{sizes}, {config.num_warps} warps, {config.num_stages} stages"
@@ -230,7 +230,7 @@ class Job:
         registers = int(searched(r"Used (\d+) registers", log.getvalue())[0])
         spilled = sum(map(int, searched(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())))
         shared = compiled.metadata.shared
-        # Registers go to warps in units of 256, and shared memory to blocks with 1 KB more than they ask for.
+        # Registers are allocated to warps in units of 256; a block takes 1 KB more shared memory than it asks for.
         by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // config.num_warps
         by_shared = (SHARED[self.capability] + 1024) // (shared + 1024)
         used = {
@@ -245,7 +245,7 @@ class Job:
 
 
 def described(x: Any) -> str:
-    """What Triton makes another kernel for: dtype and alignment of a tensor, 1 and multiples of 16 of a whole number."""
+    """What Triton specialises a kernel for: dtype and alignment of a tensor; whether an integer is 1 or a multiple of 16."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {x.data_ptr() % 16 == 0}"
     return f"{x == 1} {x % 16 == 0}" if isinstance(x, int) else type(x).__name__
@@ -262,7 +262,7 @@ def searched(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
-    """What to compile, each kernel once."""
+    """The kernels to compile, each one once."""
     seen = set()
     for case in cases:
         for capability in capabilities:
@@ -274,7 +274,7 @@ def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
                         yield job
 
 
-_jobs: list[Job] = []  # which forked processes inherit
+_jobs: list[Job] = []  # forked processes inherit it
 
 
 def _compile(index: int) -> Row:
@@ -282,7 +282,7 @@ def _compile(index: int) -> Row:
 
 
 def compile_all(jobs: Sequence[Job], seconds: float, processes: int, done: Callable[[Row], None]) -> int:
-    """Compile in parallel, in order, until the seconds are over; how many there was no time for."""
+    """Compile in parallel, in order, until the time is up; return how many were not compiled."""
     _jobs[:] = jobs
     started, start = 0, time.perf_counter()
     running: set[Future[Row]] = set()
@@ -298,7 +298,7 @@ def compile_all(jobs: Sequence[Job], seconds: float, processes: int, done: Calla
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown, below the version of Triton."""
+    """The rows as a Markdown table, below the version of Triton."""
     head = (
         "kernel",
         "variant",

@@ -1,10 +1,10 @@
-"""Processes that are killed, stopped or lose their disk at random moments: `python benchmarks/kills.py --seconds 100`.
+"""Kill or stop processes, or take away their disk, at random moments: `python benchmarks/kills.py --seconds 100`.
 
-Each kind of work is done once undisturbed. Then it is disturbed at a moment that is drawn from its whole duration, and
-started again as a user would, until it has finished; now and then it is disturbed again. A stopped process goes on after 0.3 s,
-and may be stopped again. The results must be those of the undisturbed work, to the byte, and after every disturbance the last
-checkpoint must be whole. Counts add to those of earlier calls with --add. On Linux, full and read-only disks are mounts in a
-name space of their own; without one they are left out.
+Each kind of work is done once undisturbed. Then it is disturbed at a random moment of its duration and restarted as a user
+would do, until it has finished; sometimes it is disturbed again. A stopped process continues after 0.3 s, and may be stopped
+again. The results must equal those of the undisturbed work, to the byte, and after every disturbance the last checkpoint must
+be intact. With --add, the counts are added to those of earlier calls. On Linux, full and read-only disks are mounts in a
+private namespace; where that is not possible, they are left out.
 """
 
 import argparse
@@ -35,15 +35,15 @@ TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--c
 TINY += ["--precision", "fp32", "--threads", "1", "--eval-windows", "2"]
 KINDS = ("SIGKILL", "SIGSTOP", "full disk", "read-only disk")
 MOST_AGAIN = 6
-"""How often the same work may be disturbed before it is left to finish."""
+"""The maximum number of disturbances of the same work; after these, it can finish."""
 LONGEST = 120
-"""Seconds that a process may take which is disturbed no more, on a machine that is busy with other things."""
+"""The maximum seconds that a process may take after its last disturbance, on a busy machine."""
 _INSIDE = "LINEARTIME_KILLS_INSIDE"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in a folder: the arguments of a command, given whether it has begun; and a digest of what it leaves."""
+    """Work in a folder: the arguments of a command, given whether it has begun before; and a digest of the results."""
 
     arguments: Callable[[Path, bool], list[str]]
     digest: Callable[[Path], str]
@@ -78,7 +78,7 @@ def works(inputs: Path) -> dict[str, Work]:
         where = ["--data", str(inputs / "long.txt"), "--cache", str(folder / "cache"), "--out", str(folder / "run")]
         return ["train", *where, *TINY, "--steps", "1"]
 
-    # What a killed process left in a folder *.partial is removed after an hour.
+    # The digest leaves out *.partial folders of killed processes, which are removed only after an hour.
     return {
         "training": training(inputs, 40, 10),
         "saving": training(inputs, 12, 1),
@@ -99,7 +99,7 @@ def works(inputs: Path) -> dict[str, Work]:
 
 
 def start(arguments: Sequence[str], log: Path) -> int:
-    """The id of a process that does the work: a copy of this one, which has imported everything."""
+    """Do the work in a fork of this process, which has imported everything; return its id."""
     process = os.fork()
     if process:
         return process
@@ -114,7 +114,7 @@ def start(arguments: Sequence[str], log: Path) -> int:
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """The exit status of a process, or None if it has not ended by then."""
+    """The exit status of a process, or None if it has not ended after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -141,7 +141,7 @@ def disturb(kind: str, process: int, folder: Path) -> None:
         with (folder / "filler").open("wb", buffering=0) as filler, suppress(OSError):
             while filler.write(bytes(4096)):
                 pass
-    else:  # a read-only view of the folder, moved over it: a mount with files open for writing cannot be changed
+    else:  # move a read-only view over the folder: a mount with files open for writing cannot be remounted
         (view := folder.with_name("view")).mkdir(exist_ok=True)
         mount(view, "--bind", str(folder))
         mount(view, "-o", "remount,bind,ro")
@@ -156,7 +156,7 @@ def repair(kind: str, folder: Path) -> None:
 
 
 def trial(work: Work, kind: str, duration: float, draw: random.Random, folder: Path, log: Path) -> tuple[int, str]:
-    """Do work that is disturbed until it has finished: how often it was, and what is wrong with what it left."""
+    """Do work with disturbances until it has finished; return how many there were, and what went wrong."""
     count = 0
     for attempt in range(MOST_AGAIN + 5):
         if not attempt or (not (folder / "exported").exists() and not (folder / "tokenizer.json").exists()):
@@ -189,7 +189,7 @@ def trial(work: Work, kind: str, duration: float, draw: random.Random, folder: P
 
 
 def in_namespace() -> bool:
-    """Whether this process may mount; it starts itself again where it may, if that is possible."""
+    """Whether this process may mount; if not, it restarts itself in a namespace where it may, if possible."""
     if os.environ.get(_INSIDE):
         return True
     inside = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -199,7 +199,7 @@ def in_namespace() -> bool:
 
 
 def import_all() -> None:
-    """Import what the commands need: the copies of this process need not do it again."""
+    """Import what the commands need, so that forks of this process need not do it again."""
     for name in ("training.loop", "evaluation", "hf.convert", "cli.train", "cli.tokenize", "cli.convert", "data.hub_dataset"):
         import_module(f"lineartime.{name}")
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg", "tensorboardX", "torch.distributed.checkpoint"):
@@ -213,7 +213,7 @@ def make_inputs(folder: Path) -> None:
     (folder / "long.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(100_000)))
     base = training(folder, 5, 5)
     (folder / "base").mkdir()
-    # In a process of its own: what a process that has used threads forks may wait for them for ever.
+    # In a separate process: a fork of a process that has used threads may wait for them forever.
     if wait(start(base.arguments(folder / "base", False), folder / "log.txt"), 60) != 0:
         sys.exit(f"the model to start from cannot be trained: {(folder / 'log.txt').read_text()}")
 

@@ -1,7 +1,7 @@
 """How the time per token grows with the length of the context: `python benchmarks/length.py` (about 10 minutes on 2 cores).
 
 Training: one step (forward, backward) over 8,192 tokens, cut into sequences of the given length.
-Generation: one token after `length` others, in fp32; the states are filled with zeros, which cost as much as text.
+Generation: one token after `length` others, in fp32; the states are filled with zeros, which does not change the time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def steps(case: Case) -> dict[str, Callable[[], object]]:
-    """A step of each model."""
+    """One step of each model."""
     return {name: prepare(Subject(name, "eager", resolve(name)), case, CPU).step for name in PRESETS}
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for what, case, times in cases:
         with freed_memory_kept():  # as in training
-            # Tokens follow one another in a text: a model has the caches of the processor to itself.
+            # A step is repeated, as in generation: each model has the caches of the processor to itself.
             seconds = median_seconds(steps(case), times, partial(synchronized, CPU), min_seconds=0.05)
         rows += [
             {"what": what, "preset": name, "length": case.length, "us_per_token": 1e6 * (value or 0.0) / case.tokens}

@@ -1,6 +1,6 @@
-"""What an optimiser adds to a training step: `python benchmarks/optimizers.py` (less than a minute on 2 cores).
+"""The time that an optimiser adds to a training step: `python benchmarks/optimizers.py` (less than a minute on 2 cores).
 
-The passes and the steps of all optimisers are timed in turns, so that other programs on the machine slow all of them alike.
+The passes and the steps of all optimisers take turns, so that other load on the machine slows all of them alike.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What packs of documents of different lengths cost: `python benchmarks/packs.py --label after` (about two minutes).
+"""The cost of packs of documents of different lengths: `python benchmarks/packs.py --label after` (about two minutes).
 
-A step is a forward and a backward pass of one mixer over one pack, on one thread. Times are those of the processor, which
-others on the machine do not lengthen. Memory is the most that the process holds above what it held before the step. A run with
-another label, for instance of an earlier commit by PYTHONPATH, joins the same table. "alone" is the time of the same documents
-one after the other, without a pack.
+A step is a forward and a backward pass of one mixer over one pack, on one thread. Times are CPU times, which other
+load does not lengthen. Memory is the peak above what the process held before the step. A run with another label, for instance
+of an earlier commit through PYTHONPATH, adds a column to the same table. "alone" is the time of the same documents one after
+the other, without a pack.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def packs() -> dict[str, list[int]]:
-    """The lengths of the documents of each pack, of 512 to 1,024 tokens."""
+    """The document lengths of each pack, in total 512 to 1,080 tokens."""
     draw = random.Random(0)
     return {
         "one long": [2] * 127 + [258],
@@ -51,7 +51,7 @@ def build(name: str) -> Mixer[Any]:
 
 
 def held() -> int:
-    """The most bytes that this process has held since the count was restarted."""
+    """The peak memory of this process in bytes, since it was last reset."""
     lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
     return 1024 * int(lines["VmHWM"].split()[0])
 
@@ -67,7 +67,7 @@ def measure(mixer: Mixer[Any], lengths: list[int], repeat: int) -> dict[str, flo
     x = torch.randn(1, sum(lengths), D_MODEL)
     step(mixer, x, None, ends)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the step before left
+    ctypes.CDLL(None).malloc_trim(0)  # free what the previous step left
     _CLEAR.write_text("5")
     before = held()
     times = [step(mixer, x, None, ends)]

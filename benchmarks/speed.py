@@ -1,9 +1,9 @@
-"""The figures of docs/speed.md: `python benchmarks/speed.py` (30 minutes on 2 cores that have bf16, an hour on others), or some
-parts by name.
+"""The figures in docs/speed.md: `python benchmarks/speed.py` (30 minutes on 2 cores with bf16, an hour on others), or parts
+by name.
 
 Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
-goals are in benchmarks/results/speed.md, and from what length on FLASH is ahead of Transformer++ in crossover.md. Other parts
-keep their earlier results. generation.py measures generation, length.py other lengths.
+goals go to benchmarks/results/speed.md; crossover.md shows from which length on FLASH is faster than Transformer++. Parts that
+are not run keep their earlier results. generation.py measures generation, and length.py other lengths.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lineartime.bench.config import BenchConfig
 from lineartime.machine import choose_precision
 
 SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", "chunk_size=256")
-"""12 blocks of FLASH, and 6 of a Transformer, which cost as much; both have d = 256."""
+"""12 blocks of FLASH, and 6 of a Transformer, which have the same cost; both have d = 256."""
 
 
 def part(name: str, **options: Any) -> BenchConfig:
@@ -60,7 +60,7 @@ PARTS = {
 
 
 def measure_import() -> None:
-    """Seconds that importing lineartime and its layers takes beyond torch, in processes of their own."""
+    """Seconds that importing lineartime and its layers takes in addition to torch, in separate processes."""
     script = (
         "import time, torch; start = time.perf_counter(); import lineartime; lineartime.FLASH, lineartime.build; "
         "print(time.perf_counter() - start)"
@@ -81,11 +81,11 @@ def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def figures() -> list[list[str]]:
-    """Rows of figure, goal and result, which is "not measured" if the part has not run."""
+    """Rows of figure, goal and result; the result is "not measured" if the part has not run."""
     train, memory = (entries(name) for name in ("train", "memory"))
 
     def ratio(of: dict[tuple[str, int], dict[str, Any]], slow: str, fast: str, length: int, key: str = "seconds") -> str:
-        """The time of one model over that of another: the median over the rounds."""
+        """The time of one model relative to another: the median of the ratios over the rounds."""
         a, b = of.get((slow, length)), of.get((fast, length))
         if not a or not b or not a[key] or not b[key]:
             return "not measured"
@@ -116,7 +116,7 @@ def figures() -> list[list[str]]:
 
 
 def crossover() -> str:
-    """Microseconds for a token in training by length and precision, each model eager or compiled, whichever is faster."""
+    """A table of microseconds per token in training, by length and precision; each model in its faster mode."""
     path = RESULTS / "speed-crossover" / "results.json"
     if not path.is_file():
         return "not measured\n"

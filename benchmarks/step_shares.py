@@ -1,7 +1,8 @@
-"""Where the time of a training step of FLASH goes: `python benchmarks/step_shares.py` (a minute on 2 cores).
+"""The shares of time in a training step of FLASH: `python benchmarks/step_shares.py` (a minute on 2 cores).
 
-The model is that of speed.py, in bf16. Matrix products are timed by PyTorch's profiler, functions in C++ by a clock around each
-call, and the whole step alone: medians of several steps each. What the products compute is counted by PyTorch.
+The model is that of speed.py, in the precision that training takes on this machine. Matrix products are timed by PyTorch's
+profiler, C++ functions by a clock around each call, and the whole step separately; each is the median of several steps. PyTorch
+counts the operations of the products.
 """
 
 import statistics

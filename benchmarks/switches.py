@@ -1,8 +1,8 @@
-"""FLASH-Quad and FLASH with each activation and normalisation, beyond the length of training: `python benchmarks/switches.py`.
+"""Activations and normalisations of FLASH-Quad and FLASH, beyond the training length: `python benchmarks/switches.py`.
 
-Each model is trained in windows of 512 tokens of the default text, and measured in windows of 512 and of 2,048 tokens. The
-switches are those that Su Jianlin discusses for GAU and FLASH: what stands in for softmax, what scores are divided by, and
-how large they start. About half an hour on 2 cores; an interrupted run resumes. One seed: small differences say nothing.
+Each model is trained on windows of 512 tokens of the default text, and evaluated on windows of 512 and of 2,048 tokens. The
+switches are those that Su Jianlin discusses for GAU and FLASH: the replacement of softmax, the divisor of the scores, and their
+initial size. Takes about half an hour on 2 cores; an interrupted run resumes. With one seed, small differences mean nothing.
 """
 
 import argparse
@@ -36,13 +36,13 @@ SWITCHES = [
 
 
 def beyond(evaluation: Evaluation) -> float:
-    """Bits per token where at least `TRAINED` tokens were read before."""
+    """Bits per token for tokens with at least `TRAINED` tokens before them."""
     parts = [part for part in evaluation.by_position if part.first >= TRAINED]
     return sum(part.loss * part.count for part in parts) / sum(part.count for part in parts) / math.log(2)
 
 
 def measure(config: TrainConfig) -> dict[str, float]:
-    """Train, and measure on the test split: bits per byte, a token of this text being a byte."""
+    """Train, and evaluate on the test split in bits per byte; a token of this text is a byte."""
     result = train(config)
     tokenizer = load_tokenizer(result.checkpoint)
     stream = token_stream(load_corpus(None), "test", tokenizer, cache_folder())

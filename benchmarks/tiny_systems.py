@@ -1,7 +1,7 @@
-"""The tiny presets, trained alike: `python benchmarks/tiny_systems.py` (about 25 minutes on 2 cores).
+"""Train the tiny presets under equal conditions: `python benchmarks/tiny_systems.py` (about 25 minutes on 2 cores).
 
-Each reads the same batches of the default text for 600 steps, and is measured on its test split. `--only NAME ...` trains some
-and keeps the results of the others.
+Each one reads the same batches of the default text for 600 steps, and is evaluated on its test split. `--only NAME ...` trains
+some of them and keeps the results of the others.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Train a model, or read its finished run, and measure it on the test split."""
+    """Train a model, or read its finished run, and evaluate it on the test split."""
     preset, override = MODELS[name]
     out = folder / "-".join([preset, *(item.partition("=")[2] for item in override)])
     result = train(TrainConfig(preset=preset, override=override, out=out, resume=bool(list_checkpoints(out))))

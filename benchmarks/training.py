@@ -1,11 +1,11 @@
 """The overhead of training: `python benchmarks/training.py` (about 20 minutes on 2 cores), or some parts by name.
 
-    waiting      the share of a step that flash-base, at 8,192 tokens a step, waits for data
+    waiting      the share of a step that flash-base, at 8,192 tokens per step, waits for data
     checkpoints  the time of writing a checkpoint, as a share of the default interval between two
     processes    the throughput of 2 processes of one thread, as a share of that of 1 process with 2 threads
 
-Each part runs `lineartime train` as a user would and reads its metrics. Results are in
-benchmarks/results/training.json and training.md; other parts keep their earlier results.
+Each part runs `lineartime train` as a user would and reads its metrics. Results go to
+benchmarks/results/training.json and training.md; parts that are not run keep their earlier results.
 """
 
 import argparse
@@ -26,7 +26,7 @@ FILE = RESULTS / "training.json"
 
 
 def run(options: list[str], processes: int = 1, threads: int = 2) -> list[dict[str, float]]:
-    """The metrics of the steps of a run."""
+    """Train, and return the metrics of the steps."""
     with tempfile.TemporaryDirectory() as folder:
         start = [sys.executable, "-m", "lineartime"]
         if processes > 1:
@@ -46,7 +46,7 @@ def run(options: list[str], processes: int = 1, threads: int = 2) -> list[dict[s
 
 
 def waiting() -> dict[str, Any]:
-    """flash-base with a vocabulary of 32,000 on the default text; the first step fills the queue and does not count."""
+    """Train flash-base with a vocabulary of 32,000 on the default text; the first step fills the queue and is not counted."""
     options = [
         "--preset",
         "flash-base",
@@ -67,10 +67,10 @@ def waiting() -> dict[str, Any]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Steps with a checkpoint before every fourth, against the other steps of the same run.
+    """Time steps with a checkpoint before every fourth one, and the other steps of the same run.
 
-    A checkpoint costs the time the caller waits, the slowdown of the next step while the rest is written, and the time of
-    what is left to write after that step.
+    A checkpoint costs the time that the caller waits, the slowdown of the next step while the rest is written, and the time to
+    finish writing after that step.
     """
     results: dict[str, Any] = {"interval": TrainConfig().eval_every}
     for preset, context, steps in (("flash-tiny", 512, 40), ("flash-base", 512, 8)):
@@ -115,7 +115,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def processes() -> dict[str, Any]:
-    """flash-tiny, 8,192 tokens a step: one process and two take turns, A B A B."""
+    """Train flash-tiny at 8,192 tokens per step: one process and two processes take turns, A B A B."""
     options = ["--preset", "flash-tiny", "--context-length", "1024", "--tokens-per-batch", "8192", "--steps", "8"]
     options += ["--eval-every", "100", "--eval-windows", "1"]
     speeds: dict[str, list[float]] = {"one": [], "two": []}

@@ -10,7 +10,7 @@ from lineartime.screen import SCREEN
 def main() -> int:
     """Run the command line and return its exit status.
 
-    An interrupt ends it with one line, even while PyTorch is being imported, where it may come out as another error.
+    An interrupt ends it with one line, even while PyTorch is being imported, where it may surface as another error.
     """
     interrupted = False
     warnings.formatwarning = _one_line
@@ -20,7 +20,7 @@ def main() -> int:
         interrupted = True
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and is not ignored, as in the background of a shell
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a background job
         signal.signal(signal.SIGINT, interrupt)
     try:
         from lineartime.cli import main as run
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning as the command line shows it, without the line of code that it comes from."""
+    """Format a warning for the command line, without the line of code that raised it."""
     return f"warning: {message}\n"
 
 

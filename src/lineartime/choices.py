@@ -1,4 +1,4 @@
-"""The values of options that take one of a few. Nothing is imported here, so that the command line shows them at once."""
+"""The values of options with a fixed set of choices. Nothing is imported here, so that the command line starts quickly."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ TokenizerKind = Literal["bpe", "unigram"]
 ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 """How large the runs of an experiment are."""
 TextName = Literal["code", "books", "wikipedia"]
-"""A kind of text that an experiment asks for."""
+"""A kind of text that an experiment uses."""
 
 MAX_EXPANSION = 100
-"""The most bytes of text for each byte of a compressed file; prose has 3 to 5."""
+"""The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""
 TEXT_COLUMN = "text"
 """The column of records that holds the text, unless another one is named."""
 VOCAB_SIZE = 32_000
-"""The default of trained tokenizers, with which models have the parameters that the paper reports."""
+"""The default size of trained tokenizers, with which models have the parameter counts that the paper reports."""

@@ -1,7 +1,7 @@
 """Errors that a user can fix. The command line shows them without a traceback.
 
-A message is a list of parts. What a user writes in another way on the command line than in Python is a part of its own, an
-`Argument` or a `Call`: "resume=True" is "--resume" there.
+A message is a list of parts. Anything that is written differently on the command line than in Python is a part of its own, an
+`Argument` or a `Call`: "resume=True" becomes "--resume".
 """
 
 import errno
@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument in a message, perhaps with a value: "steps", "steps=600"."""
+    """An argument in a message, optionally with a value: "steps", "steps=600"."""
 
     name: str
     value: object = None
@@ -24,7 +24,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Call:
-    """A function in a message that is a command too: "presets()"."""
+    """A function in a message that is also a command: "presets()"."""
 
     name: str
 
@@ -39,7 +39,7 @@ class LineartimeError(Exception):
     """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do.
 
     Args:
-        *parts: of the message.
+        *parts: the parts of the message.
     """
 
     def __init__(self, *parts: Part) -> None:
@@ -50,7 +50,7 @@ class LineartimeError(Exception):
         return self.message(str)
 
     def message(self, written: Callable[[Argument | Call], str]) -> str:
-        """The message with arguments and calls as `written` writes them."""
+        """The message, with arguments and calls formatted by `written`."""
         return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 
 
@@ -61,12 +61,12 @@ class ArgumentError(LineartimeError, ValueError):
 
     Args:
         argument: the name of the argument in Python.
-        *predicate: parts of the rest of the sentence: the value, what is allowed, what to do.
+        *predicate: the parts of the rest of the sentence: the value, what is allowed, what to do.
     """
 
     def __init__(self, argument: str, *predicate: Part) -> None:
         super().__init__(Argument(argument), " ", *predicate)
-        self.args = (argument, *predicate)  # from which a copy is made in another process
+        self.args = (argument, *predicate)  # used to copy the error to another process
         self.argument = argument
         self.predicate = predicate
 
@@ -81,13 +81,13 @@ def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known names that are most like a wrong one, in parentheses for a message; nothing if none is like it."""
+    """The known names that are most similar to a wrong one, in parentheses for a message; empty if none is similar."""
     like = get_close_matches(name, list(known), n=3, cutoff=0.75)
     return f" (did you mean {' or '.join(like)}?)" if like else ""
 
 
 def cannot(action: str, path: object, error: OSError, *then: Part) -> LineartimeError:
-    """The error for a file that the system does not let us read or write (`action`), with what to do `then`: try again."""
+    """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
     then = then or ("try again",)
@@ -96,7 +96,7 @@ def cannot(action: str, path: object, error: OSError, *then: Part) -> Lineartime
 
 @contextmanager
 def reporting(action: str, path: object, *then: Part) -> Iterator[None]:
-    """Turn an OSError of a block into the LineartimeError of `cannot`."""
+    """Turn an OSError in a `with` block into the LineartimeError of `cannot`."""
     try:
         yield
     except OSError as error:

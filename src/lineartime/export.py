@@ -1,4 +1,4 @@
-"""Models as programs of torch.export: a whole text at once, or the next token of streams, state in and state out.
+"""Export models as torch.export programs: a whole text at once, or the next token of streams, with the state in and out.
 
 Shapes: B batch or streams, T tokens, V vocabulary.
 """
@@ -22,25 +22,25 @@ from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_mod
 from lineartime.ops.exported import PLAIN
 
 MOST_STREAMS = 2**16
-"""The largest batch of a program."""
+"""The maximum batch size of a program."""
 LONGEST = 2**20
-"""The longest text of a program, unless the model reads less."""
+"""The maximum length of a program's text, in tokens, unless the model reads less."""
 EXPORTABLE = "FLASH, GAU and softmax attention can be exported."
-"""How errors of the exporters end."""
+"""The end of the exporters' error messages."""
 STATE = "state"
-"""Where a package holds the shapes of a stream's state, in its metadata."""
+"""The metadata key under which a package holds the shapes of a stream's state."""
 
 
 class Step(nn.Module):
-    """The next token of streams as a function: ids [B, 1] and a state -> logits [B, 1, V], and the state after the token.
+    """The step of streams as a pure function: ids [B, 1] and a state -> logits [B, 1, V], and the state after the token.
 
-    The state is a list of tensors [B, ...], all of them zero before the first token. It stays as it is.
+    The state is a list of tensors [B, ...], all zero before the first token. The given state is not modified.
 
     Args:
-        model: one that steps, as FLASH does.
+        model: a model that `steps_in_place`, such as FLASH.
 
     Raises:
-        ArgumentError: for any other.
+        ArgumentError: for any other model.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -52,28 +52,28 @@ class Step(nn.Module):
         self._spec = tree_flatten(model.join_streams([model.init_state(1)]))[1]
 
     def init_state(self, batch_size: int) -> list[Tensor]:
-        """The state before the first token of so many streams."""
+        """The state before the first token of `batch_size` streams."""
         return [torch.zeros_like(x) for x in tree_flatten(self.model.join_streams([self.model.init_state(batch_size)]))[0]]
 
     def forward(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """[B, 1] -> [B, 1, V], and the state."""
+        """Continue streams by one token: ids [B, 1] -> logits [B, 1, V], and the new state."""
         after = [x.clone() for x in state]
         logits = self.model.step(ids, tree_unflatten(after, self._spec))
         return logits, after
 
 
 def export_text(model: LanguageModel) -> ExportedProgram:
-    """A program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
+    """Export a program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
-    That of a masked language model also takes a mask, bool [B, T], True for real tokens; a causal one needs none for padding
-    behind a text. It calls operators of lineartime, which has to be imported where the program runs.
+    The program of a masked language model also takes a mask, bool [B, T], True for real tokens. A causal model needs no mask
+    for padding after a text. The program calls operators of lineartime, which must be imported where the program runs.
 
     Raises:
-        LineartimeError: for a mixer whose code torch.export cannot follow for every length.
+        LineartimeError: for a mixer whose code torch.export cannot trace for every length.
     """
     config = check_model(model, LanguageModel, "be exported").config
     longest = min(LONGEST, config.longest_sequence or LONGEST)
-    # An example of a single chunk would make that a condition of what ONNX reads.
+    # With an example of a single chunk, the ONNX program would only accept a single chunk.
     chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
@@ -90,12 +90,12 @@ def export_text(model: LanguageModel) -> ExportedProgram:
 
 
 def export_step(model: CausalLM) -> ExportedProgram:
-    """A program that computes `Step` for any number of streams; it needs nothing but PyTorch.
+    """Export a program that computes `Step` for any number of streams. It needs nothing but PyTorch.
 
-    Its `example_inputs` show ids and state for two streams.
+    Its `example_inputs` hold ids and state for two streams.
 
     Raises:
-        ArgumentError: for a model that does not step.
+        ArgumentError: for a model that `Step` does not accept.
     """
     step = Step(model)
     batch = {0: Dim("batch", min=1, max=MOST_STREAMS)}
@@ -106,15 +106,15 @@ def export_step(model: CausalLM) -> ExportedProgram:
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
-    """Write a program for `torch.export.load`; LineartimeError if that fails."""
+    """Write a program for `torch.export.load`. Raises LineartimeError on failure."""
     file = checked_file(file, ".pt2")
     return _write(file, lambda partial: torch.export.save(program, partial))
 
 
 def write_package(program: ExportedProgram, file: str | Path) -> Path:
-    """Compile a step for this machine's kind of processor: a package that AOTInductor's loaders run, in C++ or Python.
+    """Compile a step for this machine's kind of processor into a package that AOTInductor's loaders run, in C++ or Python.
 
-    Its metadata hold the shapes of the state, for one stream.
+    The package's metadata hold the shapes of the state for one stream.
 
     Raises:
         LineartimeError: without a compiler, or if the file cannot be written.
@@ -135,8 +135,8 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
 def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     """Write a program as ONNX, which needs no operator of lineartime.
 
-    A text has the inputs ids and, of a masked language model, mask; the output is logits. A step has the inputs ids, state_0,
-    state_1, ... and the outputs logits, next_state_0, ...
+    A program for texts has the inputs ids and, for a masked language model, mask; its output is logits. A program for steps has
+    the inputs ids, state_0, state_1, ... and the outputs logits, next_state_0, ...
 
     Raises:
         LineartimeError: without onnxscript, for a program with operations that ONNX does not have, or if the file cannot be
@@ -153,7 +153,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
         states = range(len(given[-1]))
         inputs = ["ids", *(f"state_{place}" for place in states)]
         outputs += [f"next_state_{place}" for place in states]
-    axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have those of ids
+    axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have the axes of ids
 
     def translate_into(partial: Path) -> None:
         try:
@@ -179,7 +179,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
 
 
 def checked_file(file: str | Path, suffix: str) -> Path:
-    """The path of a program that can be written; ArgumentError for another suffix or a file that exists."""
+    """Check the path of a program to write. Raises ArgumentError for another suffix or an existing file."""
     file = Path(file)
     if file.suffix != suffix:
         raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")
@@ -189,7 +189,7 @@ def checked_file(file: str | Path, suffix: str) -> Path:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let a function write the file under another name, and rename it when it is whole."""
+    """Let a function write the file under a temporary name, and rename it when it is complete."""
     partial = file.with_name(f".{file.stem}.partial{file.suffix}")
     with reporting("write", file), _quiet():
         try:
@@ -202,7 +202,7 @@ def _write(file: Path, write: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PyTorch and its ONNX exporter say about their own code."""
+    """Silence warnings of PyTorch and its ONNX exporter about their own code."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -12,11 +12,11 @@ from pathlib import Path
 from lineartime.errors import ArgumentError, reporting
 
 TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer in a folder, as the tokenizers library calls it."""
+"""The file name of a tokenizer, as in the tokenizers library."""
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write a file, or replace it; a process killed at any moment leaves the old file or the new one. OSError if that fails."""
+    """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
     partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # its own name: other processes may write the same file
     try:
         write_synchronised(partial, text)
@@ -26,7 +26,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def write_synchronised(file: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk; OSError if that fails."""
+    """Write a file and wait until it is on the disk. Raises OSError on failure."""
     file.write_text(text, encoding="utf-8")
     synchronise(file)
 
@@ -42,10 +42,10 @@ def synchronise(path: Path) -> None:
 
 @contextmanager
 def new_folder(argument: str, folder: Path) -> Iterator[Path]:
-    """Write a folder under another name, which the `with` block gets, and rename it when all of it is on the disk.
+    """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
 
     Raises:
-        ArgumentError: naming the argument, for a folder that holds something.
+        ArgumentError: naming the argument, for a folder that is not empty.
         LineartimeError: if the folder cannot be written.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -65,7 +65,7 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """The path of a file or folder for libraries that take UTF-8 alone: the path itself, or a link to it for a while."""
+    """The path of a file or folder for libraries that accept only UTF-8: the path itself, or a temporary link to it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -79,7 +79,7 @@ def utf8_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove what a `with` block that fails has added to a folder."""
+    """If a `with` block fails, remove what it added to a folder."""
     before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Masked tokens: what a masked language model expects in the gaps of a text.
+"""Masked tokens: what a masked language model predicts in the gaps of a text.
 
 Shapes: T tokens of the text, M masks, V vocabulary, K candidates.
 """
@@ -15,12 +15,12 @@ from lineartime.models.heads import MaskedLM, check_model
 
 @dataclass(frozen=True)
 class Candidate:
-    r"""A token that may stand at a mask.
+    r"""A candidate for a masked token.
 
     Attributes:
-        token: its id.
-        text: the token for people to read; bytes that are no whole character are written as \xc3.
-        probability: among all tokens of the vocabulary.
+        token: the token's id.
+        text: the token in readable form; bytes of an incomplete character are written as \xc3.
+        probability: the token's probability among all tokens of the vocabulary.
     """
 
     token: int
@@ -29,15 +29,15 @@ class Candidate:
 
 
 def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) -> list[list[Candidate]]:
-    """The likeliest tokens at each [MASK] of a text.
+    """Predict the likeliest tokens at each [MASK] of a text.
 
-    A mask stands for one token: with bytes, for one byte. The model reads all masks at once, and predicts each without knowing
-    what stands at the others. The parts of the text between masks are encoded one by one.
+    A mask replaces one token; with a byte tokenizer, one byte. The model reads all masks at once, and predicts each without
+    knowing the tokens at the others. The parts of the text between masks are encoded separately.
 
     Args:
         model: a masked language model, in evaluation mode.
-        tokenizer: the model's own.
-        text: with at least one "[MASK]".
+        tokenizer: the model's tokenizer.
+        text: the text, with at least one "[MASK]".
         top: K, the number of candidates.
 
     Returns:
@@ -68,7 +68,7 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
 
 
 def _masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, each [MASK] being the mask token; ArgumentError if it has none."""
+    """Encode a text, with each [MASK] as the mask token. Raises ArgumentError if it has none."""
     if not isinstance(text, str):
         raise ArgumentError("text", f"is of type {type(text).__name__}, but must be a text.")
     if MASK_TEXT not in text:

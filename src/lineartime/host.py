@@ -15,12 +15,12 @@ CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
 """Where Linux counts what each core has done."""
 MOST_THREADS = 4096
-"""The most threads of the CPU in a process: more than any machine has cores."""
+"""The maximum number of CPU threads in a process: more than any machine has cores."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux tells the most memory that the processes of a container may use."""
+"""Where Linux states how much memory the processes of a container may use."""
 
 LARGEST_HEAP_BLOCK = 32 * 2**20
-"""The most bytes that GNU's C library takes from its heap at once; the system gives and gets back larger blocks one by one."""
+"""The largest block, in bytes, that glibc takes from its heap; larger blocks are mapped and returned individually."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
 
 
@@ -33,23 +33,23 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """The user's folder for what can be made again: encoded text and compiled functions."""
+    """The user's cache folder, for encoded text and compiled functions."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
 
 
 def processor_name() -> str:
-    """The model name of the CPU where the system tells it, otherwise its architecture."""
+    """The model name of the CPU if the system reports it, otherwise its architecture."""
     return _described("model name") or platform.machine()
 
 
 def processor_features() -> frozenset[str] | None:
-    """The instruction sets of the CPU by Linux's names, such as "avx512_bf16"; None where the system does not tell them."""
+    """The instruction sets of the CPU by Linux's names, such as "avx512_bf16"; None if the system does not report them."""
     listed = _described("flags") or _described("Features")  # on x86 and on Arm
     return frozenset(listed.split()) if listed else None
 
 
 def _described(name: str) -> str:
-    """A property of the first core, or nothing where the system does not tell it."""
+    """A property of the first core; empty if the system does not report it."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -58,7 +58,7 @@ def _described(name: str) -> str:
 
 
 def memory_bytes() -> int | None:
-    """The memory that a process here may use: the machine's, or the limit of its container; None where it is not told."""
+    """The bytes of memory that a process may use: the machine's, or the limit of its container; None if unknown."""
     try:
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -77,9 +77,9 @@ def available_cores() -> frozenset[int]:
 
 
 def busy_seconds(cores: frozenset[int]) -> float | None:
-    """Seconds that these cores have computed for any program since the start; None where the system does not tell them.
+    """The seconds that these cores have been busy with any program since boot; None if the system does not report them.
 
-    The time that a virtual machine waited for its host counts too.
+    The time during which a virtual machine waited for its host is included.
     """
     try:
         lines = STAT.read_text().splitlines()
@@ -89,14 +89,14 @@ def busy_seconds(cores: frozenset[int]) -> float | None:
     for name, *fields in map(str.split, lines):
         if name.removeprefix("cpu").isdecimal() and int(name.removeprefix("cpu")) in cores:
             user, nice, system, _idle, _waiting, *others = map(int, fields)
-            ticks += user + nice + system + sum(others[:3])  # interrupts of both kinds, and stolen time; guests are in user
+            ticks += user + nice + system + sum(others[:3])  # both kinds of interrupts, and stolen time; user includes guests
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def stop_signals() -> tuple[int, ...]:
-    """The signals that ask a program to save its work and stop: Ctrl-C, the end of its terminal, and of its job.
+    """The signals that ask a program to save its work and stop: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (a closed terminal).
 
-    A program that ignores the end of its terminal, as under nohup, goes on ignoring it.
+    A program that ignores SIGHUP, as under nohup, continues to ignore it.
     """
     found: list[int] = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Windows has none
@@ -105,7 +105,7 @@ def stop_signals() -> tuple[int, ...]:
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has held since its start, or since the system's count was restarted."""
+    """The peak memory of this process in bytes, since its start or since the system's counter was reset."""
     status = Path("/proc/self/status")
     if status.exists():
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -118,11 +118,11 @@ def peak_memory() -> int:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for what is allocated next, where the C library is GNU's; other ones do as they like.
+    """Keep freed memory for later allocations, if the C library is glibc; other libraries are left as they are.
 
-    A training step allocates the same hundreds of megabytes as the one before. GNU's library returns freed memory at the top of
-    its heap to the system, which has to clear it for the next step: a tenth of the time of a step of FLASH on 2 cores. At the
-    end, what is free is returned.
+    A training step allocates the same hundreds of megabytes as the previous one. glibc returns freed memory at the top of its
+    heap to the system, which has to clear it for the next step. That is a tenth of the time of a step of FLASH on 2 cores. At
+    the end of the `with` block, free memory is returned.
     """
     library = None
     with suppress(OSError, TypeError):  # TypeError on Windows

@@ -1,4 +1,4 @@
-"""What would run on this machine, and why."""
+"""What "auto" chooses on this machine, and why."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is chosen on this machine, and the reason."""
+    """A choice on this machine, and the reason for it."""
 
     name: str
     value: str

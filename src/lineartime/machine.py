@@ -1,4 +1,4 @@
-"""Device, precision and compilation: what suits this machine, and so what "auto" chooses."""
+"""Device, precision and compilation: what suits this machine, which is what "auto" chooses."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ _COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 """Operations per second of eager training steps, to estimate how long a run takes."""
 _BF16_FEATURES = ("avx512_bf16", "bf16")
-"""The units for bf16 of a CPU, by the names of Linux: on x86 (AMX comes with them) and on Arm."""
+"""Linux's names for the bf16 units of a CPU: on x86 (CPUs with AMX also have them) and on Arm."""
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ONEDNN_MAX_CPU_ISA with which oneDNN emulates bf16."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
-    """The device to compute on, of several GPUs the one of this process; "auto" takes CUDA, then MPS, then the CPU.
+    """The device to compute on: "auto" takes CUDA, then MPS, then the CPU. Of several GPUs, each process gets its own.
 
     Raises:
         ArgumentError: if PyTorch sees no such device, or none for this process.
@@ -62,7 +62,7 @@ def choose_precision(precision: Precision, device: torch.device) -> Literal["fp3
 def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str]:
     """The precision in which the device multiplies matrices faster, and the reason.
 
-    What the device has decides, not a measurement, which would depend on what else runs: the answer is always the same.
+    The choice depends only on the device's features. A measurement would depend on what else is running.
     """
     if device.type == "cuda":
         return ("bf16", "the GPU has units for bf16") if supports_bf16(device) else ("fp32", "the GPU has no units for bf16")
@@ -83,17 +83,17 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 without emulating it on a GPU; a CPU always can, if slowly."""
+    """Whether the device computes in bf16, on a GPU without emulation; a CPU always can, if slowly."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
-    """A context in which a model computes matrix products in bf16, or, without `bf16`, in the precision of its weights."""
+    """A context in which a model computes matrix products in bf16 or, without `bf16`, in the precision of its weights."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """The memory of a device, whether it is in use or not; None where it is not told."""
+    """The total memory of a device in bytes, including memory in use; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory()
@@ -101,7 +101,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads of the CPU, or with PyTorch's own number, for the time of a `with` block.
+    """Use this many CPU threads, or PyTorch's default number for None, for the duration of a `with` block.
 
     Raises:
         ArgumentError: for a number below 1, or above what any machine has.
@@ -123,8 +123,8 @@ class Compilation(NamedTuple):
     """Whether torch.compile is used.
 
     Attributes:
-        used: whether it is.
-        why_not: why it is not, although it was asked for or would save time; otherwise empty.
+        used: whether torch.compile is used.
+        why_not: why it is not used, although it was asked for or would save time; otherwise empty.
     """
 
     used: bool
@@ -132,13 +132,13 @@ class Compilation(NamedTuple):
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> Compilation:
-    """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used where it fails.
+    """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used if it fails.
 
     Args:
         choice: "auto", "on" or "off".
         device: where the model runs.
-        parameters: of the model.
-        tokens: to train on in the whole run.
+        parameters: the number of the model's parameters.
+        tokens: the number of tokens to train on in the whole run.
     """
     wanted = choice == "on"
     if choice == "auto" and device.type in _EAGER_FLOPS:
@@ -150,14 +150,14 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
 
 @cache
 def why_not_compile(device: torch.device) -> str:
-    """Why torch.compile cannot be used on a device; empty if it can. The first call compiles a function, which takes seconds."""
+    """Why torch.compile cannot be used on a device; empty if it can. The first call takes seconds to compile a function."""
     if missing := compiler_missing(device):
         return missing
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's own, which tell a user nothing
+            warnings.simplefilter("ignore")  # PyTorch's own warnings, which do not help a user
             torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
-    except Exception as error:  # whatever the compiler raises: plain code runs without it
+    except Exception as error:  # whatever the compiler raises: the code runs without it
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return f"torch.compile fails here ({first_line})"
     return ""

@@ -1,4 +1,4 @@
-"""Functions in C++ for processors: built at first use where there is a compiler, and kept on disk.
+"""C++ functions for CPUs: built at first use if there is a compiler, and cached on disk.
 
 LINEARTIME_NATIVE=0 turns them off.
 """
@@ -24,7 +24,7 @@ from lineartime.host import cache_folder, processor_features
 SWITCH = "LINEARTIME_NATIVE"
 """The environment variable that turns native functions off."""
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Those that each function is there for."""
+"""The dtypes for which each function is compiled."""
 _HEADER = Path(__file__).with_name("numbers.h")
 _HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
 _COMPILERS = ("c++", "g++", "clang++")
@@ -34,9 +34,9 @@ _UNITS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-"""Options by what PyTorch says that the processor can do. Not -march=native: a folder may be shared by several machines."""
+"""Compiler options by the CPU capability that PyTorch reports. Not -march=native: several machines may share a folder."""
 _BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
-"""The option for units that PyTorch does not tell of, by what Linux calls them."""
+"""Compiler options for units that PyTorch does not report, by Linux's names for them."""
 
 
 def cpp_compiler() -> str | None:
@@ -45,13 +45,13 @@ def cpp_compiler() -> str | None:
 
 
 def openmp_library() -> Path | None:
-    """PyTorch's own library of threads: a second one would start as many again, which would get in their way."""
+    """PyTorch's own OpenMP library. A second one would start as many threads again, and they would compete."""
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return libraries[0] if libraries else None
 
 
 def why_not_native() -> str | None:
-    """Why functions in C++ cannot be built here: the end of a sentence, or None."""
+    """Why C++ functions cannot be built on this machine, as the end of a sentence; None if they can."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH} is 0"
     if platform.system() != "Linux":
@@ -62,16 +62,16 @@ def why_not_native() -> str | None:
 
 
 class NativeFunctions:
-    """Functions of a library, of which there is one for each dtype: `name_float32`, `name_bfloat16`, ..."""
+    """The functions of a library, each of which exists for every dtype: `name_float32`, `name_bfloat16`, ..."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._by_name: dict[tuple[str, torch.dtype], Any] = {}
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        """Call a function with pointers, int64 and double for tensors, int and float; None is a null pointer.
+        """Call a function. Tensors are passed as pointers, int as int64, float as double, and None as a null pointer.
 
-        Tensors must be contiguous. As many threads as PyTorch uses come last.
+        Tensors must be contiguous. The number of threads that PyTorch uses is passed as the last argument.
         """
         function = self._by_name.get((name, dtype))
         if function is None:
@@ -89,10 +89,10 @@ def _type_in_c(argument: Tensor | int | float | None) -> type:
 
 @cache
 def native_functions(source: Path) -> NativeFunctions | None:
-    """The functions of a file, or None where they cannot be built; the first process here takes some seconds to build them.
+    """The functions of a source file; None if they cannot be built. The first process on a machine builds them in seconds.
 
     Warns:
-        RuntimeWarning: if the compiler fails, with its first line.
+        RuntimeWarning: if the compiler fails, with the first line of its output.
     """
     compiler, openmp = cpp_compiler(), openmp_library()
     if why_not_native() is not None or compiler is None or openmp is None:
@@ -123,14 +123,14 @@ def native_functions(source: Path) -> NativeFunctions | None:
 
 
 def _unit_options() -> tuple[str, ...]:
-    """What the compiler may use of this processor."""
+    """The compiler options for the instruction sets of this processor."""
     capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
     bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
     return (*_UNITS.get(capability, ()), *bf16)
 
 
 def _opened(library: Path) -> ctypes.CDLL | None:
-    """The functions of a library; None if it is not there, damaged, or in a folder that others can write to."""
+    """Open a library; None if it is missing, damaged, or in a folder that others can write to."""
     try:
         return ctypes.CDLL(str(library)) if _is_own(library.parent) else None
     except OSError:
@@ -138,19 +138,19 @@ def _opened(library: Path) -> ctypes.CDLL | None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether no one but this user, or the system's, can write to a folder."""
+    """Whether only this user or root can write to a folder."""
     facts = folder.stat()
     return facts.st_uid in (0, os.getuid()) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _build(command: list[str], source: Path, openmp: Path, library: Path) -> None:
-    """Compile, then put the library in its place at once: other processes see all of it or nothing."""
+    """Compile the library, then move it to its place atomically: other processes see all of it or nothing."""
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(library.parent):
         raise OSError(f"{library.parent} belongs to someone else, or others can write to it")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, objects = Path(folder) / library.name, Path(folder) / "objects.o"
         for arguments in (["-c", str(source), "-o", str(objects)], ["-shared", str(objects), str(openmp), "-o", str(made)]):
-            step = command if "-c" in arguments else command[:1]  # -fopenmp would link the system's own library of threads
+            step = command if "-c" in arguments else command[:1]  # -fopenmp would link the system's own OpenMP library
             subprocess.run([*step, *arguments], check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
         made.replace(library)

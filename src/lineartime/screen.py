@@ -1,6 +1,6 @@
 """The terminal: standard error as a file that never fails, and standard streams that are closed when a program starts.
 
-Messages and progress are worth no work: a terminal that is gone, or a reader that has seen enough, ends no training.
+Messages and progress must not interrupt the work: training continues if the terminal is gone or nobody reads a pipe any more.
 """
 
 import errno
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-"""What the system says of a terminal or a pipe that nobody reads any more."""
+"""The system's errors for a terminal or a pipe that nobody reads any more."""
 
 
 class _Screen:
-    """Whatever standard error is at the moment."""
+    """The current standard error."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
@@ -31,7 +31,7 @@ class _Screen:
             return False
 
     def write(self, text: str) -> int:
-        """Write, unless that fails; what the encoding lacks is written as in Python."""
+        """Write, ignoring failures. Characters that the encoding lacks are written as Python escapes."""
         try:
             self._forgiving(lambda: sys.stderr.write(text))
         except UnicodeEncodeError:
@@ -39,7 +39,7 @@ class _Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, unless that fails."""
+        """Flush, ignoring failures."""
         self._forgiving(lambda: sys.stderr.flush())
 
     @staticmethod
@@ -60,7 +60,7 @@ SCREEN = cast("IO[str]", _Screen())
 
 
 def output_console(**options: Any) -> "Console":
-    """A console of rich for standard output, which leaves it to the command line what happens if nobody reads it."""
+    """A rich console for standard output. If nobody reads it, it raises BrokenPipeError for the command line to handle."""
     from rich.console import Console
 
     class Output(Console):
@@ -71,17 +71,17 @@ def output_console(**options: Any) -> "Console":
 
 
 def discard(stream: IO[str]) -> None:
-    """Send what is written to a stream, and what it still holds, nowhere: else Python reports it again when it ends."""
-    with suppress(OSError, ValueError, AttributeError):  # it is no file of the system
+    """Discard what is written to a stream and what it still holds; otherwise, Python reports the failure again at exit."""
+    with suppress(OSError, ValueError, AttributeError):  # it is not a file of the system
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
 def open_standard_streams() -> None:
-    """Open those standard streams that were closed when the program started, and let none fail for a character.
+    """Open those standard streams that were closed when the program started, and let none fail on a character.
 
-    Otherwise the next files to be opened, such as a checkpoint, would get their numbers, and what a library prints.
+    Otherwise, the next files to be opened, such as a checkpoint, would get their file descriptors, and what libraries print.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)

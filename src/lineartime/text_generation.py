@@ -1,4 +1,4 @@
-"""Text in, text out: a model continues a text until a stop text appears, its document ends, or enough tokens are drawn."""
+"""Text in, text out: a model continues a text until a stop text appears, the document ends, or enough tokens are drawn."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ Ending = Literal["stop", "end_of_document", "max_tokens"]
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote after a prompt.
+    """What a model generated after a prompt.
 
     Attributes:
-        text: without the prompt, and without the stop text and all that follows it.
-        tokens: how many were drawn, without an end of document.
+        text: the generated text, without the prompt, the stop text and anything after it.
+        tokens: the number of tokens drawn, not counting an end of document.
         ended_by: what ended the text.
     """
 
@@ -37,16 +37,16 @@ def generate_text(
     sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
 ) -> Iterator[str]:
-    """Continue a text, and yield its pieces as soon as they are certain.
+    """Continue a text, and yield its pieces as soon as they are final.
 
     Args:
         model: a causal language model, in evaluation mode.
-        tokenizer: the model's own.
+        tokenizer: the model's tokenizer.
         prompt: the text to continue; an empty one begins a new document.
-        max_tokens: the largest number of tokens to draw.
+        max_tokens: the maximum number of tokens to draw.
         sampling: how to draw them; the default is `Sampling()`.
-        stop: texts that end the continuation, wherever the borders of tokens are. The one that is complete first counts. It
-            is left out, and no piece holds a part of it. The prompt is not searched.
+        stop: texts that end the continuation, regardless of token boundaries. The one that is completed first counts. It is
+            left out, and no piece holds a part of it. The prompt is not searched.
 
     Raises:
         ArgumentError: as for `generate`, and for a tokenizer that does not fit the model, or an empty stop text.
@@ -65,11 +65,11 @@ def generate_samples(
     sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
 ) -> list[Continuation]:
-    """Continue a text several times, all together.
+    """Continue a text several times, in one batch.
 
     Args:
         model, tokenizer, prompt, max_tokens, stop: as for `generate_text`.
-        samples: how many continuations.
+        samples: the number of continuations.
         sampling: how to draw; the same seed gives the same samples.
 
     Raises:
@@ -85,7 +85,7 @@ def generate_samples(
 
 
 class _StopSearch:
-    """Finds the first stop text to be complete in a text that arrives in pieces."""
+    """Finds the stop text that is completed first in a text that arrives in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -93,7 +93,7 @@ class _StopSearch:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that is now certain to stand before any stop text."""
+        """Add a piece, and return the text that is now certain to come before any stop text."""
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
@@ -106,19 +106,19 @@ class _StopSearch:
         return text[:certain]
 
     def flush(self) -> str:
-        """The text held back, which no stop text follows any more."""
+        """Return the text held back, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of a stop text with which a text ends."""
+    """The length of the longest beginning of a stop text that a text ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class _Writing:
-    """A continuation in the making: tokens in, text out."""
+    """A continuation in progress: tokens in, text out."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decoder = tokenizer.stream_decoder()
@@ -130,13 +130,13 @@ class _Writing:
         self._pieces: list[str] = []
 
     def push(self, token: int) -> bool:
-        """Add a token; whether a stop text is complete."""
+        """Add a token; return whether a stop text is complete."""
         self._tokens += 1
         self._pieces.append(self._search.push(self._decoder.push(token)))
         return self._search.found
 
     def flush(self) -> None:
-        """Add what was held back, after the last token."""
+        """Add the text that was held back, after the last token."""
         if not self._search.found:
             self._pieces.append(self._search.push(self._decoder.flush()))
         if not self._search.found:
@@ -149,14 +149,14 @@ class _Writing:
         return text
 
     def finished(self, max_tokens: int) -> Continuation:
-        """The whole continuation, after the last token, if `take` was not called."""
+        """Return the whole continuation after the last token, provided that `take` was not called."""
         self.flush()
         ending: Ending = "end_of_document" if self._tokens < max_tokens else "max_tokens"
         return Continuation(self.take(), self._tokens, "stop" if self._search.found else ending)
 
 
 def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of tokens up to a stop text, in pieces."""
+    """Yield the text of tokens in pieces, up to a stop text."""
     for token in tokens:
         stopped = writing.push(token)
         if piece := writing.take():
@@ -171,7 +171,7 @@ def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
 def _checked(
     model: CausalLM, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids of the prompt, and the stop texts; ArgumentError for what cannot be used."""
+    """The ids of the prompt, and the stop texts. Raises ArgumentError for invalid arguments."""
     vocabulary = check_model(model, CausalLM, "generate").config.vocab_size
     check_vocabulary(tokenizer, vocabulary)
     if not isinstance(stop, (str, list, tuple)):

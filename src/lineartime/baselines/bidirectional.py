@@ -1,4 +1,4 @@
-"""What mixers share that can only look both ways: they have no stream, and say why."""
+"""The base of mixers that can only be bidirectional: they cannot stream, and their errors give the reason."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from lineartime.layers.streams import StreamState
 class BidirectionalMixer(Mixer[StreamState]):
     """Base of a layer that cannot be causal, before its other base: class L(BidirectionalMixer, MultiHeadMixer[StreamState]).
 
-    The layer states its reason, `why_not_causal`; `Mixer` shows it to whoever asks for causal=True, or for a stream.
+    The layer gives its reason in `why_not_causal`. `Mixer` shows it in the error for causal=True or for streaming.
     """
 
     def init_own_state(self, batch_size: int) -> NoReturn:

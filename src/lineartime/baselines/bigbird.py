@@ -1,17 +1,17 @@
-"""BigBird: near blocks, global blocks, and random ones.
+"""BigBird: attention to near, global and random blocks.
 
 Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
 S block size, G blocks of a row, n global blocks, r random blocks.
-Source: "Big Bird: Transformers for Longer Sequences" (arXiv 2007.14062), with global tokens of the sequence itself: here, its
+Source: "Big Bird: Transformers for Longer Sequences" (arXiv 2007.14062), with global tokens from the sequence itself: here, its
 first blocks.
 
     o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
     A(i) = tokens of i's own block g and of the blocks g - 1 and g + 1, of the first n blocks, and of r random blocks;
            all tokens if g is one of the first n; causal: those of them with j <= i
 
-Random blocks are neither near nor global: these others, in their order, are cut into r equal parts, and a hash of (head, g,
-part) takes one of each part. For a causal block, the others end before it, so that its random blocks do not depend on what
-follows.
+Random blocks are chosen from the blocks that are neither near nor global. These candidates, in order, are cut into r equal
+parts, and a hash of (head, g, part) chooses one block of each part. The candidates of a causal block end before it, so its
+random blocks do not depend on later tokens.
 """
 
 import torch
@@ -33,7 +33,7 @@ from lineartime.ops.precision import acc_dtype
 def bigbird_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
 ) -> Tensor:
-    """The definition for one head of one document, [T, h] three times and the random blocks of each block -> [T, h]: slow."""
+    """The definition for one head of one document: q, k, v [T, h] and the random blocks of each block -> [T, h]. Slow."""
     rows = []
     for i in range(len(q)):
         g = i // block_size
@@ -47,17 +47,17 @@ def bigbird_attention_oracle(
 
 
 def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
-    """The random blocks of every block, and which of them there are.
+    """Choose the random blocks of every block.
 
     Args:
         seeds: int64 [H], below 2^32.
-        block: int64 [..., G], the numbers of the blocks that read.
-        n_blocks: int64 [..., G], how many blocks there are for each of them to read: for a causal one, those up to itself.
+        block: int64 [..., G], the indices of the query blocks.
+        n_blocks: int64 [..., G], the number of blocks that each of them can attend to; if causal, those up to itself.
         n_global: n.
         n_random: r.
 
     Returns:
-        int64 and bool [..., H, G, r]; blocks that are not there have the number 0.
+        The indices of the blocks, int64 [..., H, G, r], and whether they exist, bool [..., H, G, r]; if not, the index is 0.
     """
     part = torch.arange(n_random, device=block.device)
     block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
@@ -73,7 +73,7 @@ def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: i
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A number below 2^32 for each such number: int64 -> int64. No product is beyond 2^63."""
+    """Hash numbers below 2^32 to numbers below 2^32, int64 -> int64; no product exceeds 2^63."""
     for _ in range(2):
         x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
     return (x >> 16) ^ x
@@ -91,10 +91,10 @@ def bigbird_attention(
     causal: bool,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Attend with (3 + n + r) S scores for a token (causal: 2 + n + r): [R, H, L, h] three times -> [R, H, L, h].
+    """Attend with (3 + n + r) S scores per token, (2 + n + r) S if causal: q, k, v [R, H, L, h] -> [R, H, L, h].
 
-    `seeds`, int64 [H], choose the random blocks. `real`, bool [R, L], is False for the padding at the end of shorter rows; None
-    if there is none.
+    `seeds`, int64 [H], determine the random blocks. `real`, bool [R, L], is False for the padding at the end of shorter rows;
+    None if there is none.
     """
     length = q.shape[-2]
     block_size = max(1, min(block_size, length))  # a larger block would only be padded
@@ -108,7 +108,7 @@ def bigbird_attention(
 
     near_keys = cut_blocks(
         (real & (tokens >= first_tokens))[:, None, :, None], block_size
-    )  # global ones are read once, as such
+    )  # global tokens are not counted twice
     visible = with_neighbours(near_keys, causal).mT
     if causal:
         visible = visible & (with_neighbours(place, causal).mT <= place)
@@ -133,12 +133,12 @@ def bigbird_attention(
         ]
     )
     out = join_blocks(out, length)
-    # The first blocks of a causal row hold all that stands before them.
+    # In a causal row, the first blocks already contain all tokens before them.
     return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
 
 
 def _take(x: Tensor, chosen: Tensor) -> Tensor:
-    """The chosen blocks: [R, H, G, S, f] and int64 [R, H, G, r] or [H, G, r] -> [R, H, G, r, S, f]."""
+    """Gather the chosen blocks: [R, H, G, S, f] and int64 [R, H, G, r] or [H, G, r] -> [R, H, G, r, S, f]."""
     chosen = chosen.expand(len(x), -1, -1, -1)
     index = chosen.flatten(2)[..., None, None].expand(-1, -1, -1, *x.shape[3:])
     taken: Tensor = x.gather(2, index).unflatten(2, chosen.shape[2:])
@@ -151,7 +151,7 @@ def _take(x: Tensor, chosen: Tensor) -> Tensor:
 def bigbird_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, state: KVCache, seeds: Tensor, *, block_size: int, n_global: int, n_random: int
 ) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
+    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
     position, compute = state.position, acc_dtype(q)
     state = state.append(k, v)
     outputs = [v[:, :, :0].to(compute)]
@@ -174,7 +174,7 @@ def bigbird_attention_extend(
 
 
 def _random_tokens(block: int, seeds: Tensor, block_size: int, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
-    """The places of the tokens of a block's random blocks, int64 [H, r S], and which of them there are, bool [H, r S]."""
+    """The positions of the tokens of a block's random blocks, int64 [H, r S], and which of them exist, bool [H, r S]."""
     one = torch.full((1,), block, device=seeds.device)
     chosen, there = choose_blocks(seeds, one, one + 1, n_global=n_global, n_random=n_random)  # [H, 1, r]
     places = chosen[..., None] * block_size + torch.arange(block_size, device=seeds.device)
@@ -182,7 +182,7 @@ def _random_tokens(block: int, seeds: Tensor, block_size: int, n_global: int, n_
 
 
 def _read(cache: Tensor, places: Tensor) -> Tensor:
-    """The tokens of a cache [B, H, T, h] at the places [H, K] of each head, [B, H, K, h]; any one for a place beyond it."""
+    """Gather the tokens of a cache [B, H, T, h] at positions [H, K], clamped to the last token -> [B, H, K, h]."""
     index = places.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
     return cache.gather(2, index)
 
@@ -197,10 +197,11 @@ class BigBird(MultiHeadMixer[KVCache]):
     but not learned.
 
     Args:
-        block_size: S, the tokens of a block.
-        n_global: n, the number of first blocks that all others read, and that read all others unless the layer is causal.
-        n_random: r, the number of random blocks that a block reads.
-        **options: those of `MultiHeadMixer`.
+        block_size: S, the number of tokens in a block.
+        n_global: n, the number of global blocks at the start: all tokens attend to them and, unless the layer is causal, they
+            attend to all tokens.
+        n_random: r, the number of random blocks that a block attends to.
+        **options: the options of `MultiHeadMixer`.
     """
 
     name = "bigbird"
@@ -223,7 +224,7 @@ class BigBird(MultiHeadMixer[KVCache]):
         self.seeds.random_(2**32)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to near, global and random blocks, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attention to near, global and random blocks: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return bigbird_attention(
             q,
             k,
@@ -237,7 +238,7 @@ class BigBird(MultiHeadMixer[KVCache]):
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return bigbird_attention_extend(
             q, k, v, state, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
         )

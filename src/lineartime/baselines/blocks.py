@@ -1,4 +1,4 @@
-"""Blocks of a row and softmaxes over several sets of keys: what the attentions with a sparse pattern share.
+"""Helpers of the attentions with a sparse pattern: blocks of a row, and softmax over several sets of keys.
 
 Shapes: L tokens of a row, S block size, G blocks, Q queries, K keys, h head width; tensors may have leading dimensions.
 """
@@ -26,20 +26,20 @@ def join_blocks(x: Tensor, length: int) -> Tensor:
 
 
 def with_neighbours(x: Tensor, causal: bool) -> Tensor:
-    """Every block, joined with the neighbours that it may read: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
+    """Concatenate every block with its visible neighbours: [..., G, S, f] -> [..., G, 2 S or 3 S, f]."""
     before, after = F.pad(x, (0, 0, 0, 0, 1, -1)), F.pad(x, (0, 0, 0, 0, -1, 1))
     return torch.cat([before, x] if causal else [before, x, after], -2)
 
 
 def visible_band(size: int, causal: bool, device: torch.device) -> Tensor:
-    """Which of a block's keys with its neighbours are nearer than S and not later if causal: bool [S, 2 S or 3 S]."""
+    """Which keys of a block and its neighbours are closer than S and, if causal, not later: bool [S, 2 S or 3 S]."""
     offsets = torch.arange((2 if causal else 3) * size, device=device) - size
     distance = torch.arange(size, device=device)[:, None] - offsets
     return (distance < size) & (distance >= 0 if causal else distance > -size)
 
 
 def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """One softmax over several sets of keys, then their values: pairs of [..., Q, K] and [..., K, h] -> [..., Q, h]."""
+    """Attend with one softmax over several sets of keys: pairs of scores [..., Q, K], values [..., K, h] -> [..., Q, h]."""
     scores, values = zip(*parts, strict=True)
     weights = torch.cat(scores, -1).softmax(-1).to(values[0].dtype)
     read = weights.split([part.shape[-1] for part in scores], -1)
@@ -48,9 +48,9 @@ def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: int, real: Tensor) -> Tensor:
-    """The outputs [R, H, L, h], those of the first `n_global` tokens replaced by attention to all tokens of the row.
+    """Replace the outputs [R, H, L, h] of the first `n_global` tokens by their attention to all tokens of the row.
 
-    `real`, bool [R or 1, L], is False behind a row's tokens.
+    `real`, bool [R or 1, L], is False for padding.
     """
     everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
     return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)

@@ -23,7 +23,7 @@ class ChunkedHeads(MultiHeadMixer[State]):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        **options: those of `MultiHeadMixer`.
+        **options: the options of `MultiHeadMixer`.
     """
 
     def __init__(self, d_model: int, *, chunk_size: int = 256, **options: Unpack[HeadOptions]) -> None:

@@ -24,7 +24,7 @@ from lineartime.ops.layout import cut_chunks
 
 
 def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition for one document, one query at a time: [H, T, h] three times -> [H, T, h]."""
+    """The definition for one document, one query at a time: q, k, v [H, T, h] -> [H, T, h]."""
     length, scale = q.shape[1], q.shape[2] ** -0.5
     chunks = [list(range(start, min(start + chunk_size, length))) for start in range(0, length, chunk_size)]
     k_bar, v_bar = [], []
@@ -51,7 +51,7 @@ def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_si
 def combiner_fixed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, real: Tensor | None = None
 ) -> Tensor:
-    """Attend in time T (C + T / C): [R, H, L, h] three times -> [R, H, L, h].
+    """Attend in time T (C + T / C): q, k, v [R, H, L, h] -> [R, H, L, h].
 
     `real`, bool [R, L], is False for the padding at the end of shorter rows.
     """
@@ -59,7 +59,7 @@ def combiner_fixed_attention(
     chunks = cut_chunks(merge_heads(v), chunk_size, real)
     q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
     slots = chunks.holds_token(v.device)
-    holds_token = slots[:, :, 0]  # [R or 1, G]: the first slot of a chunk does, unless all of it is empty
+    holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk holds tokens if its first slot does
     slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
     k_bar, v_bar = _summarise(q, k, v, slots)  # [R, G, H, h]
 
@@ -84,7 +84,7 @@ def _split(x: Tensor, n_heads: int) -> Tensor:
 
 
 def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tell which hold a token."""
+    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tells which slots hold a token."""
     empty = ~slots.mT
     lowest = torch.finfo(q.dtype).min
     pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
@@ -121,7 +121,7 @@ class CombinerFixedState(NamedTuple):
 def combiner_fixed_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState
 ) -> tuple[Tensor, CombinerFixedState]:
-    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
     chunk_size = state.k.shape[-2]
     q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
     outputs = [v[..., :0, :]]
@@ -157,18 +157,18 @@ def combiner_fixed_attention_extend(
 class CombinerFixed(ChunkedHeads[CombinerFixedState]):
     """Combiner, fixed: one pooled summary a chunk.
 
-    A head reads the tokens of its own chunk and a summary of each other one: [B, T, d] -> [B, T, d]. Options are those of
-    `ChunkedHeads`.
+    A token attends to the tokens of its own chunk and one summary of each other chunk: [B, T, d] -> [B, T, d]. The options
+    are those of `ChunkedHeads`.
     """
 
     name = "combiner-fixed"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention over tokens and summaries, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attend to tokens and summaries: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return combiner_fixed_attention(q, k, v, chunk_size=self.chunk_size, causal=self.causal, real=real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState) -> tuple[Tensor, CombinerFixedState]:
-        """Attend to the open chunk and the summaries before it, and the state N tokens later."""
+        """Attend to the open chunk and the summaries before it; return the outputs and the new state."""
         return combiner_fixed_attention_extend(q, k, v, state)
 
     def init_own_state(self, batch_size: int) -> CombinerFixedState:

@@ -6,11 +6,12 @@ Source: "Efficient Attention" (arXiv 1812.01243); the causal form, by running su
     out[t] = sum over features f of softmax(q[t])[f] context[f],  context[f] = sum over visible j of softmax(k[:, f])[j] v[j]
 
 If all tokens are visible, there is one context. In the causal form, softmax(k[:, f])[j] is exp(k[j, f]) divided by its running
-sum; dividing the query's feature by that sum instead gives linear attention. Keys are clamped to -20 ... 20, so that the
-exponentials need no maximum subtracted: with a maximum over all tokens, a large future key would erase the past.
+sum. Dividing the query's feature by that sum instead gives linear attention. Keys are clamped to -20 ... 20, so that no maximum
+has to be subtracted from the exponents. With a maximum over all tokens, a large future key would make earlier terms vanish.
 
-Rotary positions turn q and k, or both softmaxes. A turned softmax of keys mixes two features with different running sums. So
-each feature is summed twice there, times the cosine and times the sine of its angle, and the query puts the sums together.
+Rotary positions rotate q and k, or the outputs of both softmaxes. A rotated softmax of keys mixes two features with different
+running sums. Each feature is therefore summed twice, multiplied by the cosine and by the sine of its angle, and the query
+combines the two sums.
 """
 
 from typing import NamedTuple, get_args
@@ -33,7 +34,7 @@ LARGEST_KEY = 20.0
 
 
 def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, rotated: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
+    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
     k = k.clamp(-LARGEST_KEY, LARGEST_KEY)
     position = torch.arange(len(v))
     rows = []
@@ -54,7 +55,7 @@ class Features(NamedTuple):
 
     Attributes:
         q, k: [..., T, f] of queries and keys.
-        weights: [..., T, f], the exponentials by which a feature of k is normalised.
+        weights: [..., T, f], the exponentials whose sum normalises a feature of k.
     """
 
     q: Tensor
@@ -69,7 +70,7 @@ def efficient_features(q: Tensor, k: Tensor) -> Features:
 
 
 def rotated_features(features: Features, rotations: Tensor | None) -> Features:
-    """2 h features, whose sums are those of turned softmaxes; `rotations` as for `rotate`, None for no turn."""
+    """The 2 h features whose sums equal those of rotated softmaxes; `rotations` as for `rotate`, None for no rotation."""
     q, _, weights = features
     cos, sin = rotations.to(q.dtype).unbind(0) if rotations is not None else (q.new_ones(1), q.new_zeros(1))
     q = rotate(q, rotations)
@@ -80,19 +81,19 @@ def rotated_features(features: Features, rotations: Tensor | None) -> Features:
 
 
 def efficient_attention(features: Features, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in T: v [R, H, T, h] -> the same; `real`, [R, T], is False behind a row's tokens."""
-    if causal:  # padding comes after the real tokens, and no token reads later ones
+    """Attend in time linear in T: v [R, H, T, h] -> [R, H, T, h]; `real`, bool [R, T], is False for padding."""
+    if causal:  # padding comes after the real tokens, and no token attends to later ones
         return _causal(features, v, None)[0]
     q, k, weights = features
     if real is not None:
         k, weights = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (k, weights))
-    # A row without tokens has weights of zero: do not divide by their sum.
+    # A row without tokens has weights of zero: avoid a division by zero.
     totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return q.to(v.dtype) @ ((k / totals).to(v.dtype).mT @ v)
 
 
 def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The causal outputs after a state [..., f, h + 1], and the state after them."""
+    """The causal outputs that continue a state [..., f, h + 1], and the new state."""
     q, k, weights = features
     of_values, of_ones = (None, 0.0) if before is None else (before[..., :-1], before[..., -1][..., None, :])
     out, of_values = continued_sums((q / (of_ones + weights.cumsum(-2))).to(v.dtype), k.to(v.dtype), v, of_values)
@@ -104,7 +105,7 @@ def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tenso
 
 
 def efficient_attention_extend(features: Features, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-    """Continue a causal sequence by N tokens: v [B, H, N, h] -> [B, H, N, h], and the state after them.
+    """Continue a causal sequence by N tokens: v [B, H, N, h] -> [B, H, N, h] and the new state.
 
     The summary in the state is the sum of (k v^T, weights).
     """
@@ -115,11 +116,11 @@ def efficient_attention_extend(features: Features, v: Tensor, state: LinearState
 class Efficient(MultiHeadMixer[LinearState]):
     """Efficient attention: softmax over features and positions.
 
-    Causal, it streams with constant memory.
+    A causal layer streams with constant memory.
 
     Args:
-        rotated: what rotary positions turn: "inputs", queries and keys, or "features", what both softmaxes make of them.
-        **options: those of `MultiHeadMixer`.
+        rotated: what rotary positions rotate: "inputs", the queries and keys, or "features", the outputs of both softmaxes.
+        **options: the options of `MultiHeadMixer`.
     """
 
     name = "efficient"
@@ -139,11 +140,11 @@ class Efficient(MultiHeadMixer[LinearState]):
         return features.q, torch.cat([features.k, features.weights], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Efficient attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Efficient attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return efficient_attention(self._features(q, k), v, causal=self.causal, real=real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         return efficient_attention_extend(self._features(q, k), v, state)
 
     def _features(self, q: Tensor, k: Tensor) -> Features:

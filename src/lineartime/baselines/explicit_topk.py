@@ -1,14 +1,14 @@
 """Explicit sparse Transformer: softmax attention to the k tokens with the largest scores.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest, h head
-width.
+Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row,
+h head width.
 Source: "Explicit Sparse Transformer: Concentrated Attention Through Explicit Selection" (arXiv 1912.11637).
 
     o[i] = sum over j in A(i) of softmax over j (s[i, j]) v[j]        s[i, j] = q[i].k[j] / sqrt(h)
     A(i) = the visible tokens whose score is at least the k-th largest of i's visible scores; all of them if they are k or fewer
 
-Tokens whose score equals the k-th largest are all read, as published, so that their order does not matter; then they are more
-than k. All T x T scores are computed.
+All tokens whose score equals the k-th largest are in A(i), as published, so that their order does not matter. A(i) can then
+have more than k tokens. All T x T scores are computed.
 """
 
 import torch
@@ -22,13 +22,13 @@ from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
 
 COMPARED = 2**20
-"""Pairs of a new and a cached token that a stream compares at a time; it bounds the memory for a long prompt."""
+"""The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
 def explicit_topk_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool = False) -> Tensor:
-    """The definition for one head of one document, [T, h] three times -> [T, h]: one query at a time, slow."""
+    """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
     rows = []
     for i in range(len(q)):
         visible = slice(0, i + 1) if causal else slice(None)
@@ -43,11 +43,11 @@ def explicit_topk_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest
 
 
 def explicit_topk_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, n_largest: int) -> Tensor:
-    """Attend to the largest scores: [..., Q, h], [..., K, h] twice, bool [..., Q or 1, K] -> [..., Q, h]."""
-    dtype = acc_dtype(q)  # in a lower precision, scores would be equal that are not
+    """Attend to the largest scores: q [..., Q, h], k, v [..., K, h], visible bool [..., Q or 1, K] -> [..., Q, h]."""
+    dtype = acc_dtype(q)  # in a lower precision, different scores could become equal
     scores = masked_products(q.to(dtype), k.to(dtype), visible)
     if n_largest < scores.shape[-1]:
-        # Where fewer than k keys are visible, the k-th largest is that of the hidden ones, whose weight is zero.
+        # Where fewer than k keys are visible, the k-th largest score is that of masked keys, whose weight is zero.
         threshold = scores.detach().topk(n_largest, -1).values[..., -1:]
         scores = scores.masked_fill(scores < threshold, torch.finfo(dtype).min)
     return scores.softmax(-1).to(v.dtype) @ v
@@ -59,7 +59,7 @@ def explicit_topk_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
 def explicit_topk_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, n_largest: int
 ) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
+    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
     state = state.append(k, v)
     at_a_time = max(1, COMPARED // max(1, state.position))
     pieces = zip(q.split(at_a_time, 2), state.visible(q.shape[2]).split(at_a_time), strict=True)
@@ -75,11 +75,11 @@ def explicit_topk_attention_extend(
 class ExplicitTopK(MultiHeadMixer[KVCache]):
     """Explicit top-k: softmax over the k largest scores.
 
-    Two forms of the layer agree up to rounding, unless rounding moves another token among the k largest.
+    Two forms of the layer agree up to rounding, unless rounding changes which scores are the k largest.
 
     Args:
-        n_largest: k, the number of tokens that a head of a token reads.
-        **options: those of `MultiHeadMixer`.
+        n_largest: k, the number of tokens that each token attends to in each head.
+        **options: the options of `MultiHeadMixer`.
     """
 
     name = "explicit-topk"
@@ -90,7 +90,7 @@ class ExplicitTopK(MultiHeadMixer[KVCache]):
         self.n_largest = n_largest
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to the largest scores, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attention to the largest scores: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         length = q.shape[2]
         visible = torch.ones(1, length, dtype=torch.bool, device=q.device)
         if self.causal:  # padding comes after the real tokens
@@ -100,7 +100,7 @@ class ExplicitTopK(MultiHeadMixer[KVCache]):
         return explicit_topk_attention(q, k, v, visible, n_largest=self.n_largest)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return explicit_topk_attention_extend(q, k, v, state, n_largest=self.n_largest)
 
     def init_own_state(self, batch_size: int) -> KVCache:

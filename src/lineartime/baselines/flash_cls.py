@@ -5,7 +5,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
     o_quad[0] = sum over j in L(0) of softmax over j (q_quad[0].k_quad[j] / sqrt(s) + bias[-j]) v[j]
 
-Softmax replaces the quadratic part of that query; its linear part stays.
+For this query, softmax replaces the quadratic part. The linear part stays.
 """
 
 from typing import ClassVar
@@ -29,16 +29,16 @@ def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_siz
 class FLASHCLS(BidirectionalMixer, FLASHInParts[StreamState]):
     """FLASH for fine-tuning: [CLS] attends with softmax.
 
-    [CLS] is the first token of a document. It attends to its chunk. Options are those of `FLASH`.
+    [CLS] is the first token of a document. It attends to its chunk. The options are those of `FLASH`.
     """
 
     name = "flash-cls"
     why_not_causal: ClassVar[str] = "its first token has to see the tokens that follow"
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """With the first row of each document's first chunk replaced."""
+        """Replace the first row of each document's first chunk."""
         plain = super().quadratic_part(q, k, v, chunks, bias)
-        # Every chunk computes such a row, [B, G, 1, e], and the first of a document uses it.
+        # Every chunk computes such a row, [B, G, 1, e], but only the first chunk of a document uses it.
         row = softmax_attention(q[:, :, :1], k, v, chunks.holds_token(v.device), None if bias is None else bias[:1])
         first = torch.where((chunks.places() == 0)[:, None, None], row, plain[:, :, :1])
         return torch.cat([first, plain[:, :, 1:]], 2)

@@ -5,8 +5,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
     o_quad[t] = sum over all j of softmax over j (q_quad[t].k_quad[j] / sqrt(s)) v[j]        for the first token t of a chunk
 
-Softmax replaces the quadratic part of those queries; their linear part stays. They get no relative bias, which is defined for
-positions inside a chunk only.
+For these queries, softmax replaces the quadratic part. The linear part stays. They have no relative bias, because the bias is
+only defined for positions inside a chunk.
 """
 
 from typing import ClassVar
@@ -28,14 +28,14 @@ def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
 class FLASHFirstToAll(BidirectionalMixer, FLASHInParts[StreamState]):
     """FLASH for fine-tuning: first tokens of chunks read all.
 
-    They attend to the whole document with softmax. Options are those of `FLASH`.
+    They attend to the whole document with softmax. The options are those of `FLASH`.
     """
 
     name = "flash-first-to-all"
     why_not_causal: ClassVar[str] = "the first token of a chunk has to see the whole sequence"
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """With the first row of every chunk replaced, in time T^2 / C."""
+        """Replace the first row of every chunk, in time T^2 / C."""
         plain = super().quadratic_part(q, k, v, chunks, bias)
         queries = split_documents(q[:, :, 0], chunks)  # [B, D, g, s]
         documents = (split_documents(x, chunks) for x in (k, v, chunks.holds_token(v.device)))

@@ -1,4 +1,4 @@
-"""FLASH local-only: the quadratic part alone. No token reads beyond its own chunk.
+"""FLASH local-only: the quadratic part alone. No token attends beyond its own chunk.
 
 Shapes: B batch, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "local only".
@@ -16,7 +16,7 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkState
 class FLASHLocal(FLASHInParts[MixedChunkState]):
     """FLASH that reads nothing beyond a token's own chunk.
 
-    `FLASH` without its linear part. Options are those of `FLASH`.
+    `FLASH` without its linear part. The options are those of `FLASH`.
     """
 
     name = "flash-local"
@@ -24,7 +24,7 @@ class FLASHLocal(FLASHInParts[MixedChunkState]):
     parts = ("local",)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
-        """Attend to the open chunk, and the state N tokens later."""
+        """Attend to the open chunk; return the outputs and the new state."""
         q, k = maps.unbind(1)
         return self.quadratic_next(q, k, v, state, layout)
 

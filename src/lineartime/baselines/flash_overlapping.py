@@ -1,8 +1,8 @@
-"""FLASH with overlapping local attention: a chunk also reads its neighbours; a causal one, the chunk before it.
+"""FLASH with overlapping local attention: a chunk also attends to its neighbours or, if causal, to the previous chunk.
 
 Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which names this variant as better and slower.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which mentions this variant as better but slower.
 
     L(t) = tokens of t's own chunk and of the chunks beside it; causal: those with j <= t
 """
@@ -26,7 +26,7 @@ def flash_overlapping_oracle(
 ) -> Tensor:
     """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
 
-    bias: [C, M C]; row t and column j + C belong to the key at j, counted from the start of t's chunk.
+    bias: [C, M C]; the row is the place of t in its chunk, and column C + j is the key at place j from the start of that chunk.
     """
     rows = []
     for t in range(len(v)):
@@ -47,13 +47,13 @@ def flash_overlapping_oracle(
 
 
 def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
-    """Every chunk joined with its neighbours, zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
+    """Concatenate every chunk with its neighbours, or zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
     before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
     return torch.cat([before, x] if causal else [before, x, after], 2)
 
 
 def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
-    """Which keys in reach a query of a chunk may read: bool [B or 1, G, C or 1, M C]."""
+    """Which keys in reach are visible to the queries of a chunk: bool [B or 1, G, C or 1, M C]."""
     visible = with_neighbours(chunks.holds_token(like.device)[..., None], chunks, causal).mT
     if not causal:
         return visible
@@ -84,25 +84,26 @@ class FLASHOverlappingState(NamedTuple):
 class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
     """FLASH whose chunks also read their neighbours.
 
-    Causal, a chunk reads the one before it. Options are those of `FLASH`.
+    A causal chunk attends to itself and to the previous chunk. The options are those of `FLASH`. With bias_form="auto", the
+    relative bias is a table for chunks of up to 256 tokens.
     """
 
     name = "flash-overlapping"
     bias_chunks = 2
 
     def plan(self) -> LayoutPlan:
-        """As for `FLASH`, with places for all chunks in reach."""
+        """Request what `FLASH` needs, with places for all chunks in reach."""
         return super().plan()._replace(bias_places=3 * self.chunk_size)
 
     def chunk_bias(self, layout: Layout) -> Tensor | None:
-        """[C, M C], with the C of the layout."""
+        """The relative bias, [C, M C], or None; C is the chunk size of the layout."""
         if self.bias is None:
             return None
         size = self.slots_of_chunk(layout)
         return self.bias.side_by_side(size, (2 if self.causal else 3) * size, size, layout.place_rotations)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """Inside chunks and with their neighbours."""
+        """Attend inside chunks and to their neighbours."""
         weights = self._weights(
             q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), bias
         )
@@ -121,7 +122,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
     def attend_next(
         self, maps: Tensor, v: Tensor, state: FLASHOverlappingState, layout: Layout
     ) -> tuple[Tensor, FLASHOverlappingState]:
-        """Attend to the open chunk, the one before, and the summary, and the state N tokens later."""
+        """Attend to the open chunk, the previous one and the summary; return the outputs and the new state."""
         size, compute = self.chunk_size, matmul_dtype(maps, v)
         q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
         bias = self.chunk_bias(layout)
@@ -153,7 +154,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         return torch.cat(outputs, 1), state
 
     def _fold(self, state: FLASHOverlappingState) -> FLASHOverlappingState:
-        """Add the open chunk, now full, to the summary; it becomes the previous chunk."""
+        """Add the open chunk, which is full, to the summary; it becomes the previous chunk."""
         size = self.chunk_size
         return FLASHOverlappingState(
             state.summary + state.k_lin.mT @ state.v[:, size:],

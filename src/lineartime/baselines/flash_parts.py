@@ -1,4 +1,4 @@
-"""FLASH in parts, so that a variant can replace one of them. `FLASH` itself calls one operation, which a kernel can replace.
+"""FLASH in parts, so that a variant can replace one of them. `FLASH` itself calls one operation, which may be a fused kernel.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 The definition of both parts is in `lineartime.ops.mixed_chunk.reference`.
@@ -65,19 +65,19 @@ class FLASHInParts(ChunkedUnit[State]):
         return reduce(add, outputs)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
-        """Inside chunks: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+        """Attend inside chunks: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
         return chunk_attention(q, k, v, chunks, bias, self.options)
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """Across chunks; shapes as for `quadratic_part`."""
+        """Attend across chunks; shapes as for `quadratic_part`."""
         reach: Reach = "before" if self.causal else "all"
         return summary_attention(q, k, v, chunks, self.options, reach=reach)
 
     def quadratic_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, layout: Layout
     ) -> tuple[Tensor, MixedChunkState]:
-        """The quadratic part of N more tokens of streams, and the state after them."""
-        no_map = v.new_zeros(*v.shape[:2], 0)  # a linear part of no features adds nothing
+        """The quadratic part for N more tokens of streams, and the new state."""
+        no_map = v.new_zeros(*v.shape[:2], 0)  # a linear part without features adds nothing
         return stream.extend(Heads(q, k, no_map, no_map, v), self.chunk_bias(layout), self.options, state)
 
     def quadratic_state(self, batch_size: int) -> MixedChunkState:

@@ -7,9 +7,9 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), appendix A.
     o_lin[t] = q_lin[t] . sum over h in R(g) of A[g, h] S[h]        for t in chunk g
 
     bidirectional: A[g] = softmax over all chunks h of q_bar[g].k_bar[h] / sqrt(s) + log |h|
-    causal:        the same over h < g, with q_bar[g - 1] for q_bar[g], which would show a token what follows it in its chunk
+    causal:        the same over h < g, with q_bar[g - 1] instead of q_bar[g], which contains later tokens of the chunk
 
-Equal scores give the mean over tokens, which is FLASH. A stream keeps the summaries of all chunks.
+Equal scores give the mean over tokens, as in FLASH. A stream keeps the summaries of all chunks.
 """
 
 import math
@@ -55,16 +55,16 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
 def weighted_summaries(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, published_size: float | None = None
 ) -> Tensor:
-    """Every chunk reads a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e].
+    """Attend from every chunk to a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e].
 
-    `published_size` is the C that divides each summary, as published; None for the number of tokens of the chunk.
+    `published_size` is the C that divides each summary, as published; None divides by the number of tokens of the chunk.
     """
     accumulate = acc_dtype(v)
     tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
     sizes = tokens.clamp(min=1)
     q_bar, k_bar = (x.to(accumulate).sum(2) / sizes[..., None] for x in (q, k))
     if published_size is not None:
-        sizes = torch.full_like(sizes, published_size)  # a chunk counts in full
+        sizes = torch.full_like(sizes, published_size)  # every chunk counts as full
     summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
     if causal:
         q_bar = shift_chunks(q_bar, chunks, 1)
@@ -95,7 +95,7 @@ class FLASHWeightedState(NamedTuple):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        context: [B, s, e], the weighted mean of summaries that the open chunk reads.
+        context: [B, s, e], the weighted mean of summaries for the open chunk.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
         k_lin: [B, C, s] of the open chunk.
@@ -115,20 +115,20 @@ class FLASHWeightedState(NamedTuple):
 class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
     """FLASH with attention between chunk summaries.
 
-    Its state grows by s x e numbers with every chunk. Options are those of `FLASH`.
+    Its state grows by s x e numbers with every chunk. The options are those of `FLASH`.
     """
 
     name = "flash-weighted"
     normalizations = NORMALIZATIONS
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        """Across chunks, by weighted summaries."""
+        """Attend across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, published_size=self.options.published_length)
 
     def attend_next(
         self, maps: Tensor, v: Tensor, state: FLASHWeightedState, layout: Layout
     ) -> tuple[Tensor, FLASHWeightedState]:
-        """Attend to the open chunk and the weighted summaries before it, and the state N tokens later."""
+        """Attend to the open chunk and the weighted summaries before it; return the outputs and the new state."""
         compute = matmul_dtype(maps, v)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
@@ -148,7 +148,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
         return torch.cat(outputs, 1), state
 
     def _fold(self, state: FLASHWeightedState, v_open: Tensor) -> FLASHWeightedState:
-        """Summarise the open chunk, now full, and compute the context of the next one."""
+        """Summarise the open chunk, which is full, and compute the context of the next one."""
         summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
         summaries = torch.cat([state.summaries, summary[:, None]], 1)
         k_bar = torch.cat([state.k_bar, state.k_lin.mean(1, keepdim=True)], 1)
@@ -162,7 +162,7 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
         )
 
     def global_state(self, state: FLASHWeightedState | ShiftedState) -> Tensor:
-        """The weighted mean of summaries that the open chunk reads."""
+        """The weighted mean of summaries for the open chunk."""
         context: Tensor = (state.own if isinstance(state, ShiftedState) else state).context
         return context
 

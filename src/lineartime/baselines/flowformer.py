@@ -1,24 +1,24 @@
-"""Flowformer: linear attention in which keys compete for what they give, and queries are allotted what they take.
+"""Flowformer: linear attention with competition among keys and an allocation to each query.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest, h head
-width; tensors may have leading dimensions.
-Source: "Flowformer: Linearizing Transformers with Conservation Flows" (arXiv 2202.06258), and its authors' code, whose eps and
-bound (that of their language model) these are.
+Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row,
+h head width; tensors may have leading dimensions.
+Source: "Flowformer: Linearizing Transformers with Conservation Flows" (arXiv 2202.06258), and its authors' code, the
+source of eps and of the bound (that of their language model).
 
     a = sigmoid(q), b = sigmoid(k), a.b' = (a + eps).(b' + eps) for a sum b'
 
     I[t] = a[t].sum over j of b[j]               O[j] = b[j].sum over t of a[t]               incoming and outgoing flow
-    i[t] = a[t].sum over j of b[j] / O[j]        o[j] = b[j].sum over t of a[t] / I[t]        the same, each other's being 1
+    i[t] = a[t].sum over j of b[j] / O[j]        o[j] = b[j].sum over t of a[t] / I[t]        the same, the other flow being 1
     w[j] = T softmax over j (min(o[j], 5))                                                    competition
     out[t] = sigmoid(i[t]) sum over j of (a[t].b[j] / I[t]) w[j] v[j]                         allocation
 
-Causal, every sum at a token is that over the tokens so far, and I, O, i and o are taken as means: with n[t] tokens so far,
+In the causal form, every sum at a token is over the tokens so far, and I, O, i and o are means. With n[t] tokens so far,
 
     i[t] = a[t].sum over j <= t of (n[j] b[j] / O[j]) / n[t]        o[j] = b[j].sum over t <= j of (n[t] a[t] / I[t]) / n[j]
     w[j] = n[j] exp(min(o[j], 5)) / sum over j' <= j of exp(min(o[j'], 5))
 
-So nothing of a token depends on later ones: what a causal key gives is estimated from the queries before it, which do not read
-it, for those that do come later. A stream needs the sums alone.
+So no token depends on later ones. The outgoing flow of a key is estimated from the queries up to its own position, because the
+queries that attend to it come later. A stream stores only the sums.
 """
 
 from typing import NamedTuple
@@ -32,13 +32,13 @@ from lineartime.ops.precision import acc_dtype
 
 EPS = 1e-6
 LARGEST_FLOW = 5.0
-"""What a conserved flow, 1 on average, may be at most before the competition."""
+"""The upper bound of a conserved flow, which is 1 on average, before the competition."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
 def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one token at a time: [T, h] three times -> [T, h]."""
+    """The definition for one head and one document, one token at a time: q, k, v [T, h] -> [T, h]."""
     a, b = q.sigmoid(), k.sigmoid()
     tokens = range(len(v))
     so_far = [slice(0, t + 1) if causal else slice(None) for t in tokens]
@@ -64,11 +64,11 @@ def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool
 
 
 def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in L: [..., L, h] three times -> [..., L, h].
+    """Attend in time linear in L: q, k, v [..., L, h] -> [..., L, h].
 
     `real`, bool, broadcastable to [..., L], is False for the padding at the end of shorter rows; None if there is none.
     """
-    if causal:  # padding comes after the real tokens, and no token reads later ones
+    if causal:  # padding comes after the real tokens, and no token attends to later ones
         return flowformer_attention_extend(q, k, v, empty_state(k, v.shape[-1]))[0]
     a, b = _features(q), _features(k)
     if real is None:
@@ -81,7 +81,7 @@ def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = Fals
     incoming, outgoing = _flow(a, total(b)), _flow(b, total(a))
     sinks, sources = _flow(a, total(b / outgoing)), _flow(b, total(a / incoming))
     strength = _strength(sources).masked_fill(~here, 0.0)
-    # The strength of a token is at least 1: only that of a row without tokens is less.
+    # The strength of a token is at least 1, so the sum is smaller only for a row without tokens.
     share = strength * here.sum(-2, keepdim=True) / strength.sum(-2, keepdim=True).clamp(min=1.0)
     out = (a / incoming).to(v.dtype) @ (b.to(v.dtype).mT @ (share * v).to(v.dtype))
     return _allot(out, sinks)
@@ -97,12 +97,12 @@ def _flow(x: Tensor, total: Tensor) -> Tensor:
 
 
 def _strength(sources: Tensor) -> Tensor:
-    """How strongly a key competes, from its conserved flow."""
+    """How strongly a key competes, given its conserved flow."""
     return sources.clamp(max=LARGEST_FLOW).exp()
 
 
 def _allot(out: Tensor, sinks: Tensor) -> Tensor:
-    """What a query takes, from its conserved flow."""
+    """Scale what a query receives by its conserved flow."""
     return out * sinks.sigmoid().to(out.dtype)
 
 
@@ -113,9 +113,9 @@ class FlowformerState(NamedTuple):
     """The state of causal streams, of constant size, in float32 or better: sums over all tokens so far.
 
     Attributes:
-        summary: [B, H, h, h], of b (w v)^T.
-        flows: [B, H, 4, h], of b, of a, of n b / O and of n a / I.
-        strength: [B, H, 1, 1], of the exponentials that compete.
+        summary: [B, H, h, h], the sum of b (w v)^T.
+        flows: [B, H, 4, h], the sums of b, of a, of n b / O and of n a / I.
+        strength: [B, H, 1, 1], the sum of the exponentials that compete.
         position: the number of tokens read so far.
     """
 
@@ -126,7 +126,7 @@ class FlowformerState(NamedTuple):
 
 
 def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
-    """The state before the first token of keys [..., L, h], on their device and in their dtype (float32 at the least)."""
+    """The state before the first token of keys [..., L, h], on their device and in their dtype (at least float32)."""
     leading, width = keys.shape[:-2], keys.shape[-1]
 
     def zeros(*shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
 
 
 def flowformer_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
-    """Continue causal sequences by N tokens, [..., N, h] three times -> [..., N, h], and the state after them."""
+    """Continue causal sequences by N tokens: q, k, v [..., N, h] -> [..., N, h] and the new state."""
     a, b = _features(q), _features(k)
     count = torch.arange(1, v.shape[-2] + 1, dtype=a.dtype, device=a.device)[:, None] + state.position
     before = state.flows.split(1, -2)
@@ -157,17 +157,17 @@ def flowformer_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: Flowform
 class Flowformer(MultiHeadMixer[FlowformerState]):
     """Flowformer: linear attention with conserved flows.
 
-    Causal, it streams with constant memory. Options are those of `MultiHeadMixer`.
+    A causal layer streams with constant memory. The options are those of `MultiHeadMixer`.
     """
 
     name = "flowformer"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Flow attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Flow attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return flowformer_attention(q, k, v, causal=self.causal, real=None if real is None else real[:, None])
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         return flowformer_attention_extend(q, k, v, state)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:

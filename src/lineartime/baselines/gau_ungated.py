@@ -14,15 +14,15 @@ from lineartime.layers.gau import GAU
 class GAUUngated(GAU):
     """GAU without its gate, values twice as wide.
 
-    Options are those of `GAU`.
+    The options are those of `GAU`.
     """
 
     name = "gau-ungated"
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
-        """No gate, and values of 2e."""
+        """No gate, and values of width 2e."""
         return 0, 2 * width
 
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        """Attention's output, unchanged: [B, T, 2e]."""
+        """The output of the attention, unchanged: [B, T, 2e]."""
         return attended

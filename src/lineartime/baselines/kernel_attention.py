@@ -1,4 +1,4 @@
-"""Multi-head linear attention by a feature map, which a subclass supplies.
+"""Multi-head linear attention with a feature map that a subclass defines.
 
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
 The definition is in `lineartime.ops.linear`; its q and k are features(q) and features(k) here.
@@ -17,7 +17,7 @@ from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, l
 from lineartime.ops.precision import acc_dtype
 
 Rotated = Literal["inputs", "features"]
-"""What rotary positions turn in a linear attention."""
+"""What rotary positions rotate in a linear attention."""
 
 
 class KernelOptions(HeadOptions, total=False):
@@ -29,12 +29,12 @@ class KernelOptions(HeadOptions, total=False):
 class KernelAttention(MultiHeadMixer[LinearState]):
     """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
-    Causal, it streams with constant memory.
+    Only a causal layer can stream.
 
     Args:
-        rotated: what rotary positions turn: "inputs", queries and keys before the feature map; or "features", in the numerator
-            only, as RoFormer does (arXiv 2104.09864, eq. 19).
-        **options: those of `MultiHeadMixer`.
+        rotated: what rotary positions rotate: "inputs", the queries and keys before the feature map; or "features", the
+            features, in the numerator only, as in RoFormer (arXiv 2104.09864, eq. 19).
+        **options: the options of `MultiHeadMixer`.
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
@@ -46,12 +46,12 @@ class KernelAttention(MultiHeadMixer[LinearState]):
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., h] -> features [..., f], which must not be negative."""
+        """Map queries or keys [..., h] to features [..., f], which must not be negative."""
 
     def weigh(self, features: Tensor, first: int) -> Tensor:
-        """Features [..., T, f] of tokens at positions `first`, `first` + 1, ... -> [..., T, g], weighed by their positions.
+        """Weight the features [..., T, f] of tokens at positions `first`, `first` + 1, ... by their positions: [..., T, g].
 
-        They stay as they are, unless a subclass does otherwise.
+        By default, they are returned unchanged.
         """
         return features
 
@@ -68,22 +68,22 @@ class KernelAttention(MultiHeadMixer[LinearState]):
         return torch.cat([q, turned_q], -1), torch.cat([k, turned_k], -1)
 
     def rotate_features(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features of queries and keys [B, H, T, f], turned by their positions."""
+        """Rotate features of queries and keys [B, H, T, f] by their positions."""
         return super().rotate(q, k, rotations)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Linear attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Linear attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         q, k, plain = self._features(q, k, first=0)
         real = None if real is None else real[:, None]
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         q, k, plain = self._features(q, k, first=state.position)
         return linear_attention_extend(q, k, v, state, plain=plain)
 
     def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Features of what `rotate` gave, and those of the denominator if they are others; `first` is the first position."""
+        """The features of what `rotate` returned, and of the denominator if they differ; `first` is the first position."""
         if self.rotated == "inputs":
             return self.weigh(self.features(q), first), self.weigh(self.features(k), first), None
         (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))

@@ -21,10 +21,10 @@ class LinearTaylor(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h + 1]."""
-        # The square of this eps is not zero in float32, so that the gradients of empty slots are finite.
+        # The square of this eps is not zero in float32, so the gradients of empty slots are finite.
         return F.pad(F.normalize(x, dim=-1, eps=1e-6), (1, 0), value=1.0)
 
     def rotate_features(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The features but the constant one, turned by their positions."""
+        """Rotate all features except the constant one by their positions."""
         turned = super().rotate_features(q[..., 1:], k[..., 1:], rotations)
         return F.pad(turned[0], (1, 0), value=1.0), F.pad(turned[1], (1, 0), value=1.0)

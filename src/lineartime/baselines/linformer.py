@@ -1,6 +1,6 @@
 """Linformer: softmax attention to m learned summaries of the sequence, linear in its length.
 
-Shapes: T tokens, H heads, h head width, m landmarks, R rows (one for each document), L tokens of the longest,
+Shapes: T tokens, H heads, h head width, m landmarks, R rows (one for each document), L tokens of the longest row,
 M the longest sequence allowed.
 Source: "Linformer: Self-Attention with Linear Complexity" (arXiv 2006.04768), with E and F shared by the heads.
 
@@ -25,7 +25,7 @@ from lineartime.layers.streams import StreamState
 
 
 def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
-    """The definition for one head of one document, [T, h] three times and [m, M] twice -> [T, h]: slow."""
+    """The definition for one head of one document: q, k, v [T, h] and E, F [m, M] -> [T, h]. Slow."""
     keys, values = [], []
     for landmark in range(len(e)):
         keys.append(torch.stack([e[landmark, j] * k[j] for j in range(len(k))]).sum(0))
@@ -38,9 +38,9 @@ def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Te
 
 
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
-    """Attend to landmarks: [R, H, L, h] three times, the maps [m, M] twice -> [R, H, L, h].
+    """Attend to landmarks: q, k, v [R, H, L, h] and E, F [m, M] -> [R, H, L, h].
 
-    k and v must be zero at padding, which then adds nothing to a landmark.
+    k and v must be zero at padding, so that it adds nothing to a landmark.
     """
     length = k.shape[-2]
     check_fits("Linformer", length, e.shape[1])
@@ -58,8 +58,8 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
 
     Args:
         n_landmarks: m, the number of keys and values into which the tokens of a sequence are mixed.
-        max_length: M, the largest number of tokens in a sequence; a longer one is an error.
-        **options: those of `MultiHeadMixer`; causal=True is an error.
+        max_length: M, the maximum number of tokens in a sequence; a longer one raises an error.
+        **options: the options of `MultiHeadMixer`; causal=True raises an error.
     """
 
     name = "linformer"
@@ -76,16 +76,16 @@ class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
         self.init_own()
 
     def init_own(self) -> None:
-        """Draw E and F."""
-        # A landmark is a sum of up to M tokens: this deviation keeps it about as large as one token.
+        """Initialise E and F."""
+        # A landmark is a sum of up to M tokens. With this standard deviation, it is about as large as one token.
         for mix in (self.mix_keys, self.mix_values):
             nn.init.normal_(mix, std=self.max_length**-0.5)
 
     @property
     def longest_sequence(self) -> int:
-        """The number of positions that its maps mix."""
+        """M, the number of positions that E and F mix."""
         return self.max_length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to landmarks, [R, H, L, h] three times -> [R, H, L, h]; padding is zero and adds nothing."""
+        """Attend to landmarks: q, k, v [R, H, L, h] -> [R, H, L, h]; padding is zero and adds nothing."""
         return linformer_attention(q, k, v, self.mix_keys, self.mix_values)

@@ -1,4 +1,4 @@
-"""Longformer: a sliding window, and global tokens that all tokens read and that read all tokens.
+"""Longformer: a sliding window, and global tokens that attend to all tokens and to which all tokens attend.
 
 Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
 W window, n global tokens.
@@ -32,7 +32,7 @@ from lineartime.ops.precision import acc_dtype
 
 
 def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
-    """The definition for one head of one document, [T, h] three times -> [T, h]: one query at a time, slow."""
+    """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
     rows = []
     for i in range(len(q)):
         reads = [j for j in range(len(k)) if (abs(i - j) < window or j < n_global or i < n_global) and (j <= i or not causal)]
@@ -46,16 +46,16 @@ def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int,
 def longformer_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool, real: Tensor | None = None
 ) -> Tensor:
-    """Attend with 3 W + n scores for a token (causal: 2 W + n), in blocks of W: [R, H, L, h] three times -> [R, H, L, h].
+    """Attend with 3 W + n scores per token (causal: 2 W + n), in blocks of W: q, k, v [R, H, L, h] -> [R, H, L, h].
 
     `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
     """
     length = q.shape[-2]
-    window, n_global = max(1, min(window, length)), min(n_global, length)  # larger ones read everything, as these do
+    window, n_global = max(1, min(window, length)), min(n_global, length)  # larger ones also cover everything
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)
     tokens = torch.arange(length, device=q.device)
-    in_window = real & (tokens >= n_global)  # global tokens are read once, as such
+    in_window = real & (tokens >= n_global)  # global tokens are not counted twice
     queries = cut_blocks(q, window)  # [R, H, G, W, h]
 
     readable = with_neighbours(cut_blocks(in_window[:, None, :, None], window), causal).mT
@@ -69,7 +69,7 @@ def longformer_attention(
     of_global = masked_products(queries, first_keys, visible)
     out = joint_softmax([(near, with_neighbours(cut_blocks(v, window), causal)), (of_global, first_values)])
     out = join_blocks(out, length)
-    # Causal global tokens stand before all that are not global: they have read all they may.
+    # Causal global tokens come before all others, so they already attend to everything visible to them.
     return out if causal else with_global_queries(out, q, k, v, n_global, real)
 
 
@@ -95,7 +95,7 @@ class LongformerState(NamedTuple):
 def longformer_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, state: LongformerState, *, window: int, n_global: int
 ) -> tuple[Tensor, LongformerState]:
-    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
     compute = acc_dtype(q)
     outputs = []
     for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):
@@ -127,12 +127,13 @@ def longformer_attention_extend(
 class Longformer(MultiHeadMixer[LongformerState]):
     """Longformer: a sliding window and global tokens.
 
-    Causal, it streams with constant memory.
+    A causal layer streams with constant memory.
 
     Args:
-        window: W; a token reads those that are nearer than W. The source counts both sides, 2 W.
-        n_global: n, the number of first tokens that all others read, and that read all others unless the layer is causal.
-        **options: those of `MultiHeadMixer`.
+        window: W; a token attends to tokens at a distance below W. The source counts both sides, 2 W.
+        n_global: n, the number of global tokens at the start: all tokens attend to them and, unless the layer is causal, they
+            attend to all tokens.
+        **options: the options of `MultiHeadMixer`.
     """
 
     name = "longformer"
@@ -144,11 +145,11 @@ class Longformer(MultiHeadMixer[LongformerState]):
         self.n_global = n_global
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to the window and the global tokens, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attend to the window and the global tokens: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return longformer_attention(q, k, v, window=self.window, n_global=self.n_global, causal=self.causal, real=real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState) -> tuple[Tensor, LongformerState]:
-        """Attend with the keys and values of the window and of the global tokens, and the state N tokens later."""
+        """Attend to the window and the global tokens; return the outputs and the new state."""
         return longformer_attention_extend(q, k, v, state, window=self.window, n_global=self.n_global)
 
     def init_own_state(self, batch_size: int) -> LongformerState:

@@ -30,7 +30,7 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_atten
 
 
 def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
+    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
     scale = q.shape[-1] ** -0.5
     rows = []
     for t in range(len(v)):
@@ -55,9 +55,9 @@ def mc_tfm_attention(
     mask: Tensor | None = None,
     parts: Collection[Part] = ("local", "global"),
 ) -> Tensor:
-    """Attend in time linear in T: [B, T, h] three times -> [B, T, h]; mask, bool [B, T], is True for real tokens.
+    """Attend in time linear in T: q, k, v [B, T, h] -> [B, T, h]; mask, bool [B, T], is True for real tokens.
 
-    Of the two `parts`, one may be left out.
+    `parts` selects one part, or both.
     """
     chunk_size = max(1, min(chunk_size, v.shape[1]))  # a larger chunk would only be padded
     chunks = cut_chunks(v, chunk_size, mask)
@@ -91,7 +91,7 @@ class MCTFMState(NamedTuple):
 
 
 def mc_tfm_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
-    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them."""
+    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
     heads = v.shape[:2]
     q, k, v, summary, keys, values = (fold_heads(x) for x in (q, k, v, state.summary, state.k, state.v))
     mixed = MixedChunkState(summary, keys, keys, values, state.position)  # both parts share their keys
@@ -103,18 +103,18 @@ def mc_tfm_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) 
 class MCTFM(ChunkedHeads[MCTFMState]):
     """Multi-head mixed chunk attention: softmax inside chunks, linear across them.
 
-    Causal, it streams with constant memory. Options are those of `ChunkedHeads`.
+    A causal layer streams with constant memory. The options are those of `ChunkedHeads`.
     """
 
     name = "mc-tfm"
     parts = ("local", "global")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Mixed chunk attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Mixed chunk attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return self._attend(self.parts, q, k, v, real)
 
     def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The local or the global part, [R, H, L, h] twice and [R, H, L, w] -> [R, H, L, w]."""
+        """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
         return self._attend((part,), q, k, v, real)
 
     def _attend(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
@@ -123,7 +123,7 @@ class MCTFM(ChunkedHeads[MCTFMState]):
         return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask, parts=parts).view_as(v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         return mc_tfm_attention_extend(q, k, v, state)
 
     def init_own_state(self, batch_size: int) -> MCTFMState:

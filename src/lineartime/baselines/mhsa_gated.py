@@ -18,7 +18,7 @@ from lineartime.layers.multi_head import HeadOptions
 class MHSAGated(Attention):
     """Softmax multi-head attention with a gate on its output.
 
-    Options are those of `MultiHeadMixer`.
+    The options are those of `MultiHeadMixer`.
     """
 
     name = "mhsa-gated"
@@ -28,5 +28,5 @@ class MHSAGated(Attention):
         self.to_gate = Dense(d_model, d_model, **factory(options))
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
-        """The gate and the output map: normed tokens and attention's output, [B, T, d] each -> [B, T, d]."""
+        """Apply the gate and the output projection: normed tokens, the attention's output, [B, T, d] each -> [B, T, d]."""
         return super().combine(normed, F.silu(self.to_gate(normed)) * attended)

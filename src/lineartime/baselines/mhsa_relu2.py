@@ -3,7 +3,7 @@
 Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "softmax -> relu^2".
 
-    o[t] = sum over visible j of relu(q[t].k[j] / sqrt(h))^2 v[j]  /  n        n: how many keys are visible
+    o[t] = sum over visible j of relu(q[t].k[j] / sqrt(h))^2 v[j]  /  n        n: the number of visible keys
 """
 
 from torch import Tensor
@@ -18,18 +18,18 @@ from lineartime.ops.quadratic.stream import quadratic_attention_extend
 class MHSARelu2(MultiHeadMixer[KVCache]):
     """Multi-head attention with relu^2 instead of softmax.
 
-    Heads attend as a GAU does. Options are those of `MultiHeadMixer`.
+    Each head attends like a GAU. The options are those of `MultiHeadMixer`.
     """
 
     name = "mhsa-relu2"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """relu^2 attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """relu^2 attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         return quadratic_attention(fold_heads(q), fold_heads(k), fold_heads(v), causal=self.causal, mask=mask).view_as(v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return quadratic_attention_extend(q, k, v, state)
 
     def init_own_state(self, batch_size: int) -> KVCache:

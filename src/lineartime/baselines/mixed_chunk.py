@@ -1,7 +1,7 @@
-"""Mixed chunk attention as a scheme: a local part by softmax and a global part by features, each of which can be chosen.
+"""Mixed chunk attention as a scheme: a local part with softmax and a global part with features, each with several choices.
 
 Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features, C chunk size,
-G chunks, M chunks that the local part of a causal token reads.
+G chunks, M chunks that a causal token attends to in the local part.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, with the global part of a linear attention.
 
     out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]
@@ -47,9 +47,9 @@ def mixed_chunk_scheme_oracle(
     reach: int,
     causal: bool = False,
 ) -> Tensor:
-    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h].
+    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h].
 
-    `similarity` is s(t, j) of a query, a key and t - j; the local part reads chunks that are at most `reach` from t's own.
+    `similarity` computes s(t, j) from a query, a key and t - j. The local part covers chunks at most `reach` away from t's own.
     """
     tokens = range(len(v))
     chunk = [t // chunk_size for t in tokens]
@@ -72,11 +72,11 @@ def mixed_chunk_scheme_oracle(
 def local_attention(
     q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, chunk_size: int, overlapping: bool, causal: bool
 ) -> Tensor:
-    """The local part, [R, H, L, h] three times -> [R, H, L, h]; `real`, bool [R or 1, L], is False behind a row's tokens."""
+    """The local part: q, k, v [R, H, L, h] -> [R, H, L, h]; `real`, bool [R or 1, L], is False for padding."""
     length = v.shape[-2]
 
     def readable(x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., G, C, f], or joined with its neighbours."""
+        """[..., L, f] -> [..., G, C, f], concatenated with the neighbours if they overlap."""
         chunks = cut_blocks(x, chunk_size)
         return with_neighbours(chunks, causal) if overlapping else chunks
 
@@ -89,12 +89,12 @@ def local_attention(
 
 
 def global_attention(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
-    """The global part: features [R, H, L, f] twice, those of keys zero at padding, and values [R, H, L, h] -> [R, H, L, h]."""
+    """The global part: features of q, k [R, H, L, f], zero for padding keys, and v [R, H, L, h] -> [R, H, L, h]."""
     length = v.shape[-2]
     q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
     sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
     others = exclusive_cumsum(sums, -3)
-    if not causal:  # not the total without the own chunk: a difference may leave nothing but rounding
+    if not causal:  # not the total minus the own chunk: the difference could be mostly rounding error
         others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
     return join_blocks(normalized(q @ others.to(q.dtype)), length)
 
@@ -107,7 +107,7 @@ class MixedChunkSchemeState(NamedTuple):
 
     Attributes:
         summary: [B, H, f, h + 1], the sum of features(k) (v, 1)^T over all complete chunks, in float32 or better.
-        k, v: [B, H, M C, h] of the open chunk, behind the previous one if the local part overlaps; zero beyond its tokens.
+        k, v: [B, H, M C, h] of the open chunk, after the previous one if the local part overlaps; zero beyond its tokens.
         position: the number of tokens read so far.
     """
 
@@ -126,7 +126,7 @@ def mixed_chunk_scheme_extend(
     *,
     chunk_size: int,
 ) -> tuple[Tensor, MixedChunkSchemeState]:
-    """Continue a causal sequence by N tokens: [B, H, N, h] three times -> [B, H, N, h], and the state after them.
+    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state.
 
     `features` maps [..., T, h] and the position of the first of these tokens to [..., T, f].
     """
@@ -159,13 +159,14 @@ def mixed_chunk_scheme_extend(
 class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
     """Mixed chunk attention of any local and global part.
 
-    Causal, it streams with constant memory.
+    A causal layer streams with constant memory.
 
     Args:
-        local: what the softmax reads: the "own" chunk, or "overlapping", also its neighbours; a causal one, the chunk before.
-        features: of the global part: "relu", those of Performer; "elu", elu + 1; "cos", those of cosFormer.
-        max_length: with the features "cos", the largest number of tokens in a sequence; others have none.
-        **options: those of `ChunkedHeads`.
+        local: what the softmax covers: "own", a token's own chunk; or "overlapping", also the neighbouring chunks (if causal,
+            the previous one).
+        features: the features of the global part: "relu" as in Performer, "elu" for elu + 1, or "cos" as in cosFormer.
+        max_length: the maximum number of tokens in a sequence with the features "cos"; other features have no limit.
+        **options: the options of `ChunkedHeads`.
     """
 
     name = "mixed-chunk"
@@ -190,7 +191,7 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
 
     @property
     def longest_sequence(self) -> int | None:
-        """The largest number of tokens with the features of cosFormer; None with others."""
+        """The maximum number of tokens with the features of cosFormer; None with others."""
         return self.max_length if self.features == "cos" else None
 
     def map_features(self, x: Tensor, first: int) -> Tensor:
@@ -203,11 +204,11 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
         return weigh_by_cosine(x.relu(), first, self.max_length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Both parts, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Both parts: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return self.attend_part("local", q, k, v, real) + self.attend_part("global", q, k, v, real)
 
     def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The local or the global part, [R, H, L, h] twice and [R, H, L, w] -> [R, H, L, w]."""
+        """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
         if real is None:
             real = torch.ones(1, v.shape[-2], dtype=torch.bool, device=v.device)
         size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
@@ -220,7 +221,7 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState
     ) -> tuple[Tensor, MixedChunkSchemeState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         return mixed_chunk_scheme_extend(q, k, v, state, self.map_features, chunk_size=self.chunk_size)
 
     def init_own_state(self, batch_size: int) -> MixedChunkSchemeState:

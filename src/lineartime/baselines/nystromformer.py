@@ -1,14 +1,14 @@
-"""Nyströmformer: softmax attention by way of m landmarks, the means of segments of the sequence.
+"""Nyströmformer: softmax attention approximated with m landmarks, the means of segments of the sequence.
 
-Shapes: R rows (one for each document), H heads, L tokens of the longest, T tokens of a row, h head width, m landmarks, w width
-of the convolution.
+Shapes: R rows (one for each document), H heads, L tokens of the longest row, T tokens of a row, h head width, m landmarks,
+w width of the convolution.
 Source: "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention" (arXiv 2102.03902).
 
     landmark l of q and k: the mean of tokens floor(l T / m) up to floor((l + 1) T / m)
     F = softmax(q k_l^T / sqrt(h))    A = softmax(q_l k_l^T / sqrt(h))    B = softmax(q_l k^T / sqrt(h))
     out = F A+ (B v) + convolution(v)        A+: a pseudo-inverse, by 6 iterations; convolution: along the tokens, head by head
 
-If there are as many landmarks as tokens or more, F A+ B would be softmax(q k^T / sqrt(h)), which is computed instead.
+If there are at least as many landmarks as tokens, softmax(q k^T / sqrt(h)) is computed instead, which F A+ B would equal.
 """
 
 from itertools import pairwise
@@ -32,7 +32,7 @@ ITERATIONS = 6
 
 
 def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
-    """The definition for one head of one document, without the convolution: [T, h] three times -> [T, h]."""
+    """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
     length, scale = len(v), q.shape[-1] ** -0.5
     if length <= n_landmarks:
         return torch.stack([(k @ q[i] * scale).softmax(0) @ v for i in range(length)])
@@ -62,7 +62,7 @@ def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
 
 
 def nystromformer_attention(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in L: [R, H, L, h] three times -> [R, H, L, h].
+    """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h].
 
     `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
     """
@@ -73,7 +73,7 @@ def nystromformer_attention(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int
     approximate = _attention_by_landmarks(q, k, v, here, n_landmarks)
     if real is None:
         return approximate
-    q, k, v = (x[..., :n_landmarks, :] for x in (q, k, v))  # all tokens of rows that have no more than landmarks
+    q, k, v = (x[..., :n_landmarks, :] for x in (q, k, v))  # all tokens of rows with at most n_landmarks tokens
     exact = F.pad(_softmax_attention(q, k, v, here[:, :n_landmarks]), (0, 0, 0, length - n_landmarks))
     return torch.where((real.sum(-1) <= n_landmarks)[:, None, None, None], exact, approximate)
 
@@ -99,7 +99,7 @@ def _landmarks(x: Tensor, real: Tensor, n_landmarks: int) -> Tensor:
 
 
 def pseudo_inverse(a: Tensor) -> Tensor:
-    """The pseudo-inverse of matrices [..., m, m] of numbers that are not negative, as far as so many iterations come."""
+    """Approximate the pseudo-inverse of nonnegative matrices [..., m, m] by a fixed number of iterations."""
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     z = a.mT / (a.sum(-2).amax(-1) * a.sum(-1).amax(-1))[..., None, None]
     for _ in range(ITERATIONS):
@@ -115,9 +115,9 @@ class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
     """Nyströmformer: softmax attention by way of 64 landmarks.
 
     Args:
-        n_landmarks: m, the number of segments of which the means are taken.
-        convolution: w, the tokens that the convolution of values spans; odd, or 0 for no convolution.
-        **options: those of `MultiHeadMixer`; causal=True is an error.
+        n_landmarks: m, the number of segments, whose means are the landmarks.
+        convolution: w, the width in tokens of the convolution of the values; odd, or 0 for no convolution.
+        **options: the options of `MultiHeadMixer`; causal=True raises an error.
     """
 
     name = "nystromformer"
@@ -135,14 +135,14 @@ class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
         self.init_own()
 
     def init_own(self) -> None:
-        """Draw the kernel of the convolution."""
+        """Initialise the kernel of the convolution."""
         nn.init.normal_(self.kernel, std=0.02)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention by way of landmarks, and the convolution, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Attention through landmarks, plus the convolution: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         out = nystromformer_attention(q, k, v, n_landmarks=self.n_landmarks, real=real)
-        if not self.convolution or not v.shape[2]:  # PyTorch does not convolve what is shorter than 1
+        if not self.convolution or not v.shape[2]:  # PyTorch cannot convolve an empty sequence
             return out
         kernel = self.kernel[:, None, :, None].to(v.dtype)
-        # Values are zero at padding, which stands at the end: it adds nothing, as what is beyond the row.
+        # Values are zero at padding, which is at the end of a row, so it acts like the zeros beyond the row.
         return out + F.conv2d(v, kernel, padding=(self.convolution // 2, 0), groups=self.n_heads)

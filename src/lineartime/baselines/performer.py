@@ -1,4 +1,4 @@
-"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper times, and by chunks.
+"""Performer with its ReLU kernel, in the two causal forms that the FLASH paper measures, and by chunks.
 
 Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention with features relu(x) + eps.
 
@@ -18,7 +18,7 @@ from lineartime.ops.linear import chunked_sums, matmul_sums, prefix_sums
 CausalSums = Literal["prefix", "matmul", "chunked"]
 
 SMALLEST_FEATURE = 1e-3
-"""The published eps; without it, a query could be similar to no key."""
+"""The published eps. Without it, a query could have no similarity to any key."""
 
 
 def relu_features(x: Tensor) -> Tensor:
@@ -32,10 +32,10 @@ class Performer(KernelAttention):
     Linear attention with features relu(x) + eps.
 
     Args:
-        causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, keeps a state of h x h for every token
-            and head, and is slow for that; "matmul" forms all T x T products, the paper's Performer-Matmul; "chunked" keeps a
-            state for every chunk, as linear attention is trained today.
-        **options: those of `KernelAttention`.
+        causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, stores a state of h x h for every
+            token and head, which makes it slow; "matmul" computes all T x T products, the paper's Performer-Matmul; "chunked"
+            stores a state for every chunk, as linear attention is trained today.
+        **options: the options of `KernelAttention`.
     """
 
     name = "performer"

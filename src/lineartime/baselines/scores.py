@@ -1,4 +1,4 @@
-"""Scores for a softmax, shared by the baselines in which a token reads only some of the others.
+"""Scores for a softmax, shared by the baselines in which a token attends to only some of the others.
 
 Shapes: Q queries, K keys, h head width; every tensor may have leading batch dimensions.
 """
@@ -16,6 +16,6 @@ def scaled_products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def masked_products(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """`scaled_products`, with the lowest finite score where a key is not visible: a softmax over no key stays finite."""
+    """`scaled_products`, with the lowest finite score where a key is not visible: a softmax over no keys stays finite."""
     scores = scaled_products(q, k)
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

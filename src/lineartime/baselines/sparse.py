@@ -1,7 +1,7 @@
 """The strided pattern of the Sparse Transformer: nearby tokens, and every S-th token.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, S stride, R rows (one for each document),
-L tokens of the longest, G blocks of S tokens, K keys that a token may read at the most.
+L tokens of the longest row, G blocks of S tokens, K keys that a token attends to at most.
 Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), both of its heads' patterns in one softmax.
 
     o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
@@ -20,13 +20,13 @@ from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
 
 GATHERED = 8192
-"""Keys of a head that a stream gathers at a time; it bounds the memory for a long prompt."""
+"""The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
 def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
-    """The definition for one head of one document, [T, h] three times -> [T, h]: one query at a time, slow."""
+    """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
     rows = []
     for i in range(len(q)):
         reads = [j for j in range(len(k)) if (abs(i - j) < stride or (i - j) % stride == 0) and (j <= i or not causal)]
@@ -38,12 +38,12 @@ def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, cau
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, real: Tensor | None = None) -> Tensor:
-    """Attend to near tokens and to every S-th one, with S + L / S scores per token: [R, H, L, h] three times -> [R, H, L, h].
+    """Attend to near tokens and to every S-th one, with S + L / S scores per token: q, k, v [R, H, L, h] -> [R, H, L, h].
 
     `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
     """
     length = q.shape[-2]
-    stride = max(1, min(stride, length))  # a larger stride reads everything, as this one does
+    stride = max(1, min(stride, length))  # a larger stride also covers everything
     blocks = max(1, -(-length // stride))
     if real is None:
         real = torch.ones(1, length, dtype=torch.bool, device=q.device)
@@ -72,10 +72,10 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
 
 
 def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, stride: int) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens, [B, H, N, h] three times -> [B, H, N, h], and the cache grown by them."""
+    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
     first = state.position
     state = state.append(k, v)
-    # The distances at which a token reads: its window, then every S-th token before it.
+    # The distances that a token attends to: its window, then every S-th token before it.
     window = torch.arange(min(stride, state.position), device=q.device)
     distances = torch.cat([window, torch.arange(stride, max(stride, state.position), stride, device=q.device)])
     at_a_time = max(1, GATHERED // max(1, len(distances)))
@@ -97,8 +97,8 @@ class Sparse(MultiHeadMixer[KVCache]):
     """Sparse Transformer: near tokens and every so many-th.
 
     Args:
-        stride: S; the square root of the length is about the cheapest.
-        **options: those of `MultiHeadMixer`.
+        stride: S; a value near the square root of the sequence length has the lowest cost.
+        **options: the options of `MultiHeadMixer`.
     """
 
     name = "sparse"
@@ -109,11 +109,11 @@ class Sparse(MultiHeadMixer[KVCache]):
         self.stride = stride
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Strided attention, [R, H, L, h] three times -> [R, H, L, h]."""
+        """Strided attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return sparse_attention(q, k, v, stride=self.stride, causal=self.causal, real=real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return sparse_attention_extend(q, k, v, state, stride=self.stride)
 
     def init_own_state(self, batch_size: int) -> KVCache:

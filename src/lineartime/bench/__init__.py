@@ -1,4 +1,4 @@
 """What models cost in time and memory.
 
-Nothing is imported here: `lineartime.bench.measure` and `lineartime.bench.subjects` need only PyTorch and numpy.
+This package imports nothing by itself: `lineartime.bench.measure` and `lineartime.bench.subjects` need only PyTorch and numpy.
 """

@@ -1,4 +1,4 @@
-"""How time is measured: in turn and repeatedly, and against the fastest matrix product of the same machine in the same run."""
+"""Timing: steps take turns and are repeated; the reference is the fastest matrix product measured in the same run."""
 
 import gc
 import math
@@ -20,15 +20,15 @@ PRODUCTS = {
     "cpu": ((256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024), (4096, 256, 1024), (2048, 2048, 2048)),
     "cuda": ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384)),
 }
-"""Sizes m, n, k of products of [m, k] and [k, n], square ones and those of models; the fastest is the peak.
+"""Sizes m, n, k of products of [m, k] and [k, n]: square ones, and shapes that occur in models. The fastest is the peak.
 
-From small to large, to leave out those that would take too long at the speed of the ones before."""
+Sorted from small to large, to skip those that would take too long at the speed measured so far."""
 LONGEST_PRODUCT = 1.0
-"""Seconds that a single product may take."""
+"""The longest time, in seconds, that a single product may take."""
 
 
 def synchronized(device: torch.device) -> float:
-    """The time in seconds, after all work of the device is done."""
+    """The current time in seconds, after all pending work on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -37,19 +37,19 @@ def synchronized(device: torch.device) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that there is too little memory."""
+    """Whether an error means that memory ran out."""
     words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
     told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
     return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def repetitions(seconds: float, min_seconds: float) -> int:
-    """How often to repeat a step of so many seconds for a measurement of at least `min_seconds`."""
+    """How often to repeat a step that takes `seconds`, for a measurement of at least `min_seconds`."""
     return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
 
 
 def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
-    """The mean seconds of `calls` calls."""
+    """The mean seconds per call, over `calls` calls."""
     start = clock()
     for _ in range(calls):
         step()
@@ -59,15 +59,15 @@ def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
 def interleaved(
     steps: Mapping[Key, tuple[Callable[[], object], int]], rounds: int, clock: Clock
 ) -> Iterator[tuple[Key, float | Exception]]:
-    """Time all steps in turn, A B A B, so that noise of the machine affects all alike.
+    """Time all steps in turn, A B A B, so that machine noise affects all of them alike.
 
     Args:
-        steps: what to time, and how many calls make one measurement.
-        rounds: how many measurements of each.
-        clock: the time in seconds, after all work is done.
+        steps: the steps to time, and how many calls make one measurement.
+        rounds: the number of measurements of each step.
+        clock: returns the time in seconds, after all pending work has finished.
 
     Yields:
-        The key of a step with the seconds of one call, or with the error it raised, after which it has no more turns.
+        The key of a step with the seconds per call, or with the error it raised; a step that failed is not called again.
     """
     failed = set()
     for _ in range(rounds):
@@ -84,13 +84,13 @@ def interleaved(
 def median_seconds(
     steps: Mapping[Key, Callable[[], object]], rounds: int, clock: Clock, min_seconds: float = 0.0
 ) -> dict[Key, float | None]:
-    """The median seconds of each step, timed in turn after two warm-up calls; None if there is too little memory.
+    """The median seconds of each step, timed in turn after two warm-up calls; None if memory runs out during these.
 
     Args:
-        steps: what to time; any other error is raised.
-        rounds: how many measurements of each.
+        steps: the steps to time; all other errors are raised.
+        rounds: the number of measurements of each step.
         clock: as for `interleaved`.
-        min_seconds: the shortest measurement, reached by repeating the step.
+        min_seconds: the minimum duration of a measurement; shorter steps are repeated.
     """
     ready: dict[Key, tuple[Callable[[], object], int]] = {}
     times: dict[Key, list[float]] = {key: [] for key in steps}
@@ -109,7 +109,7 @@ def median_seconds(
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """The median and the distance between the quartiles, which is None for a single value."""
+    """The median and the interquartile range, which is None for a single value."""
     if len(values) < 2:
         return values[0], None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -135,10 +135,10 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
 
 @contextmanager
 def separate_compilations() -> Iterator[None]:
-    """Compile each subject for its own sizes, without the caches of earlier runs."""
+    """Compile each subject for its own sizes, without using the caches of earlier runs."""
     import torch._dynamo
 
-    own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and beyond a limit code stays eager
+    own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and compilation stops at a limit
         automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
     )
     name = "TORCHINDUCTOR_CACHE_DIR"
@@ -163,6 +163,6 @@ def release(device: torch.device) -> None:
 
 
 def forget(device: torch.device) -> None:
-    """Free everything that the subjects of a case left, including compiled code."""
+    """Free everything that the subjects of a case left behind, including compiled code."""
     torch.compiler.reset()
     release(device)

@@ -1,4 +1,4 @@
-"""How memory is measured: on a GPU by its allocator, on a CPU by a process of its own that only takes the step.
+"""Memory measurement: by the allocator on a GPU, and in a separate process that only takes the step on a CPU.
 
 `python -m lineartime.bench.memory` is that process: it reads JSON from standard input and writes JSON to standard output.
 """
@@ -21,11 +21,11 @@ from lineartime.bench.subjects import Case, Ready, Subject, prepare
 from lineartime.host import peak_memory
 
 _CLEAR = Path("/proc/self/clear_refs")
-# The allocator returns freed memory to the system at once, so that the process holds only what it uses.
+# With these settings, the allocator returns freed memory to the system at once: the process holds only what it uses.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 _COMMAND = ["-m", "lineartime.bench.memory"]
 SMALL = 16
-"""Tokens of a step before the measurement, in which libraries allocate what does not depend on the sizes."""
+"""Tokens of a small step before the measurement, in which libraries allocate memory that does not depend on the sizes."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Memory:
     """Memory of one step, in bytes.
 
     Attributes:
-        peak: the most that the step holds above the weights, including gradients.
+        peak: the most memory that the step holds above the weights, including gradients.
         weights: all parameters.
-        gradients: what the step leaves.
+        gradients: the gradients that the step leaves.
     """
 
     peak: int
@@ -44,11 +44,11 @@ class Memory:
 
 
 class OutOfMemoryError(Exception):
-    """The process that measured memory ran out of it."""
+    """The process that measured memory ran out of memory."""
 
 
 def of_ready(ready: Ready, device: torch.device) -> Memory:
-    """The memory of a step on a GPU, after steps before it."""
+    """The memory of a step on a GPU, after warm-up steps."""
     ready.model.zero_grad()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -59,11 +59,11 @@ def of_ready(ready: Ready, device: torch.device) -> Memory:
 
 
 def in_process(subject: Subject, case: Case) -> Memory:
-    """The memory of a step on a CPU, measured in a process of its own.
+    """The memory of a step on a CPU, measured in a separate process.
 
     Raises:
         OutOfMemoryError: if this machine has too little memory.
-        RuntimeError: if the process fails in another way, with the last line of its standard error.
+        RuntimeError: if the process fails for another reason, with the last line of its standard error.
     """
     task = {"subject": subject.to_dict(), "case": asdict(case), "threads": torch.get_num_threads()}
     command, environment = [sys.executable, *_COMMAND], {**os.environ, **_ALLOCATOR}
@@ -86,7 +86,7 @@ def _memory(model: nn.Module, peak: int) -> Memory:
 
 
 def _measure(task: dict[str, Any]) -> Memory | None:
-    """The memory of the step that a task describes; None if there is too little."""
+    """The memory of the step that a task describes; None if memory runs out."""
     torch.set_num_threads(task["threads"])
     subject, case, device = Subject.from_dict(task["subject"]), Case(**task["case"]), torch.device("cpu")
     try:
@@ -96,10 +96,10 @@ def _measure(task: dict[str, Any]) -> Memory | None:
                 small.step()
                 del small
             ready = prepare(subject, case, device)
-            if subject.mode == "compiled":  # compiling takes more memory than the step
+            if subject.mode == "compiled":  # compile first, which takes more memory than the step
                 ready.step()
                 ready.model.zero_grad()
-            with suppress(OSError):  # restart the count of `_most_held`, if the system can
+            with suppress(OSError):  # reset the peak that `peak_memory` reads, if the system can
                 _CLEAR.write_text("5")
             before = peak_memory()
             ready.step()

@@ -25,9 +25,9 @@ def check_peer(peer: Peer, device: torch.device) -> None:
 
 
 def build_peer(peer: str, config: ModelConfig) -> nn.Module:
-    """A peer at the sizes of one of our models, ids [B, T] -> logits [B, T, V]."""
+    """Build a peer at the sizes of one of our models: ids [B, T] -> logits [B, T, V]."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about their own code, which the user cannot change
+        warnings.simplefilter("ignore")  # warnings about the peer's own code
         return PEERS[peer](config)
 
 

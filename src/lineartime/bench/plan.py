@@ -1,4 +1,4 @@
-"""What the options of a benchmark ask for: which models to measure, how, and in which order."""
+"""Turn the options of a benchmark into a plan: which models to measure, how, and in which order."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -19,12 +19,12 @@ from lineartime.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: every case with the subjects that take turns in it.
+    """The cases to measure, each with the subjects that take turns in it.
 
     Attributes:
-        device: where.
+        device: the device to measure on.
         cells: the cases with their subjects.
-        precision: which precision "auto" chose and why; empty if nothing was left to it.
+        precision: which precision "auto" chose, and why; empty without "auto".
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class Plan:
 
 
 def make_plan(options: BenchConfig) -> Plan:
-    """What these options ask for; LineartimeError if it cannot be measured."""
+    """Make a plan from the options; raises LineartimeError if they cannot be measured."""
     options.check()
     configs = _model_configs(options)
     device = choose_device(options.device)
@@ -63,7 +63,7 @@ def _check_machine(options: BenchConfig, device: torch.device) -> None:
 
 
 def _precisions(options: BenchConfig, device: torch.device) -> tuple[list[Dtype], str]:
-    """The precisions to measure in, and what "auto" chose and why."""
+    """The precisions to measure in, and which one "auto" chose and why."""
     chosen, reason = faster_precision(device) if "auto" in options.dtypes else ("fp32", "")
     dtypes = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in options.dtypes)
     return list(dtypes), f"{chosen}, because {reason}" if reason else ""
@@ -96,7 +96,7 @@ def _fields(options: BenchConfig, preset: str) -> dict[str, None]:
 def _model_config(options: BenchConfig, preset: str, fields: dict[str, None]) -> ModelConfig:
     shared = [item for item in options.override if "=" not in item or item.partition("=")[0] in fields]
     own = [item.removeprefix(f"{preset}.") for item in options.override if item.startswith(f"{preset}.")]
-    # Read the values as training does, with the same errors.
+    # Parse the values as training does, to raise the same errors.
     training = TrainConfig(preset=preset, override=(*shared, *own), task=options.task, context_length=1)
     config = training.model_config(options.vocab_size or resolve(preset, options.task).vocab_size)
     try:

@@ -1,4 +1,4 @@
-"""The plots of a benchmark: time, memory and the latency of decode by length, and quality by cost."""
+"""The plots of a benchmark: time, memory and decode latency by length, and quality by cost."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 
 
 def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
-    """Draw latency.png, memory.png, decode.png and pareto.png, as far as there are numbers for them, and return the files.
+    """Draw latency.png, memory.png, decode.png and pareto.png, except those without data, and return the files.
 
     Args:
         results: what was measured.
         quality: bits per byte by preset.
 
     Raises:
-        LineartimeError: without matplotlib, or if a file cannot be written.
+        LineartimeError: if matplotlib is missing, or a file cannot be written.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -65,7 +65,7 @@ def _megabytes(entry: Entry) -> float | None:
 def _by_length(
     entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
 ) -> Any:
-    """Curves by length: a panel for each measure and precision, and one legend for all."""
+    """Draw curves by length: a panel for each measure and precision, with a shared legend."""
     from matplotlib.figure import Figure
 
     measures = list(dict.fromkeys(entry.case.measure for entry in entries))
@@ -94,14 +94,14 @@ def _by_length(
         axes.yaxis.set_tick_params(labelleft=True)
     for row in grid:
         row[0].set_ylabel(y)
-        for axes in row:  # after all of them are drawn: their limits are shared
+        for axes in row:  # only after all are drawn, because they share their limits
             label_axes(axes, x_values=[length for line in axes.lines for length in line.get_xdata()])
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 2 * columns), frameon=False)
     return figure
 
 
 def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The µs per token of every preset of known quality in its fastest mode, by the title of a panel."""
+    """By panel title, the µs per token of every preset of known quality, in its fastest mode."""
     measure = min((entry.case.measure for entry in entries), key=AT_ONCE.index, default=AT_ONCE[0])
     chosen = [entry for entry in entries if entry.case.measure == measure and entry.subject.name in quality]
     longest = max((entry.case.length for entry in chosen), default=0)
@@ -115,7 +115,7 @@ def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dic
 
 
 def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Any:
-    """Quality by cost: a panel for each precision, with a line through the Pareto front."""
+    """Draw quality by cost: a panel for each precision, with a line through the Pareto front."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH * len(costs) + 0.4, HEIGHT + 0.4), layout="constrained")
@@ -125,7 +125,7 @@ def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colou
         middle = (min(points.values()) + max(points.values())) / 2
         for name, cost in points.items():
             axes.plot(cost, quality[name], "o", color=colours[name])
-            offset, side = (5, "left") if cost <= middle else (-5, "right")  # names stay inside the axes
+            offset, side = (5, "left") if cost <= middle else (-5, "right")  # keep names inside the axes
             axes.annotate(name, (cost, quality[name]), xytext=(offset, 6), textcoords="offset points", fontsize=8, ha=side)
         axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
         axes.margins(x=0.3, y=0.15)
@@ -135,7 +135,7 @@ def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colou
 
 
 def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of the points (cost, loss) that no other point equals or beats in both, from the cheapest on."""
+    """The names of the Pareto-optimal points (cost, loss), cheapest first."""
     front: list[str] = []
     for name in sorted(points, key=lambda name: points[name]):
         if not front or points[name][1] < points[front[-1]][1]:

@@ -1,4 +1,4 @@
-"""A run tried before it is started: what it is made of, how long it will take, and how much memory."""
+"""A dry run of training: what a run consists of, how long it will take, and how much memory it needs."""
 
 import statistics
 import time
@@ -17,22 +17,22 @@ from lineartime.training.interrupts import Stop
 from lineartime.training.loop import Trainer, prepare
 
 STEPS = 3
-"""The steps that are timed, after a first one, which compiles and makes room."""
+"""The number of timed steps, after a first step that compiles and allocates memory."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run is made of and takes.
+    """The findings of a dry run.
 
     Attributes:
-        notes: what the run would say at its start.
-        step_seconds: of one step, the median of a few.
-        step_tokens: in one step.
-        evaluation_seconds: of one evaluation.
-        seconds: of all steps and evaluations.
+        notes: the messages that the run would print at its start.
+        step_seconds: seconds of one step, the median of a few.
+        step_tokens: tokens in one step.
+        evaluation_seconds: seconds of one evaluation.
+        seconds: seconds of all steps and evaluations.
         weights: bytes of the weights in a checkpoint.
-        moments: bytes of what the optimiser keeps.
-        peak: the most bytes held, on a GPU by tensors, otherwise by the whole process.
+        moments: bytes of the optimiser's moments.
+        peak: peak memory in bytes: of tensors on a GPU, otherwise of the whole process.
     """
 
     notes: list[str]
@@ -48,10 +48,10 @@ class Rehearsal:
 def rehearse(config: TrainConfig) -> Rehearsal:
     """Take a few steps of a new run, in one process.
 
-    Nothing is written to the folder of the run; the text is encoded into the cache, as for the run.
+    Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run.
 
     Raises:
-        LineartimeError: as `train`, and for a run to resume.
+        LineartimeError: as for `train`, and if the options resume a run.
     """
     if config.resume:
         raise ArgumentError("resume", "is True, but only a new run can be tried: leave it out.")
@@ -72,7 +72,7 @@ def _measured(trainer: Trainer) -> Rehearsal:
     step()
     step_seconds = statistics.median(_seconds(step) for _ in range(STEPS))
     evaluation_seconds = _seconds(trainer.validation.loss)
-    evaluations = 1 + -(-config.steps // config.eval_every)  # one before the first step
+    evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
     cuda = setup.device.type == "cuda"
     return Rehearsal(
         trainer.notes,

@@ -1,4 +1,4 @@
-"""The tables of a benchmark: as Markdown in its folder, and on the screen."""
+"""The tables of a benchmark, as Markdown in its folder and on the screen."""
 
 import sys
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def sections(results: Results) -> Iterator[Section]:
 
 
 def _row(results: Results, entry: Entry) -> dict[str, str]:
-    """The cells of an entry by column; empty if there is nothing to show."""
+    """The cells of an entry by column; empty where there is nothing to show."""
     case, memory = entry.case, entry.memory
     ratio, use = results.ratio_to_first(entry), results.use_of_peak(entry)
     first_column = "position" if case.measure == "decode" else "context"
@@ -135,7 +135,7 @@ def _notes(results: Results) -> list[str]:
 
 
 def _markdown(section: Section) -> str:
-    """A table with text on the left and numbers on the right."""
+    """A Markdown table with text aligned left and numbers aligned right."""
     lines = [section.columns, ["---" if name == "model" else "---:" for name in section.columns], *section.rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

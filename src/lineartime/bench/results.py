@@ -1,4 +1,4 @@
-"""What was measured, and results.json, which is replaced as a whole after every case."""
+"""The results of a benchmark, and results.json, which is replaced as a whole after every case."""
 
 import json
 import os
@@ -21,19 +21,19 @@ from lineartime.host import installed_version, processor_name
 
 @dataclass
 class Entry:
-    """What was measured of one subject in one case.
+    """The measurements of one subject in one case.
 
     Attributes:
         case: what was measured.
         subject: the model.
-        seconds: of one step, a number for each round.
-        calls: how many steps each of these numbers is the mean of.
-        first_seconds: of the very first step, which compiles.
-        alone: whether it was measured after the others, because all together did not fit into memory.
+        seconds: seconds per step, one value for each round.
+        calls: the number of steps that each of these values averages.
+        first_seconds: seconds of the very first step, which compiles.
+        alone: whether it was measured after the others, because they did not all fit into memory together.
         problem: why there are no numbers: "out of memory", or what failed.
-        memory: of a step, if it was measured.
-        state_bytes: of a stream, for decode.
-        flops_per_token: operations of the model for a token, including the backward pass; None if not known.
+        memory: memory of a step, if it was measured.
+        state_bytes: bytes of the state of a stream, for decode.
+        flops_per_token: FLOPs of the model per token, for train including the backward pass; None if unknown.
     """
 
     case: Case
@@ -49,17 +49,17 @@ class Entry:
 
     @property
     def median(self) -> float | None:
-        """Median of the seconds of a step."""
+        """The median seconds per step."""
         return median_and_spread(self.seconds)[0] if self.seconds else None
 
     @property
     def spread(self) -> float | None:
-        """Distance between the quartiles, in seconds."""
+        """The interquartile range, in seconds."""
         return median_and_spread(self.seconds)[1] if self.seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all sequences together."""
+        """Tokens per second, of all sequences together."""
         return None if self.median is None else self.case.tokens / self.median
 
     @property
@@ -70,7 +70,7 @@ class Entry:
         return max(0.0, self.first_seconds - self.median)
 
     def ratio(self, first: "Entry") -> float | None:
-        """The time of a step over that of the first subject: the median over the rounds that both have."""
+        """The step time relative to the first subject: the median of the ratios over the rounds that both have."""
         if self.alone or first.alone:
             return None
         ratios = [own / other for own, other in zip(self.seconds, first.seconds, strict=False)]
@@ -84,7 +84,7 @@ class Results:
         folder: where results.json goes.
         options: the options of the benchmark, for JSON.
         device: where it ran.
-        precision: which precision was chosen here and why; empty if the options name it.
+        precision: which precision was chosen on this machine, and why; empty if the options name it.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any], device: torch.device, precision: str = "") -> None:
@@ -97,23 +97,23 @@ class Results:
 
     @property
     def finished(self) -> list[Entry]:
-        """The entries with numbers or a problem."""
+        """The entries with timings or a problem."""
         return [entry for entry in self.entries if entry.seconds or entry.problem]
 
     def use_of_peak(self, entry: Entry) -> float | None:
-        """The operations of the model per second, as a share of the largest peak of matrix products that was measured."""
+        """The FLOP/s of the model as a share of the highest measured peak of matrix products."""
         peak, speed = max(self.peaks.get(entry.case.dtype, []), default=None), entry.tokens_per_second
         if peak is None or speed is None or entry.flops_per_token is None:
             return None
         return entry.flops_per_token * speed / peak
 
     def ratio_to_first(self, entry: Entry) -> float | None:
-        """The time of an entry over that of the first one of its case, if both have rounds."""
+        """The step time of an entry relative to the first entry of its case, if both were timed."""
         first = next((other for other in self.finished if other.case == entry.case), None)
         return None if first is None else entry.ratio(first)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All results, for JSON."""
         subjects = dict.fromkeys(entry.subject for entry in self.finished)
         return {
             "options": self.options,
@@ -152,7 +152,7 @@ class Results:
 
 
 def write(file: Path, text: str) -> Path:
-    """Replace a file as a whole; LineartimeError if the system refuses."""
+    """Replace a file as a whole; raises LineartimeError if the system refuses."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)

@@ -1,4 +1,4 @@
-"""What is measured: one of our models or a peer, ready to take a step.
+"""The subjects of a benchmark: our models or peers, prepared to take a step.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -25,7 +25,7 @@ from lineartime.models.heads import CausalLM, LanguageModel, build_model
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: `length` is the context, or the position of decode; `batch` counts sequences or streams."""
+    """One case to measure: `length` is the context length, or the position for decode; `batch` counts sequences or streams."""
 
     measure: Measure
     length: int
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """A preset or a peer, eager or compiled; a peer has the sizes of `config`."""
+    """A preset or a peer, eager or compiled; a peer is built at the sizes of `config`."""
 
     name: str
     mode: Mode
@@ -69,12 +69,12 @@ class Subject:
 
 @dataclass
 class Ready:
-    """A subject that can take steps of a case.
+    """A subject that is ready to take steps of a case.
 
     Attributes:
-        model: its module.
+        model: the model.
         step: takes one step.
-        state_bytes: of one stream before a step of decode; None for other measures.
+        state_bytes: bytes of the state of one stream before a decode step; None for other measures.
     """
 
     model: nn.Module
@@ -125,22 +125,22 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
 
 
 def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of targets [B, T] in nats, for a peer."""
+    """The mean cross-entropy of targets [B, T] in nats, for a peer."""
     return F.cross_entropy(peer(ids).float().flatten(0, 1), targets.flatten())
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:
-    """A state like that after ids [B, T], with the same shapes, dtypes and position, but filled with zeros.
+    """A state with the shapes, dtypes and position of the state after ids [B, T], but filled with zeros.
 
-    If the shapes cannot be worked out on the meta device, the model reads the ids.
+    If the shapes cannot be inferred on the meta device, the model reads the ids instead.
     """
     batch, tokens = ids.shape
     with torch.device("meta"):
         shadow = build_model(model.config.override(n_blocks=1))
         assert isinstance(shadow, CausalLM)
-        try:  # shapes without values: a context of any length costs nothing
+        try:  # this infers only shapes: a context of any length costs nothing
             _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))
-        except RuntimeError:  # an operation that needs values has no meta form
+        except RuntimeError:  # an operation depends on values, which meta tensors lack
             shape = None
     if shape is None:
         return read(model, ids)[1]
@@ -151,7 +151,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
 
 
 def _zeros(shape: Any, like: Any) -> Any:
-    """The nested tuples of `shape` with zeros instead of tensors, in the dtypes and on the device of those in `like`."""
+    """The nested tuples of `shape` with tensors replaced by zeros, in the dtypes and on the devices of those in `like`."""
     if isinstance(shape, Tensor):
         return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
     if isinstance(shape, tuple):
@@ -162,7 +162,7 @@ def _zeros(shape: Any, like: Any) -> Any:
 
 @lru_cache
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
-    """Operations per token in the matrix products of a forward pass over `length` tokens; None if they cannot be counted."""
+    """FLOPs per token of the matrix products in a forward pass over `length` tokens; None if they cannot be counted."""
     if not subject.is_peer:
         return cost(subject.config, length).flops_per_token
     if subject.name == "fla":  # its kernels cannot be counted

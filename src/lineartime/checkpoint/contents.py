@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint hold, besides the model: frozen dataclasses with types and ranges."""
+"""The contents of a checkpoint's JSON files, except for the model: frozen dataclasses with types and ranges."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from lineartime.fields import Between, Count, Digest, Matching, decode
 Step = Annotated[int, Between(0, 10**9)]
 RelativeFile = Annotated[str, Matching(r"(?!/)(?!(.*/)?\.\.?(/|$))[^\\\0\n]+", "the path of a file below the checkpoint")]
 
-# The options of a run that are read before the training room, which knows all of them, has checked them.
+# The options of a run that are read without the training package, which knows and checks all options.
 _OPTIONS: dict[str, Any] = {
     "preset": str,
     "task": Task,
@@ -27,19 +27,19 @@ _OPTIONS: dict[str, Any] = {
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for options of a run of the wrong type, as far as this room knows them."""
+    """Raise ArgumentError for options of a run with a wrong type or range, among those known here."""
     for option, value in options.items():
         decode(_OPTIONS.get(option, Any), value, f"{name}.{option}")
 
 
 @dataclass(frozen=True)
 class LanePosition:
-    """Where a lane of a streamed text stands.
+    """The position in a lane of a streamed text.
 
     Attributes:
-        epoch: how often it has ended.
-        source: the state of what it reads, as the datasets library describes it; None at the beginning.
-        used: tokens to skip from there.
+        epoch: how often the lane has ended.
+        source: the state of its source, as the datasets library describes it; None at the beginning.
+        used: the number of tokens to skip from there.
     """
 
     epoch: Step
@@ -52,9 +52,9 @@ class TextPosition:
     """The position in the text, from the loaders of all processes.
 
     Attributes:
-        rows: sequences that were read.
+        rows: the number of sequences that were read.
         of: the number of lanes of a streamed text.
-        lanes: where each of them stands, by number.
+        lanes: the position in each lane, by its number.
     """
 
     rows: Count
@@ -62,7 +62,7 @@ class TextPosition:
     lanes: dict[str, LanePosition] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As loaders describe it."""
+        """Return the position as loaders describe it."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -72,10 +72,10 @@ class TrainingState:
 
     Attributes:
         step: steps taken.
-        text: an identity of the text, which tells whether it has changed.
+        text: the identity of the text, which shows whether it has changed.
         data: the position in the text.
         config: the run's options, as a dictionary.
-        skipped: steps that changed nothing, because a gradient was not finite.
+        skipped: steps that were skipped because the loss or the gradient was not finite.
         validation_loss: in nats per token, at this step; None if it was not measured before the checkpoint was written.
     """
 
@@ -92,7 +92,7 @@ class TrainingState:
             raise ArgumentError("skipped", f"is {self.skipped}, but must be at most the {self.step} steps taken.")
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
+        """Return a plain dictionary for JSON."""
         return {**vars(self), "data": self.data.to_dict()}
 
 

@@ -12,7 +12,7 @@ from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_atomically, write_synchronised
 from lineartime.json_files import DamagedFileError, decoded, read_plain
 
-if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from torch import Tensor
 
     from lineartime.data import Tokenizer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what a run holds is listed without PyTorch
     from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
 
 FORMAT = 1
-"""The version of the format, which every JSON file of a checkpoint states. Files without it have version 0."""
+"""The version of the format, which every JSON file of a checkpoint states. Files without a version have version 0."""
 OPTIMIZER_FOLDER = "optimizer"
 _MODEL, WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
 _VALIDATION = "validation.json"
@@ -29,7 +29,7 @@ CHECKPOINT = r"step-\d{8,18}"
 Content = TypeVar("Content")
 _MODEL_FILES = (WEIGHTS, _MODEL, TOKENIZER_FILE)
 
-# Since version 1, mixers have the names of their systems: hyphens for underscores, and these.
+# Since version 1, mixers are named after their systems: hyphens replace underscores, and these names changed.
 _RENAMED_MIXERS = {
     "attention-relu2": "mhsa-relu2",
     "attention-gated": "mhsa-gated",
@@ -40,7 +40,7 @@ _NEW_OPTIONS = {"performer-matmul": {"causal_sums": "matmul"}}
 
 
 class DamagedCheckpointError(LineartimeError):
-    """A file of a checkpoint is missing, or is not what was written: `what` says so without advice on what to do."""
+    """A file of a checkpoint is missing or differs from what was written. `what` is the message without advice."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}: {advice}.")
@@ -72,14 +72,14 @@ def hidden(checkpoint: Path) -> Path:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step of a checkpoint in a run's folder, as its name tells."""
+    """The step of a checkpoint in a run's folder, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
-    """Build the model of a checkpoint with its weights, on the CPU; LineartimeError as for `load`.
+    """Build the model of a checkpoint with its weights, on the CPU. Raises LineartimeError as `load` does.
 
-    A model that was passed on, without the files that only training needs, may also come without its checksums.
+    A model that was shared without the files for training may also lack its checksums.
     """
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
@@ -104,10 +104,10 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
 
 
 def load_into(model: "LanguageModel", checkpoint: Path) -> None:
-    """Copy the weights of a checkpoint into a model, which needs no other file of it but its checksums.
+    """Copy the weights of a checkpoint into a model. Other files are only compared with their checksums.
 
     Raises:
-        UnfitWeightsError: if they are not those of the model.
+        UnfitWeightsError: if the weights do not fit the model.
         LineartimeError: if the checkpoint is damaged.
     """
     from lineartime.checkpoint.weights import check_weights, load_weights
@@ -118,7 +118,7 @@ def load_into(model: "LanguageModel", checkpoint: Path) -> None:
 
 
 def verify_model(checkpoint: Path) -> None:
-    """Raise DamagedCheckpointError unless the files of the model are as they were written, if there are checksums."""
+    """Raise DamagedCheckpointError unless the files of the model match their checksums, if there are any."""
     if not (checkpoint / WEIGHTS).is_file():
         raise damaged(checkpoint, f"{WEIGHTS} is missing")
     if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
@@ -126,7 +126,7 @@ def verify_model(checkpoint: Path) -> None:
 
 
 def read_model_config(checkpoint: Path) -> "ModelConfig":
-    """The description of a checkpoint's model; LineartimeError if it cannot be read."""
+    """Read the config of a checkpoint's model. Raises LineartimeError if it cannot be read."""
     from lineartime.models.config import ModelConfig
 
     version, description = _read(checkpoint / _MODEL)
@@ -141,7 +141,7 @@ def _unknown_model(checkpoint: Path, error: ValueError) -> LineartimeError:
 
 
 def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A description of a model in version 0 of the format, as version 1 writes it."""
+    """Convert the config of a model from version 0 of the format to version 1."""
     mixer = description.get("mixer")
     if not isinstance(mixer, Mapping):
         return dict(description)
@@ -150,7 +150,7 @@ def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_training_state(checkpoint: Path) -> TrainingState:
-    """What resuming needs besides tensors, missing fields with their defaults; LineartimeError if it cannot be read."""
+    """Read what resuming needs besides tensors; missing fields take defaults. Raises LineartimeError if unreadable."""
     file = checkpoint / _TRAINING
     _, values = _read(file)
     try:
@@ -164,12 +164,12 @@ def read_training_state(checkpoint: Path) -> TrainingState:
 
 
 def has_training_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint tells more than its model: it does not if the model alone was passed on."""
+    """Whether a checkpoint holds the state of training; it does not if only the model was shared."""
     return (checkpoint / _TRAINING).exists()
 
 
 def read_validation_loss(checkpoint: Path) -> float | None:
-    """The validation loss of a checkpoint in nats per token, None if it was not measured; LineartimeError if damaged."""
+    """The validation loss of a checkpoint in nats per token; None if not measured. Raises LineartimeError if damaged."""
     if (checkpoint / _VALIDATION).exists():
         return _added_validation_loss(checkpoint)
     return read_training_state(checkpoint).validation_loss if has_training_state(checkpoint) else None
@@ -180,16 +180,16 @@ def _added_validation_loss(checkpoint: Path) -> float:
 
 
 def add_validation_loss(checkpoint: Path, loss: float) -> None:
-    """Add the validation loss to a checkpoint that was written before it was measured; LineartimeError if that fails.
+    """Add the validation loss to a checkpoint that was written before it was measured. Raises LineartimeError on failure.
 
-    It gets a file of its own, so that a process killed meanwhile leaves the checkpoint as it was.
+    The loss gets its own file, so that a process killed meanwhile leaves the checkpoint as it was.
     """
     with reporting("write", checkpoint / _VALIDATION):
         write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
 
 
 def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
-    """Raise DamagedCheckpointError unless these files, or all, are exactly as they were written."""
+    """Raise DamagedCheckpointError unless the given files, or by default all files, match their checksums."""
     if not (checkpoint / _MANIFEST).is_file():
         raise damaged(checkpoint, f"{_MANIFEST} is missing")
     manifest = _read_manifest(checkpoint / _MANIFEST).files
@@ -201,7 +201,7 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
             found = sha256(file)
         if found != manifest.get(name):
             raise damaged(checkpoint, f"{name} is not what was written")
-    if names is None and (checkpoint / _VALIDATION).exists():  # added later, so that the manifest does not know it
+    if names is None and (checkpoint / _VALIDATION).exists():  # added later, so it is not in the manifest
         _added_validation_loss(checkpoint)
 
 
@@ -223,7 +223,7 @@ def _decoded(content: type[Content], values: dict[str, Any], file: Path) -> Cont
 
 
 def _read(file: Path) -> tuple[int, dict[str, Any]]:
-    """The version and the content of a JSON file; LineartimeError for a version that only a later lineartime reads."""
+    """The version and content of a JSON file. Raises LineartimeError for a version that only a later lineartime reads."""
     try:
         data = read_plain(file)
         version = data.pop("format", 0)
@@ -239,7 +239,7 @@ def _read(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
-    """The error for a checkpoint that cannot be used, and which one can be instead."""
+    """The error for a checkpoint that cannot be used. It names another one to use instead, if there is one."""
     siblings = list_checkpoints(checkpoint.parent)
     others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
     advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
@@ -255,10 +255,10 @@ def write_files(
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
 
-    Without a state, that is the model alone.
+    Without `state`, only the model and its tokenizer are written.
 
     Raises:
-        OSError, SafetensorError: if that fails.
+        OSError, SafetensorError: if writing fails.
     """
     from safetensors.torch import save_file
 

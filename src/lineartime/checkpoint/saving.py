@@ -1,4 +1,4 @@
-"""Saving a model that no training run saves: one that was changed, or trained by a loop of your own."""
+"""Save a model outside of a training run: one that was modified, or trained in your own loop."""
 
 import re
 from pathlib import Path
@@ -8,26 +8,26 @@ from lineartime.checkpoint.format import write_files
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import new_folder
 
-if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.data import Tokenizer
     from lineartime.models.heads import LanguageModel
 
 
 def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> Path:
-    """Save a model with its tokenizer into a new folder, which `load`, `evaluate` and all commands read.
+    """Save a model with its tokenizer into a new folder, which `load`, `evaluate` and all commands can read.
 
-    The folder is written under another name and renamed when all of it is on the disk.
+    The folder is written under a temporary name and renamed when all of it is on the disk.
 
     Args:
         model: the model, on any device.
-        tokenizer: the one that made its token ids.
-        folder: where to save it; a folder that holds something is not replaced.
+        tokenizer: the tokenizer with which the model was trained.
+        folder: where to save it; a folder that is not empty is not replaced.
 
     Returns:
         The folder.
 
     Raises:
-        ArgumentError: for something else than a model, a tokenizer that does not fit it, or a folder that cannot be taken.
+        ArgumentError: for anything but a model, a tokenizer that does not fit it, or a folder that cannot be used.
         LineartimeError: if it cannot be written.
     """
     from safetensors import SafetensorError

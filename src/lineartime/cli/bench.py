@@ -1,4 +1,4 @@
-"""`lineartime bench`: what models cost."""
+"""`lineartime bench`: measure what models cost."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from lineartime.bench.config import BenchConfig
 
 @dataclass(frozen=True)
 class Options(BenchConfig):
-    """Measure what models cost: time, tokens/s, memory and use of the machine; leaves JSON, a table and plots in --out."""
+    """Measure what models cost: time, tokens/s, memory and hardware utilisation; writes JSON, a table and plots to --out."""
 
     presets: tyro.conf.Positional[tuple[str, ...]] = BenchConfig.presets
 

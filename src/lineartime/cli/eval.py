@@ -26,37 +26,37 @@ class Options:
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     split: Split = "test"
-    """Part of the text to measure on; all is the whole of it."""
+    """Split of the text to measure on; all is the whole text."""
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Name of a corpus, or a file or folder, which is split as for training; the default is what the model was trained on."""
+    """Corpus name, file or folder, split as for training; the default is what the model was trained on."""
     text_column: str | None = None
-    """Column of JSON, Parquet and data sets of the hub that holds the text; the default is as in training, for its own text."""
+    """Column of JSON, Parquet and data sets of the hub that holds the text; for the training text, the default is its own."""
     max_expansion: int | None = None
-    """Bytes of text for each byte of a compressed file, at most; the default is as in training."""
+    """Maximum bytes of text per byte of a compressed file; the default is as in training."""
     context: Context = "windowed"
-    """windowed: independent windows; carried: the split as one sequence, every token having all earlier ones as context."""
+    """windowed: independent windows; carried: the split as one sequence, in which every token sees all earlier ones."""
     context_length: int | None = None
-    """Tokens in a window, or read at a time if carried; the default is the context the model was trained with."""
+    """Tokens in a window, or read at a time if carried; the default is the context length of training."""
     stride: int | None = None
-    """Tokens from one window to the next; the default is a whole window. A smaller one gives more context and takes longer."""
+    """Tokens from one window to the next; the default is a whole window. Smaller strides give more context and take longer."""
     max_tokens: int | None = None
-    """Measure only on this many tokens from the beginning of the split."""
+    """Measure only this many tokens from the beginning of the split."""
     batch_size: int = 8
-    """Windows computed at once."""
+    """Number of windows computed at once."""
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it."""
     threads: int | None = None
-    """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
+    """Number of CPU threads; the default is PyTorch's. While other programs run, 1 is often fastest."""
     cache: Path | None = None
-    """Folder for encoded text; the default is lineartime in the user's cache folder."""
+    """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
     words: Literal["auto", "on", "off"] = "auto"
-    """Show the perplexity of a word; auto shows it if the text is prose, for in source code it says little."""
+    """Show the perplexity per word; auto shows it only for prose, because it says little about source code."""
     plot: Path | None = None
-    """Picture to write: the losses of the run beside the loss by position."""
+    """Plot to write: the losses of the run beside the loss by position."""
     json: bool = False
     """Print the result as one line of JSON."""
 

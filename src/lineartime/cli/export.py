@@ -1,4 +1,4 @@
-"""`lineartime export`: a model as a program of PyTorch."""
+"""`lineartime export`: export a model as a program of PyTorch or in ONNX."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,15 @@ class Options:
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
     """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
-    """step: the next token of streams, state in and state out, of a causal model; text: a whole text at once."""
+    """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""
     format: Literal["program", "package", "onnx"] = "program"
     """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: ONNX."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
 
 
 def run(options: Options) -> None:
-    """Export the model and say how to load it."""
+    """Export the model and print how to load it."""
     if options.part == "text" and options.format == "package":
         raise ArgumentError(
             "format",
@@ -38,14 +38,14 @@ def run(options: Options) -> None:
     from lineartime.data.progress import Progress
     from lineartime.export import checked_file
 
-    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before what takes time
+    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before the slow part
     with Progress(f"exporting {options.run}"):
         said = _export(options)
     print(said)
 
 
 def _export(options: Options) -> str:
-    """Export the model: what was written, and how to load it."""
+    """Export the model; return what was written and how to load it."""
     from lineartime.checkpoint import load
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.heads import MaskedLM

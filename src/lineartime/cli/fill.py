@@ -1,4 +1,4 @@
-"""`lineartime fill`: the likeliest tokens at the masks of a text."""
+"""`lineartime fill`: predict the tokens at the masks of a text."""
 
 import dataclasses
 import json
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Show what a trained masked model expects at each [MASK] of a text."""
+    """Show what a trained masked model predicts at each [MASK] of a text."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     text: str
-    """Text with one or more [MASK], each of which stands for one token (with bytes, one byte)."""
+    """Text with one or more [MASK], each of which replaces one token (with bytes, one byte)."""
     top: int = 5
-    """Candidates to show for each mask."""
+    """Number of candidates to show for each mask."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
     json: bool = False
     """Print the result as one line of JSON."""
 
@@ -63,5 +63,5 @@ def _table(title: str, candidates: "list[Candidate]") -> Table:
 
 
 def _quoted(text: str) -> str:
-    """A text in quotation marks, with escapes for what a terminal does not show."""
+    """Quote a text, with escapes for characters that a terminal does not show."""
     return '"' + "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text) + '"'

@@ -28,41 +28,41 @@ class Options:
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     prompt: str = ""
-    """Text to continue; an empty one begins a new document."""
+    """Text to continue; an empty prompt begins a new document."""
     prompt_file: Path | None = None
-    """File with the text to continue, exactly as it is, its last newline included; - for standard input."""
+    """File with the text to continue, used exactly as it is, including its last newline; - for standard input."""
     max_tokens: int = 500
-    """Tokens to produce at most; the model may end its document earlier."""
+    """Maximum number of tokens to generate; the model may end its document earlier."""
     stop: tuple[str, ...] = ()
-    """Texts that end the continuation; it is cut before the first one to appear."""
+    """Texts that end the continuation; it is cut before the first one that appears."""
     samples: int = 1
-    """Continuations to produce; with more than one, they are printed when all are complete."""
+    """Number of continuations; with more than one, they are printed when all are complete."""
     temperature: float = 0.8
-    """Below 1, likely tokens become more likely; 0 always takes the most likely token."""
+    """Sampling temperature: below 1, likely tokens become more likely; 0 always selects the most likely token."""
     top_k: int = 0
-    """Draw only from this many of the most likely tokens; 0 for all."""
+    """Sample only from this many of the most likely tokens; 0 for all."""
     top_p: float = 0.95
-    """Draw only from the most likely tokens that together reach this probability; 1 for all."""
+    """Sample only from the most likely tokens that together reach this probability; 1 for all."""
     seed: int | None = None
-    """Seed of the draws; by default every run produces another text."""
+    """Random seed; by default, every run generates a different text."""
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of weights and matrix products; bf16 reads half as much memory for each token."""
+    """Precision of weights and matrix products; bf16 halves the memory that is read for each token."""
     compile: bool = False
-    """Compile the step of a token first, which takes some seconds: for long texts."""
+    """Compile the step of a token first, which takes some seconds; useful for long texts."""
     threads: int | None = None
-    """Threads of the CPU; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
+    """Number of CPU threads; the default is PyTorch's. While other programs run, 1 is often fastest."""
     json: bool = False
     """Print each continuation as one line of JSON, without the prompt before it."""
 
 
 def run(options: Options) -> None:
-    """Write the prompt and its continuation to standard output, token by token; several continuations one after another.
+    """Write the prompt and its continuation to standard output, token by token, or several continuations one after another.
 
-    A note on how they are computed goes to standard error.
+    A note on how the text is computed goes to standard error.
     """
     from lineartime.machine import choose_device, using_threads
 

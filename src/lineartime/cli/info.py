@@ -27,5 +27,5 @@ def run(options: Options) -> None:
     table = Table("", "here", "why", show_edge=False)
     for fact in facts:
         table.add_row(fact.name, fact.value, fact.why)
-    # Without markup, for [plot] is the name of an extra. Cells are rendered with the console's settings.
+    # Without markup, because [plot] is the name of an extra. Cells are rendered with the console's settings.
     output_console(markup=False).print(table)

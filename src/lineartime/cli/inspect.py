@@ -1,4 +1,4 @@
-"""`lineartime inspect`: what each layer of a model does with a text, as a page for a browser and as pictures."""
+"""`lineartime inspect`: show what each layer of a model does with a text, on a page for a browser and in pictures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,26 +12,26 @@ from lineartime.cli.texts import read_text
 
 @dataclass(frozen=True)
 class Options:
-    """Look inside a trained model that reads a text: maps of attention, local and global parts, states, and losses."""
+    """Look inside a trained model as it reads a text: attention maps, local and global parts, states, and losses."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
     text: str = ""
     """Text to read."""
     text_file: Path | None = None
-    """File with the text, exactly as it is; - for standard input."""
+    """File with the text, used exactly as it is; - for standard input."""
     out: Path = Path("inspection")
     """New folder for index.html and the pictures."""
     max_tokens: int = 512
-    """Tokens to read at most, up to 2,048; the rest of the text is left out."""
+    """Maximum number of tokens to read, up to 2,048; the rest of the text is left out."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     device: Device = "auto"
-    """Where to compute; auto takes a GPU if there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
 
 
 def run(options: Options) -> None:
-    """Read the text, write the folder, and say where it is."""
+    """Read the text, write the folder, and print where it is."""
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.inspection import inspect, write_inspection
     from lineartime.machine import choose_device

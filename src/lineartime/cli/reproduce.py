@@ -11,7 +11,7 @@ from lineartime.experiments.config import ReproduceConfig
 
 @dataclass(frozen=True)
 class Options(ReproduceConfig):
-    """Train what an experiment of the paper compares, one process a run, and set the results beside the paper's."""
+    """Train the models that an experiment of the paper compares, one process per run, and show results beside the paper's."""
 
     name: tyro.conf.Positional[str] = ReproduceConfig.name
     list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
@@ -19,7 +19,7 @@ class Options(ReproduceConfig):
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Run what is missing and write the report; after an interrupt, KeyboardInterrupt tells the command that resumes it."""
+    """Run what is missing and write the report; after an interrupt, KeyboardInterrupt names the command that resumes it."""
     from lineartime.experiments.command import reproduce
 
     if reproduce(ReproduceConfig(**vars(options))).interrupted:

@@ -22,23 +22,23 @@ from lineartime.screen import SCREEN, output_console
 
 _PICTURE = "runs.png"
 _UNLIMITED = 100_000
-"""Columns of an output that is no terminal."""
+"""The width, in columns, of output that is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Compare runs on the same text: a table, the best run first, and a plot of losses by step, tokens and time."""
+    """Compare runs on the same text: a table with the best run first, and a plot of losses by step, tokens and time."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
     plot: Path | None = None
-    """Picture to write; the default is runs.png in the first folder, and none with --json."""
+    """Plot to write; the default is runs.png in the first folder, or no plot with --json."""
     json: bool = False
     """Print the same as one line of JSON."""
 
 
 def run(options: Options) -> None:
-    """Print the runs and draw them; damaged files are named on standard error, and everything else is shown.
+    """Print the runs and draw them; damaged files are reported on standard error, and all else is shown.
 
     Raises:
         LineartimeError: for folders without runs, after all others are shown, or if the picture in --plot cannot be written.
@@ -68,7 +68,7 @@ def run(options: Options) -> None:
 
 
 def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Path | None:
-    """Draw the plot; without --plot, a failure is one of the problems to print, and no error."""
+    """Draw the plot; without --plot, a failure is added to the problems instead of raised."""
     if options.json and options.plot is None:
         return None
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
@@ -87,7 +87,7 @@ def _print(groups: Sequence[Group]) -> None:
     comparison = compare(groups, console.width if on_screen else None)
     widths = column_widths(comparison.columns)
     if full_width(widths) > console.width:
-        del widths["run"]  # long names are folded
+        del widths["run"]  # let long names fold
     rows = zip(*comparison.columns.values(), strict=True)
     for group in groups:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

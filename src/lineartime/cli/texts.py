@@ -1,4 +1,4 @@
-"""Texts that an option gives as they are, or names a file of."""
+"""Texts that an option gives directly or in a file."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from lineartime.errors import Argument, ArgumentError, reporting
 
 
 def read_text(option: str, text: str, file_option: str, file: Path | None) -> str:
-    """The text of one of two options: as it is, or of a file, - being standard input.
+    """The text of one of two options: given directly, or read from a file, where - is standard input.
 
     Raises:
         ArgumentError: if both are given, or the file is not UTF-8 text.

@@ -16,17 +16,17 @@ class Options:
     """Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file."""
 
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Name of a corpus, or a file or folder, as for training; the default is the source of Python's standard library."""
+    """Corpus name, file or folder, as for training; the default is the source of Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
     max_expansion: int = MAX_EXPANSION
-    """Bytes of text for each byte of a compressed file, at most: a small file that becomes huge is refused."""
+    """Maximum bytes of text per byte of a compressed file: a small file that becomes huge is refused."""
     kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
-    """Tokens, including the end of a document and the mask."""
+    """Vocabulary size, including the end-of-document and mask tokens."""
     max_bytes: int | None = None
-    """Bytes of text to learn from; the default is 2^30 for bpe, and 2^26 for unigram, which needs much memory."""
+    """Bytes of text to train on; the default is 2^30 for bpe, and 2^26 for unigram, which needs much memory."""
     out: Path = Path("tokenizer.json")
     """File to write."""
 

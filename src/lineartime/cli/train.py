@@ -20,28 +20,31 @@ _ALIASES = {"model": "preset", "context": "context_length"}
 
 @dataclass(frozen=True)
 class Options(TrainConfig):
-    """Train a model on text; leaves checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve in --out."""
+    """Train a model on text; writes checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve to --out."""
 
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
     config: Path | None = None
-    """Take options from this file, TOML, YAML or JSON, by the same names; those given here win."""
+    """Take options from this TOML, YAML or JSON file, by the same names; options given here take precedence."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only print all options as TOML, for --config."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only take three steps, and print sizes, memory and the time that the whole run will take; nothing is saved."""
+    """Only take three steps, and print sizes, memory and the time that the whole run would take; nothing is saved."""
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Train, then print the best checkpoint; the arguments are read again with the defaults of a file, a recipe or a run."""
+    """Train, then print the best checkpoint.
+
+    The arguments are parsed again with the defaults of a file, a recipe or a run.
+    """
     if options.dry_run and options.resume:
         raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument("resume", True), ".")
     in_file = {} if options.config is None else _in_file(options.config)
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         defaults = dataclasses.replace(defaults, **in_file)
-        usual = Options(**{**vars(defaults), "data": ()})  # texts that are given replace the default ones
+        usual = Options(**{**vars(defaults), "data": ()})  # given texts replace the default ones
         given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
         return TrainConfig(**{**values, "data": given.data or defaults.data})
@@ -84,7 +87,7 @@ def _try(config: TrainConfig) -> None:
 
 
 def _in_file(file: Path) -> dict[str, Any]:
-    """The options in a file; LineartimeError, naming the file, if one has no such value."""
+    """The options in a file; raises LineartimeError, naming the file, for an invalid value."""
     values = read_options(file, TrainConfig, _ALIASES)
     try:
         TrainConfig(**values)

@@ -1,6 +1,6 @@
 """Batches of tokens: windows of a stream, as inputs and targets of a causal or a masked language model.
 
-Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a next one to predict.
+Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a next token to predict.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class Batch(NamedTuple):
         inputs: int64 [B, T]; [1, B * T] if documents are packed.
         targets: int64, of the same shape.
         cu_seqlens: int32 [D + 1], the boundaries of D packed documents; None if documents are not packed.
-        prefix_lengths: int64 [B], or [D] of packed documents, tokens that are read in both directions; None without prefixes.
+        prefix_lengths: int64 [B], or [D] for packed documents, the number of tokens that are read bidirectionally; None
+            without prefixes.
     """
 
     inputs: Tensor
@@ -32,38 +33,38 @@ class Batch(NamedTuple):
     prefix_lengths: Tensor | None = None
 
     def lengths(self) -> Tensor:
-        """The tokens of each row, or of each packed document: int64 [B] or [D]."""
+        """The number of tokens in each row, or in each packed document: int64 [B] or [D]."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff().long()
         return torch.full(self.inputs.shape[:1], self.inputs.shape[1])
 
 
 def spread_windows(stream: TokenStream, count: int, context_length: int) -> list[int]:
-    """The starts of `count` windows at equal distances, or of all windows that do not overlap, if those are fewer."""
+    """The starts of `count` evenly spaced windows, or of all non-overlapping windows if there are fewer."""
     available = max(1, (len(stream) - 1) // context_length)
     count = min(count, available)
     return [index * available // count * context_length for index in range(count)]
 
 
 def read_window(stream: TokenStream, start: int, length: int) -> Tensor:
-    """At most `length` tokens from `start` on, int64."""
+    """Read at most `length` tokens from `start`, as int64."""
     return torch.from_numpy(stream.tokens[start : start + length].astype(np.int64))
 
 
 def causal_batch(windows: Tensor) -> Batch:
-    """The target of every token is the next one: windows [B, T + 1] -> [B, T]."""
+    """Make a batch in which the target of every token is the next one: windows [B, T + 1] -> [B, T]."""
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
 def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Sequence[tuple[int, ...]]) -> Batch:
-    """BERT's task (arXiv 1810.04805): of 15% of the tokens, 80% are masked, 10% replaced at random and 10% left alone.
+    """Make a batch for BERT's task (arXiv 1810.04805), with 15% of the tokens selected as targets.
 
-    Ends of documents and masks are never selected. The last token of each window is left out, so that both tasks read as
-    many tokens.
+    Of the selected tokens, 80% are masked, 10% are replaced by random tokens and 10% are unchanged. Ends of documents and
+    masks are never selected. The last token of each window is left out, so that both tasks read the same number of tokens.
 
     Args:
         windows: int64 [B, T + 1].
-        tokenizer: the one that made the windows.
+        tokenizer: the tokenizer that encoded the windows.
         keys: a seed for each row.
     """
     ids = windows[:, :-1]
@@ -80,7 +81,7 @@ def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Sequence[tuple[int
 def packed_batch(batch: Batch, windows: Tensor, end_of_document: int) -> Batch:
     """Join the rows of a batch [B, T] into one, [1, B * T], and mark the boundaries of its documents.
 
-    A document starts at the start of a row and after each end of document, which therefore has no target.
+    A document starts at the beginning of a row and after each end-of-document token, which therefore has no target.
     """
     ends = windows[:, :-1] == end_of_document
     targets = torch.where(ends, IGNORED, batch.targets)
@@ -92,9 +93,10 @@ def packed_batch(batch: Batch, windows: Tensor, end_of_document: int) -> Batch:
 
 
 def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
-    """The batch with a prefix of so many tokens, int64 [B] or [D], in each row or packed document.
+    """Add a prefix of the given length, int64 [B] or [D], to each row or packed document of a batch.
 
-    What the last token of a prefix predicts, and each token after it, is a target. Earlier tokens have read their next one.
+    The last token of a prefix and all tokens after it keep their targets. Earlier tokens lose theirs, because they have
+    already read the next token.
     """
     lengths = batch.lengths()
     starts = lengths.cumsum(0) - lengths
@@ -104,28 +106,28 @@ def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
 
 
 def drawn_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor:
-    """A prefix length for each row, or packed document, of n tokens: uniform over 0 to n - 1, so that a target is left.
+    """Draw a prefix length for each row or packed document of n tokens, uniform over 0 to n - 1, so that a target is left.
 
     Args:
-        batch: of windows, packed or not.
+        batch: a batch of windows, packed or not.
         keys: a seed for each window.
     """
     lengths = batch.lengths()
     starts = lengths.cumsum(0) - lengths
-    # A number for every token, so that what a document draws depends on its window alone.
+    # Draw a number for every token, so that the length of a document depends only on its window.
     tokens = batch.inputs.numel() // len(keys)
     chance = torch.from_numpy(np.stack([np.random.default_rng(key).random(tokens) for key in keys])).flatten()
     return (chance[starts] * lengths).long()
 
 
 def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int]) -> Batch:
-    """The batch with which a model is measured: as in training, but the same masks every time, and half of a row as its prefix.
+    """Make a batch for evaluation: as in training, but with the same masks every time, and half of each row as its prefix.
 
     Args:
         task: the model's.
         windows: int64 [B, T + 1].
-        tokenizer: the one that made the windows.
-        numbers: the number of each window, on which its masks depend, and on nothing else.
+        tokenizer: the tokenizer that encoded the windows.
+        numbers: the number of each window, which alone determines its masks.
     """
     if task == "mlm":
         return masked_batch(windows, tokenizer, [(0, number) for number in numbers])

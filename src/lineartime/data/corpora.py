@@ -21,19 +21,19 @@ _HUTTER = ("enwik8", "text8")
 """Files of 10^8 bytes. By convention, the first 90% are for training, then 5% for validation and 5% for testing."""
 
 Data = str | Path | Sequence[str | Path] | None
-"""Names and paths of texts; None for the standard library's source."""
+"""Names and paths of texts; None for the source of Python's standard library."""
 
 
 class Corpus(Protocol):
-    """Text in documents, split for training, validation and testing."""
+    """A text, divided into documents and into splits for training, validation and testing."""
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the corpus in messages."""
 
     @property
     def sources(self) -> Sequence["Source"]:
-        """The corpora it is put together of, each of which can be streamed by itself."""
+        """The corpora that it consists of, each of which can be streamed by itself."""
 
     def describe(self, split: Split) -> str | None:
         """Where a split comes from, in a few words; None if the corpus does not have it."""
@@ -41,11 +41,11 @@ class Corpus(Protocol):
     def identity(self, split: Split) -> str:
         """A string that changes when the text of the split does, computed without reading the text.
 
-        ArgumentError if the corpus does not have the split.
+        Raises ArgumentError if the corpus does not have the split.
         """
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of a split in order, each in blocks of text; an empty document has none.
+        """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.
 
         Raises:
             LineartimeError: while iterating, for text that cannot be read.
@@ -53,10 +53,10 @@ class Corpus(Protocol):
 
 
 class Source(Corpus, Protocol):
-    """A corpus of one place, whose examples can be streamed."""
+    """A corpus from a single place, whose examples can be streamed."""
 
     def examples(self, split: Split) -> Any:
-        """The split as an `IterableDataset` of the datasets library; LineartimeError if it cannot be streamed."""
+        """The split as an `IterableDataset` of the datasets library. Raises LineartimeError if it cannot be streamed."""
 
     def texts(self, example: dict[str, Any]) -> list[str]:
         """The documents in one of these examples."""
@@ -64,11 +64,11 @@ class Source(Corpus, Protocol):
 
 @dataclass(frozen=True)
 class LocalCorpus:
-    """Local files.
+    """A corpus of local files.
 
     Attributes:
         name: its name in messages.
-        splits: the files, or parts of files, of each split that there is.
+        splits: the files, or parts of files, of each existing split.
         note: a sentence for the user about how the files were divided; empty if there is nothing to say.
     """
 
@@ -86,7 +86,7 @@ class LocalCorpus:
         return describe_parts(self.splits[split]) if self.splits.get(split) else None
 
     def identity(self, split: Split) -> str:
-        """The paths, sizes and dates of the files."""
+        """The paths, sizes and modification times of the files."""
         return "\n".join(part.identity() for part in self._parts(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
@@ -95,7 +95,7 @@ class LocalCorpus:
             yield from part.documents()
 
     def examples(self, split: Split) -> Any:
-        """The documents of files of records as an IterableDataset; each file is a shard."""
+        """The documents as an IterableDataset with one shard per file. All files must hold records."""
         parts = self._parts(split)
         for part in parts:
             if part.is_text:
@@ -105,7 +105,7 @@ class LocalCorpus:
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
 
     def texts(self, example: dict[str, Any]) -> list[str]:
-        """The one document of an example."""
+        """The single document of an example."""
         return [example["text"]]
 
     def _parts(self, split: Split) -> list[Part]:
@@ -125,21 +125,21 @@ def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True)
 class JoinedCorpus:
-    """Several corpora, put together split by split.
+    """Several corpora, joined split by split.
 
     Attributes:
-        sources: the corpora; a split may be missing in some, but not in all of them.
+        sources: the corpora; a split may be missing in some of them, but not in all.
     """
 
     sources: Sequence[Source]
 
     @property
     def name(self) -> str:
-        """The names of all."""
+        """The names of all corpora."""
         return ", ".join(source.name for source in self.sources)
 
     def describe(self, split: Split) -> str | None:
-        """Where each corpus has the split from."""
+        """Where each corpus takes the split from."""
         return " + ".join(place for source in self.sources if (place := source.describe(split))) or None
 
     def identity(self, split: Split) -> str:
@@ -147,7 +147,7 @@ class JoinedCorpus:
         return "\n".join(source.identity(split) for source in self._having(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of one corpus after those of the other."""
+        """The documents of all corpora, one corpus after another."""
         for source in self._having(split):
             yield from source.documents(split)
 
@@ -159,7 +159,7 @@ class JoinedCorpus:
 
 
 def no_text(split: str) -> LineartimeError:
-    """The error for a split without text, by its name: "the test split of books"."""
+    """The error for a split without text; `split` is its full name, such as "the test split of books"."""
     return LineartimeError(f"There is no text in {split}: give more text, or files called train..., valid... and test...")
 
 
@@ -169,15 +169,15 @@ def names_corpus(data: str) -> bool:
 
 
 def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int = MAX_EXPANSION) -> Corpus:
-    """The corpus of a name, the text at a path, several of these together, or the standard library's source for None.
+    """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
-    A name takes precedence: choose a file called c4 by ./c4, or by a `Path`. Several texts are joined split by split. The paths
-    among them whose names tell their splits come first and count as one folder.
+    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. Several texts are joined split by split.
+    Paths whose names state their splits come first and are treated as one folder.
 
     Args:
         data: names and paths.
         text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
-        max_expansion: the most bytes of text for each byte of a compressed file.
+        max_expansion: the maximum number of bytes of text per byte of a compressed file.
 
     Raises:
         LineartimeError: if there is no text.
@@ -215,11 +215,11 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
 
 
 def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
-    """A file, or all files of a folder and its subfolders but hidden ones: text, JSON lines, JSON or Parquet.
+    """Load a file, or all files of a folder and its subfolders except hidden ones: text, JSON lines, JSON or Parquet.
 
-    If the names of all files, or of the folders they are in, tell splits (`named_split`), these are the splits, and a missing
-    one takes 5% of each training file. Otherwise a folder of at least three files is split by file, and a smaller one within
-    its files. The path's own name counts if it is a file, and for a folder if it is nothing but the name of a split.
+    If the names of all files, or of their folders, state a split (`named_split`), these splits are used, and a missing split
+    takes 5% of each training file. Otherwise, a folder of at least three files is split by file, and a smaller one within its
+    files. The name of `path` itself counts for a file, and for a folder only if the whole name is that of a split.
 
     Raises:
         LineartimeError: if there is no text.
@@ -231,7 +231,7 @@ def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
 
 
 def _files(path: Path, column: str, most_expansion: int = MAX_EXPANSION) -> list[Part]:
-    """The files at a path that are not empty."""
+    """The non-empty files at a path."""
     try:
         if not path.exists():
             names = sorted([*HUB, *_HUTTER])
@@ -250,7 +250,7 @@ def _files(path: Path, column: str, most_expansion: int = MAX_EXPANSION) -> list
 
 
 def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
-    """Add texts to those seen before; ArgumentError for one that is among them, which could be trained on and tested."""
+    """Add texts to `seen`. Raises ArgumentError for a repeated text, which could be in both training and test data."""
     again = next((text for text in texts if text in seen), None)
     if again is not None:
         raise ArgumentError("data", f"has {again} twice: leave one out.")
@@ -258,7 +258,7 @@ def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
 
 
 def _named(path: Path, files: list[Part]) -> tuple[Files | None, str]:
-    """The splits by the names in a folder, or by that of a file or folder itself."""
+    """The splits stated by the names in a folder, or by the name of the file or folder itself."""
     splits, note = by_name(path, files)
     name = path.absolute().name
     own = named_split(name) if path.is_file() or name.isalpha() else None
@@ -272,7 +272,7 @@ def _unnamed(path: Path, files: list[Part], note: str) -> LocalCorpus:
 
 
 def standard_library() -> LocalCorpus:
-    """The source of the running Python's standard library without its tests: about 12 MB on every machine."""
+    """The source of the running Python's standard library, without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
@@ -287,7 +287,7 @@ def _corpus_of_name(name: str, column: str) -> Source:
 
 
 def _hutter(name: str) -> LocalCorpus:
-    """enwik8 or text8, from a file of that name, or NAME.zip, in the mirror folder or the working directory."""
+    """Load enwik8 or text8 from a file NAME or NAME.zip in the mirror folder or the working directory."""
     candidates = (folder / f"{name}{suffix}" for folder in (mirror(), Path()) if folder for suffix in ("", ".zip"))
     file = next(filter(Path.is_file, candidates), None)
     if file is None:

@@ -1,4 +1,4 @@
-"""Encoding: documents in, shards of tokens out, with counts of documents, bytes, words and tokens."""
+"""Encode documents into shards of tokens, and count documents, bytes, words and tokens."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ Integers = NDArray[np.unsignedinteger[Any]]
 
 
 def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
-    """Texts to encode together, with None after the last one of each document."""
+    """Yield batches of texts to encode together, with None after the last text of each document."""
     batch: list[str | None] = []
     size = 0
     for document in documents:
@@ -45,15 +45,15 @@ def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of encoded text: facts.json.
+    """Facts about an encoded text, stored in facts.json.
 
     Attributes:
-        dtype: of the tokens.
-        n_tokens: their number.
-        n_bytes: the bytes of the text.
-        n_words: its words.
-        sha256: the files with their digests.
-        n_documents: the documents; None for tokens that an earlier version encoded.
+        dtype: the type of the tokens.
+        n_tokens: the number of tokens.
+        n_bytes: the number of bytes of the text.
+        n_words: the number of words of the text.
+        sha256: the digest of each file.
+        n_documents: the number of documents; None for tokens that an earlier version encoded.
     """
 
     dtype: Literal["uint16", "uint32"]
@@ -84,7 +84,7 @@ class Writer:
         self._close_shard()
 
     def add(self, texts: list[str | None], max_tokens: int | None) -> None:
-        """Encode and write these texts; None is the end of a document."""
+        """Encode and write texts, up to `max_tokens` in total. None marks the end of a document."""
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text is not None]))
         for text in texts:
             if text is None:
@@ -103,7 +103,7 @@ class Writer:
                 return
 
     def finish(self) -> dict[str, str]:
-        """Write the facts about the tokens, and return the files with their digests."""
+        """Write facts.json, and return the digest of each file."""
         if not self._digests:
             self._open_shard()
             self._close_shard()

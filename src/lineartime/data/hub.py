@@ -1,7 +1,7 @@
 """Corpora of the Hugging Face hub, read by the datasets library over the network or from a local mirror.
 
-A mirror is a folder with repositories as on the hub, for instance google/wiki40b/en/train-00000-of-00001.parquet.
-The environment variable LINEARTIME_MIRROR names it.
+A mirror is a folder with copies of repositories, for instance google/wiki40b/en/train-00000-of-00001.parquet.
+The environment variable LINEARTIME_MIRROR holds its path.
 """
 
 import os
@@ -22,13 +22,13 @@ Example = dict[str, Any]
 
 
 def mirror() -> Path | None:
-    """The folder with copies of repositories, if it is set."""
+    """The folder with copies of repositories, if LINEARTIME_MIRROR is set."""
     folder = os.environ.get("LINEARTIME_MIRROR")
     return Path(folder) if folder else None
 
 
 def datasets_library(purpose: str) -> Any:
-    """The datasets library, set to retry on an unsteady network for half a minute."""
+    """Import the datasets library, configured to retry for half a minute if the network is unreliable."""
     try:
         import datasets
     except ImportError:
@@ -40,7 +40,7 @@ def datasets_library(purpose: str) -> Any:
 
 
 def _wiki40b(example: Example) -> list[str]:
-    """An article without its markers: title, headings and paragraphs on their own lines, an empty line before a heading."""
+    """Remove an article's markers: each title, heading and paragraph gets its own line, a heading an empty line before it."""
     text = example["text"]
     for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
         text = text.replace(marker, instead)
@@ -48,22 +48,22 @@ def _wiki40b(example: Example) -> list[str]:
 
 
 def _evidence(example: Example) -> list[str]:
-    """The pages of a question: first of Wikipedia, then of the web."""
+    """The pages for a question: first from Wikipedia, then from the web."""
     return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
 
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """A dataset repository of the hub.
+    """A dataset repository on the hub.
 
     Attributes:
-        name: its name here.
+        name: its name in this library.
         repository: its name on the hub.
         files: a pattern for the files of each split.
         columns: the columns to read; None for formats without columns.
-        texts_of: the documents in an example.
+        texts_of: a function that returns the documents in an example.
         lines: whether an example is a line of a document, rather than one or more documents.
-        halves: whether validation and test share files: documents with even numbers and with odd numbers.
+        halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
     """
 
     name: str
@@ -85,7 +85,7 @@ class HubCorpus:
         return f"{half}{self.files[split]} of {self.repository}"
 
     def identity(self, split: Split) -> str:
-        """The repository and its revision; for a mirror, the paths, sizes and dates of the files."""
+        """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
         if split == "all":
             return "\n".join(map(self.identity, SPLITS))
         folder, pattern = self._folder, self.files[split]
@@ -113,7 +113,7 @@ class HubCorpus:
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
-        self.identity(split)  # a clear error for missing files
+        self.identity(split)  # raises a clear error for missing files
         datasets = datasets_library(f"Reading {self.name}")
         folder = self._folder
         options: dict[str, Any] = {"revision": self._revision} if folder is None else {}
@@ -144,7 +144,7 @@ class HubCorpus:
 
 
 def in_mirror(repository: str) -> Path | None:
-    """The repository in the mirror, if it is there."""
+    """The folder of a repository in the mirror, if it exists."""
     root = mirror()
     return root / repository if root and (root / repository).is_dir() else None
 
@@ -156,7 +156,7 @@ def files_identity(files: list[Path], split: Split) -> str:
 
 
 def newest_revision(repository: str, name: str) -> str:
-    """The newest commit of a repository, or without a network the last known one; `name` is a small file in it."""
+    """The newest commit of a repository; without a network, the last known one. `name` is a small file in it."""
     datasets_library(f"Reading {repository}")
     import huggingface_hub
 
@@ -164,7 +164,7 @@ def newest_revision(repository: str, name: str) -> str:
         # Fails at once without a network; the download alone would retry.
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repository, name, repo_type="dataset"))
         seen: Any = huggingface_hub.hf_hub_download(repository, name, repo_type="dataset")
-    except Exception as error:  # any error of the network
+    except Exception as error:  # any network error
         seen = huggingface_hub.try_to_load_from_cache(repository, name, repo_type="dataset")
         if not isinstance(seen, str):
             raise LineartimeError(
@@ -181,14 +181,14 @@ def guarded(name: str) -> Iterator[None]:
         yield
     except LineartimeError:
         raise
-    except Exception as error:  # of the network, of compression, of Parquet, of JSON, by several libraries
+    except Exception as error:  # network, compression, Parquet and JSON errors of several libraries
         raise LineartimeError(
             f"Cannot read {name} ({first_line(error)}): check its files or the network, then try again."
         ) from None
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
+    """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -207,7 +207,7 @@ class _ArticleNumber:
 
 
 def _files(pattern: str) -> dict[Split, str]:
-    """A pattern of the files of each split, from one for all."""
+    """A file pattern for each split, from a common pattern with a placeholder for the split."""
     return {split: pattern.format(split) for split in SPLITS}
 
 
@@ -215,7 +215,7 @@ HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
         HubCorpus("wiki40b", "google/wiki40b", _files("en/{}-*.parquet"), texts_of=_wiki40b),
-        # A book in each row. deepmind/pg19 has a script, which datasets no longer runs.
+        # One book per row. deepmind/pg19 is a loading script, which datasets no longer runs.
         HubCorpus("pg19", "emozilla/pg19", _files("data/{}-*.parquet")),
         HubCorpus(
             "c4",

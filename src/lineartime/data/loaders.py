@@ -1,4 +1,4 @@
-"""Loaders: the batches of one training step after another, for any number of processes, from any step on.
+"""Loaders yield the batches of one training step after another, for any number of processes, starting at any step.
 
 Rows (windows of T + 1 tokens) are numbered from the first row of the run. The text of a row depends only on its number, not
 on the number of processes or the size of micro-batches.
@@ -28,20 +28,20 @@ from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, LineartimeError
 
-_OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers, so that one seed draws different ones for each
+_OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one seed gives other numbers for each
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a step are distributed.
+    """How the rows of a step are distributed over processes and micro-batches.
 
     Attributes:
-        per_step: rows of an optimiser step, over all processes.
+        per_step: rows in an optimiser step, over all processes.
         at_once: rows in a micro-batch of one process.
         rank: this process; it gets every row i with i % ranks == rank.
         ranks: the number of processes that read different rows.
-        groups: parts of a step that stay together, of rows i with equal i % groups; a multiple of `ranks`, and 0 for as many.
-            A process computes the micro-batches of one group after another.
+        groups: the number of groups in a step; rows i with equal i % groups form a group. A multiple of `ranks`; 0 means
+            `ranks`. A process computes the micro-batches of one group after those of another.
 
     Raises:
         LineartimeError: unless every process gets the same number of micro-batches of the same size.
@@ -76,23 +76,27 @@ def in_order(batches: list[list[int]]) -> list[int]:
 
 
 class Loader(Protocol):
-    """Yields this process's share of one step after another, without end."""
+    """Yields this process's share of one step after another, endlessly."""
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
 
     def state(self) -> dict[str, Any]:
-        """The position after the last step, as plain JSON for `restore`; `merge_states` joins those of several processes."""
+        """The position after the last step, as plain JSON for `restore`; `merge_states` joins those of all processes."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the merged state of a run of any number of processes; LineartimeError if that run read differently."""
+        """Continue from the merged state of a run with any number of processes.
+
+        Raises:
+            LineartimeError: if that run read its text in a different way.
+        """
 
     def close(self) -> None:
         """Release files and threads; no step may follow."""
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a run, from those of all its processes after the same step."""
+    """Merge the states of all processes after the same step into the state of the run."""
     merged = dict(states[0])
     for state in states[1:]:
         if state["rows"] != merged["rows"]:
@@ -107,11 +111,11 @@ class BatchMaker:
     """Makes batches for a task from windows [B, T + 1] and the numbers of their rows.
 
     Attributes:
-        tokenizer: the one that encoded the text.
+        tokenizer: the tokenizer that encoded the text.
         task: "clm", "mlm" or "prefix-lm".
-        seed: of the masks or the lengths of prefixes, and of the order in which encoded text is read.
-        packed: whether documents are kept apart: no token reads across the end of a document, and that end has no target.
-            Windows are cut as without packing, so that no token is padding.
+        seed: the seed of the masks or prefix lengths, and of the order in which encoded text is read.
+        packed: whether documents are kept apart: no token attends across the end of a document, and the end-of-document token
+            has no target. Windows are cut as without packing, so there is no padding.
     """
 
     tokenizer: Tokenizer
@@ -120,7 +124,7 @@ class BatchMaker:
     packed: bool = False
 
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
-        """The batch of these windows."""
+        """Make the batch of these windows."""
         if self.task == "mlm":
             batch = masked_batch(windows, self.tokenizer, [(self.seed, _MASKS, row) for row in rows])
         else:
@@ -133,11 +137,11 @@ class BatchMaker:
 
 
 class CachedLoader:
-    """Reads encoded text in adjacent windows, each once an epoch, in an order and from an offset that depend on the epoch.
+    """Reads encoded text in adjacent windows, each once per epoch. The order and the offset depend on the epoch.
 
     Args:
-        stream: what to read.
-        make: makes batches of windows.
+        stream: the encoded text.
+        make: makes batches from windows.
         context_length: T.
         rows: the rows of this process.
 
@@ -175,11 +179,11 @@ class CachedLoader:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """How many rows all processes have read, which is all that matters."""
+        """The number of rows that all processes have read; nothing else is needed."""
         return {"rows": self._rows_read}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after that many rows; LineartimeError if the run streamed its text."""
+        """Continue after the recorded number of rows. Raises LineartimeError if the run streamed its text."""
         if "lanes" in state:
             raise LineartimeError(
                 "The run streamed its text and cannot continue with encoded text: resume it with its own options."
@@ -188,17 +192,17 @@ class CachedLoader:
         self._epoch = self._first_epoch
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def _start(self, row: int) -> int:
-        """The place of a row in the stream; calls must come in rising order."""
+        """The start of a row in the stream. Rows must be requested in ascending order."""
         while row >= self._epoch.first_row + self._epoch.windows:
             self._epoch = self._make_epoch(self._epoch.number + 1, self._epoch.first_row + self._epoch.windows)
         return self._epoch.offset + int(self._epoch.order[row - self._epoch.first_row]) * self._context_length
 
     def _make_epoch(self, number: int, first_row: int) -> "_Epoch":
         length, context = len(self._stream), self._context_length
-        # The offset leaves at least one window, and moves the ends of windows from epoch to epoch.
+        # The offset leaves at least one window, and shifts the boundaries of windows from epoch to epoch.
         random = np.random.default_rng((self._make.seed, _OFFSET, number))
         offset = int(random.integers(0, min(context, length - context)))
         return _Epoch(self._make.seed, number, first_row, offset, (length - 1 - offset) // context)

@@ -7,8 +7,8 @@ from typing import Any
 from lineartime.data.batches import Batch
 from lineartime.data.loaders import Loader
 
-_AHEAD = 2  # steps; more would only take memory
-_PATIENCE = 5.0  # seconds to wait for a thread that may wait for a network
+_AHEAD = 2  # steps; preparing more would only take memory
+_PATIENCE = 5.0  # seconds to wait for a thread that may be waiting for a network
 _Step = tuple[list[Batch], dict[str, Any]]  # batches, and the state of the loader after them
 
 
@@ -26,7 +26,7 @@ class _Worker:
     def get(self) -> _Step:
         result = self._done.get()
         if isinstance(result, BaseException):
-            self._done.put(result)  # for the next call
+            self._done.put(result)  # so that the next call raises it too
             raise result
         self._free.release()
         return result
@@ -58,7 +58,7 @@ class PrefetchedLoader:
         self._worker: _Worker | None = None
 
     def next_step(self) -> list[Batch]:
-        """The micro-batches of the next step; raises any error of preparing them."""
+        """The micro-batches of the next step. Raises any error that occurred while preparing them."""
         if self._worker is None:
             self._worker = _Worker(self._loader)
         batches, self._state = self._worker.get()

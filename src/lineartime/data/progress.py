@@ -1,4 +1,4 @@
-"""Progress of work that takes seconds or hours: a bar after the first second, or a line if there is no terminal."""
+"""Progress of work that takes seconds or hours: a bar after the first second, or a line without a terminal."""
 
 import threading
 import time
@@ -12,22 +12,22 @@ from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from lineartime.screen import SCREEN
 
-_PATIENCE = 1.0  # seconds without a bar
+_PATIENCE = 1.0  # seconds before a bar appears
 _PAUSE = 0.1  # seconds between updates
 
 
 class Progress:
-    """Shows what is being done, and how many bytes have been read, or how much of a total is done; a context manager.
+    """A context manager that shows what is being done, with the bytes read so far or the share of a total.
 
-    It appears after a second even if nothing is counted. One within another has a line of its own below.
+    The display appears after a second, even if nothing is counted. Nested displays have lines of their own.
 
     Args:
         description: what is being done.
-        total: of what is counted; None for bytes, whose number is unknown.
+        total: the total of what is counted; None to count bytes, whose total is unknown.
     """
 
     _lock: ClassVar[threading.RLock] = threading.RLock()
-    _bar: ClassVar[Bar | None] = None  # the one on the screen, which all share
+    _bar: ClassVar[Bar | None] = None  # the bar on the screen, shared by all instances
     _in_bar: ClassVar[int] = 0
 
     def __init__(self, description: str, total: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Progress:
                 Progress._bar = None
 
     def advance(self, count: int) -> None:
-        """Count so many more."""
+        """Add `count` to what is done."""
         self._done += count
         now = time.monotonic()
         if self._task is not None and Progress._bar is not None and now - self._updated > _PAUSE:

@@ -13,7 +13,7 @@ from lineartime.data.progress import Progress
 from lineartime.data.records import file_format, read_records
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-"""The parts that do not overlap."""
+"""The splits, which do not overlap."""
 SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
 
 BLOCK = 1 << 18  # characters, or bytes, of text in memory at a time
@@ -21,14 +21,15 @@ BLOCK = 1 << 18  # characters, or bytes, of text in memory at a time
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or a part of one.
+    """A file, or one split of it.
 
     Attributes:
-        path: the file; its name says which format it has.
-        split: only this split: of text, by position; of records, by the number of the document. None for the whole file.
-        at_lines: whether text is cut at the end of a line, or between any two characters.
+        path: the file; its suffix indicates the format.
+        split: the only split to read, which is a range of a text, or a set of document numbers in records. None for the whole
+            file.
+        at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
         column: the column of records that holds the text.
-        most_expansion: the most bytes of text for each byte of the file, if it is compressed.
+        most_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
     """
 
     path: Path
@@ -39,19 +40,19 @@ class Part:
 
     @property
     def is_text(self) -> bool:
-        """Whether the file is one document, rather than one in each record; raises as `file_format`."""
+        """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
         return file_format(self.path, self.column, self.most_expansion) == "text"
 
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
         kind = file_format(self.path, self.column, self.most_expansion)
-        # What was read the same way by earlier versions keeps its identity.
+        # Files that earlier versions read in the same way keep their identity.
         marks = [":json"] if kind == "json" else []
         marks += [f":{self.column}"] if kind != "text" and self.column != TEXT_COLUMN else []
         return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{file_version(self.path)}{''.join(marks)}"
 
     def documents(self) -> Iterator[Iterator[str]]:
-        """Its documents, each in blocks of text; LineartimeError, naming file and place, for what cannot be read."""
+        """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
         kind = file_format(self.path, self.column, self.most_expansion)
         if kind == "text":
             start, stop = 0, None
@@ -65,18 +66,18 @@ class Part:
 
 
 def split_of(number: int) -> Split:
-    """The split of a document by its number in a file: of every twenty, one is for validation and one for testing."""
+    """The split of a document by its number in a file: of every 20 documents, one is for validation and one for test."""
     held_out: dict[int, Split] = {1: "validation", 2: "test"}
     return held_out.get(number % 20, "train")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text in blocks."""
+    """Divide a text into blocks."""
     return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
 
 
 def _decoded(path: Path, start: int, stop: int | None, most_expansion: int) -> Iterator[str]:
-    """The text between two bytes of a file, in blocks; LineartimeError if it is not UTF-8."""
+    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8."""
     decoder = getincrementaldecoder("utf-8")()
     position = start
     with open_bytes(path, most_expansion) as stream:
@@ -115,7 +116,10 @@ def _cuts(path: Path, at_lines: bool, version: tuple[int, int], most_expansion: 
 
 
 def _cut(path: Path, offset: int, stop: int, at_line: bool, most_expansion: int) -> int:
-    """The offset after the next end of line, or of the next character if no line ends in the first half up to `stop`."""
+    """The offset after the next line end, or of the next character if no line ends soon.
+
+    Line ends are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
+    """
     with open_bytes(path, most_expansion) as stream:
         skip(stream, offset)
         following = stream.read(min(1 << 16, (stop - offset) // 2))

@@ -1,4 +1,4 @@
-"""What a text consists of, in lines for the user."""
+"""A summary of a text for the user."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from lineartime.data.tokens import TokenStream
 
 
 def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:
-    """A line for each split of a corpus: where it comes from, and of the encoded ones how many documents and tokens.
+    """Describe each split of a corpus in a line: its source and, if it is encoded, its numbers of documents and tokens.
 
-    Nothing is read or encoded for this.
+    This neither reads nor encodes the text.
     """
     streams = streams or {}
     lines = [source.note for source in corpus.sources if isinstance(source, LocalCorpus) and source.note]

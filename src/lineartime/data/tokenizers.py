@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, by bytes or by any tokenizer of the Hugging Face `tokenizers` library."""
+"""Tokenizers: text to token ids and back, by bytes or with any tokenizer of the Hugging Face `tokenizers` library."""
 
 import codecs
 import hashlib
@@ -20,13 +20,13 @@ from lineartime.json_files import open_regular
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
-"""How a mask and an end of document are written for people."""
+"""How a mask and an end of document are displayed."""
 
 
 def _byte_level() -> dict[str, int]:
-    """The byte of each character with which byte-level tokenizers spell their pieces.
+    """The byte that each character in the pieces of byte-level tokenizers represents.
 
-    Printable characters of Latin-1 stand for themselves; the other bytes are, in order, the characters from U+0100 on.
+    Printable characters of Latin-1 represent themselves. The characters from U+0100 represent the other bytes, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -34,17 +34,17 @@ def _byte_level() -> dict[str, int]:
 
 
 BYTE_LEVEL = _byte_level()
-"""The byte that each character of a byte-level piece stands for."""
+"""The byte that each character of a byte-level piece represents."""
 
 
 class StreamDecoder(Protocol):
     """Turns tokens into text as they arrive, and holds back incomplete characters."""
 
     def push(self, token: int) -> str:
-        """The text that this token completes, often one character, sometimes none."""
+        """Add a token, and return the text that it completes: often one character, sometimes none."""
 
     def flush(self) -> str:
-        """The text held back, after the last token."""
+        """Return the text held back, after the last token."""
 
 
 class Tokenizer(Protocol):
@@ -67,10 +67,10 @@ class Tokenizer(Protocol):
         """A decoder of tokens that arrive one by one."""
 
     def show(self, token: int) -> str:
-        r"""One token for people to read: its text, the bytes of an incomplete character as \xc3, or its name."""
+        r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""
 
     def to_json(self) -> str:
-        """A text from which `read_tokenizer` makes an equal tokenizer."""
+        """A JSON text from which `read_tokenizer` restores an equal tokenizer."""
 
 
 class ByteTokenizer:
@@ -89,7 +89,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens; broken characters become U+FFFD."""
+        """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def stream_decoder(self) -> "_ByteStreamDecoder":
@@ -97,7 +97,7 @@ class ByteTokenizer:
         return _ByteStreamDecoder()
 
     def show(self, token: int) -> str:
-        r"""One byte for people to read: its character, or \xc3 for a part of one; or the name of a special token."""
+        r"""A readable form of a token: its character, \xc3 for a part of one, or the name of a special token."""
         if token >= 256:
             return MASK_TEXT if token == self.mask else END_TEXT
         return bytes([token]).decode(errors="backslashreplace")
@@ -146,7 +146,7 @@ class JsonTokenizer:
         self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)
 
     def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
-        """The id of the first of these names that the tokenizer knows, or a new id, and the vocabulary size then."""
+        """The id of the first of these names that the tokenizer knows, or a new id; and the resulting vocabulary size."""
         known = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
         return (known[0], size) if known else (size, size + 1)
 
@@ -174,7 +174,7 @@ class JsonTokenizer:
         return _JsonStreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
-        r"""One token for people to read: its text, the bytes of an incomplete character as \xc3, or its name."""
+        r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""
         if token in (self.mask, self.end_of_document):
             return MASK_TEXT if token == self.mask else END_TEXT
         text = self.decode([token])
@@ -198,7 +198,7 @@ class JsonTokenizer:
 class _JsonStreamDecoder:
     """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours."""
 
-    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens; longer runs stay broken
+    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens; longer runs are not valid UTF-8
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -223,15 +223,15 @@ class _JsonStreamDecoder:
 
 
 def names_hub_tokenizer(choice: str) -> bool:
-    """Whether this names a tokenizer of the hub."""
+    """Whether `choice` names a tokenizer on the hub."""
     return choice.startswith(_HUB)
 
 
 def hub_tokenizer(choice: str) -> "JsonTokenizer":
-    """The tokenizer of a repository of the Hugging Face hub, such as hub:gpt2.
+    """The tokenizer of a repository on the Hugging Face hub, such as hub:gpt2.
 
     Raises:
-        ArgumentError: if there is none of that name, or it cannot be reached.
+        ArgumentError: if there is no tokenizer of that name, or the hub cannot be reached.
     """
     try:
         import huggingface_hub
@@ -243,8 +243,8 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
         # Fails at once without a network; the download alone would retry.
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
         file = Path(huggingface_hub.hf_hub_download(name, TOKENIZER_FILE))
-    except Exception as error:  # of the network, and of the hub
-        with suppress(ValueError):  # the name cannot be one
+    except Exception as error:  # network and hub errors
+        with suppress(ValueError):  # the name is not a valid one
             file = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE)))
             if file.is_file():
                 return JsonTokenizer(_read(file), choice)
@@ -257,14 +257,14 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
 
 
 def named_tokenizer(choice: str) -> Tokenizer:
-    """The tokenizer "bytes", one of the hub, or that of a path; LineartimeError if there is none."""
+    """The tokenizer "bytes", one on the hub, or one at a path. Raises LineartimeError if there is none."""
     if choice == "bytes":
         return ByteTokenizer()
     return hub_tokenizer(choice) if names_hub_tokenizer(choice) else read_tokenizer(Path(choice))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file, or in a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
+    """Read a tokenizer from a file, or from a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 
     Raises:
         LineartimeError: if the file cannot be read or is not a tokenizer.
@@ -277,7 +277,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read(file: Path) -> str:
-    """The text of a definition; LineartimeError if it cannot be read, or is none."""
+    """Read the text of a definition. Raises LineartimeError if the file cannot be read, is too large or is not UTF-8."""
     with reporting("read", file), open_regular(file) as opened:
         content = opened.read(LARGEST + 1)
     advice = "give a tokenizer.json of the tokenizers library"
@@ -290,7 +290,7 @@ def _read(file: Path) -> str:
 
 
 def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
-    """Raise ArgumentError unless this is a tokenizer with as many tokens as a model's vocabulary."""
+    """Raise ArgumentError unless `tokenizer` is a tokenizer with the model's vocabulary size."""
     tokens = getattr(tokenizer, "vocab_size", None)
     if not isinstance(tokens, int) or not hasattr(tokenizer, "stream_decoder"):
         raise ArgumentError(
@@ -305,7 +305,7 @@ def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
 
 
 def encode_given(tokenizer: Tokenizer, argument: str, text: object) -> list[int]:
-    """The ids of a text that a user gave; ArgumentError, naming the argument, for what is no text or cannot be encoded."""
+    """Encode a text from the user. Raises ArgumentError, naming the argument, unless it is a text that can be encoded."""
     if not isinstance(text, str):
         raise ArgumentError(argument, f"is of type {type(text).__name__}, but must be a text.")
     try:
@@ -322,7 +322,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
-    """The same text in blocks to encode, cut at ends of lines, across which hardly any tokenizer merges.
+    """Cut a text into blocks at ends of lines, across which hardly any tokenizer merges.
 
     A line longer than a block is cut at the end of the block.
     """

@@ -1,11 +1,12 @@
-"""Token files: a split of a corpus, encoded once into shards on disk and memory-mapped, so that it may exceed memory.
+"""Token files: a split of a corpus is encoded once into shards on disk, which are memory-mapped and may exceed memory.
 
-A folder of the cache is written under another name and renamed when it is complete. It holds
+A folder of the cache is written under a temporary name and renamed when it is complete. It holds
 
     tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
     facts.json              the counts, and the SHA-256 of each file
 
-The digest of a file is checked when it is opened, unless its size and date are those of its last successful check.
+The digest of a file is checked when the file is opened, unless size and modification time have not changed since the last
+successful check.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from lineartime.errors import LineartimeError, cannot
 from lineartime.files import sha256, write_atomically
 from lineartime.json_files import read_file, read_plain
 
-_FORMAT = 3  # part of every folder's name: raise it when the same input would give other tokens
+_FORMAT = 3  # part of every folder's name: increase it when the same input would give other tokens
 _VERIFIED = "verified.json"
 
 
@@ -52,11 +53,11 @@ class TokenStream:
     Attributes:
         name: its name in messages.
         tokens: unsigned integers [n].
-        n_bytes: the bytes of the text they encode.
-        n_words: the words of that text, as separated by white space.
-        digest: differs between streams of different tokens; empty for one that is not on disk.
-        n_documents: the documents, the last one perhaps cut; None for tokens that an earlier version encoded.
-        is_cut: whether a limit of tokens ended the stream before the split ended.
+        n_bytes: the number of bytes of the encoded text.
+        n_words: the number of words of that text, separated by white space.
+        digest: a string that differs between streams of different tokens; empty for a stream that is not on disk.
+        n_documents: the number of documents, including a last one that is cut; None if an earlier version encoded the tokens.
+        is_cut: whether a token limit ended the stream before the end of the split.
     """
 
     name: str
@@ -71,7 +72,7 @@ class TokenStream:
         return len(self.tokens)
 
     def announce(self, places: list[tuple[int, int]]) -> None:
-        """Tell the system to read these ranges of tokens (first, end) ahead, all at once instead of one by one."""
+        """Tell the system to read ahead these ranges of tokens (start, end), all at once instead of one by one."""
         if isinstance(self.tokens, Shards):
             for start, stop in places:
                 self.tokens.announce(start, stop)
@@ -106,7 +107,7 @@ class Shards:
                 shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold these tokens: index, first place and end in each."""
+        """The shards that hold these tokens: the index of each, and the start and end within it."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             before = int(self._ends[index]) - len(self._shards[index])
@@ -123,10 +124,10 @@ def token_stream(
 
     Args:
         corpus: the text.
-        split: the part of it.
+        split: the part of the text.
         tokenizer: encodes the text.
         cache: the folder of token files.
-        max_tokens: encode only this many from the beginning.
+        max_tokens: encode only this many tokens from the beginning of the split.
 
     Raises:
         LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
@@ -140,7 +141,7 @@ def token_stream(
 
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
-    """A name of the tokens that changes with the tokenizer and the text."""
+    """A name for the tokens, which changes with the tokenizer, the text and the limit."""
     parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
@@ -151,7 +152,7 @@ def _open(folder: Path, name: str) -> TokenStream:
         _verify(folder, facts.sha256)
         dtype = np.dtype(facts.dtype)
         shards = [_map(folder / file, dtype) for file in sorted(facts.sha256)]
-    except ValueError:  # half a token at the end of a shard, with a digest that says so
+    except ValueError:  # a shard that ends within a token, with a matching digest
         raise _damaged(folder, FACTS) from None
     except OSError as error:
         raise cannot("read", folder, error) from None
@@ -167,9 +168,9 @@ def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:
-    """Raise LineartimeError for a file that is not as it was written."""
+    """Raise LineartimeError for a file that differs from what was written."""
     verified: dict[str, Any] = {}
-    with suppress(LineartimeError):  # what was not verified is verified now
+    with suppress(LineartimeError):  # without a record, all files are verified now
         verified = read_plain(folder / _VERIFIED)
     new = {}
     for file, written in digests.items():
@@ -185,7 +186,7 @@ def _verify(folder: Path, digests: dict[str, str]) -> None:
 
 
 def _remember(folder: Path, verified: dict[str, list[int]]) -> None:
-    """Record what was verified; a cache that cannot be written is verified again next time."""
+    """Record the verified files. If the cache cannot be written, they are verified again next time."""
     with suppress(OSError):
         write_atomically(folder / _VERIFIED, json.dumps(verified))
 
@@ -200,7 +201,7 @@ def _damaged(folder: Path, file: str) -> LineartimeError:
 
 
 def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Encode into a folder of another name and rename it, so that processes that do the same do not disturb each other."""
+    """Encode into a temporary folder and rename it, so that processes doing the same do not disturb each other."""
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +227,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Delete what killed processes left half written; a living one writes at least once an hour."""
+    """Delete partial folders that killed processes left; a live process writes at least once an hour."""
     for left in cache.glob("*.partial"):
         try:
             if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > 3600:

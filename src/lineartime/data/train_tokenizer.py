@@ -24,7 +24,7 @@ from lineartime.data.tokenizers import (
 from lineartime.errors import ArgumentError, cannot, missing_extra
 from lineartime.files import write_atomically
 
-_FORMAT = 1  # part of every cached file's name: raise it when the same text would give another tokenizer
+_FORMAT = 1  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
 _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 # Unigram would encode text that looks like the name of a special token or of a byte as that token; splitting it prevents this.
@@ -34,7 +34,7 @@ _LIKE_A_NAME = (
 _SMALLEST: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 
 TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
-"""Bytes of text to learn from. Unigram needs memory for many times as much."""
+"""Bytes of text to learn from. Unigram needs many times as much memory."""
 
 
 def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_bytes: int | None = None) -> JsonTokenizer:
@@ -46,8 +46,8 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     Args:
         corpus: the text.
         kind: "bpe" or "unigram".
-        vocab_size: all tokens, including the end of a document and the mask. Little text gives fewer.
-        max_bytes: of text to learn from; the default is `TRAINING_BYTES`.
+        vocab_size: the number of tokens, including the end of a document and the mask. A short text gives fewer.
+        max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
 
     Raises:
         LineartimeError: for a vocabulary too small for all bytes, or a corpus without text.
@@ -104,7 +104,7 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
     )
     tokenizer.train_from_iterator(texts, trainer)
     definition = json.loads(tokenizer.to_str())
-    # The library falls back to bytes if there are pieces with these names, but its trainer makes none.
+    # The library falls back to bytes if there are pieces with these names, but its trainer does not create them.
     lowest = min(score for _, score in definition["model"]["vocab"])
     definition["model"]["vocab"] += [[f"<0x{byte:02X}>", lowest - 10] for byte in range(256)]
     definition["model"]["byte_fallback"] = True
@@ -117,23 +117,23 @@ def names_tokenizer(choice: str) -> bool:
 
 
 def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
-    """The kind and size of a tokenizer to train, such as bpe-32000."""
+    """The kind and size of a tokenizer to train, from a name such as bpe-32000; None for other names."""
     name, _, number = choice.partition("-")
     kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
     return None if kind is None or not number.isdecimal() else (kind, int(number))
 
 
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
-    """The tokenizer of a name or a path.
+    """Return the tokenizer for a name or a path.
 
     Args:
-        choice: "bytes" or None; a file or a checkpoint folder; or "bpe-32000" or "unigram-32000", with any number, to train
-            one on the training split of the corpus the first time and keep it in the cache; or "hub:gpt2", for any of the hub.
+        choice: "bytes" or None; a file or a checkpoint folder; "bpe-32000" or "unigram-32000", with any number, to train a
+            tokenizer on the training split the first time and keep it in the cache; or a name on the hub, as in "hub:gpt2".
         corpus: the text to train on.
         cache: the folder of trained tokenizers.
 
     Raises:
-        LineartimeError: for any other choice, and for any error of training or reading it.
+        LineartimeError: for any other choice, and for errors in training or reading the tokenizer.
     """
     if choice is None or choice == "bytes":
         return ByteTokenizer()

@@ -25,7 +25,7 @@ from lineartime.models.heads import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
 
 _SAMPLES, _SAMPLE = 16, 2048
-"""How many pieces of a stream tell whether it is prose, and their tokens."""
+"""The number of samples that decide whether a stream is prose, and the tokens in each."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Evaluation:
     """The result of evaluating a model on a stream of tokens.
 
     Attributes:
-        text: what was measured, in words.
-        context: how much context the tokens had, in words.
-        loss: mean over the tokens, in nats.
-        tokens: how many tokens the mean is over.
+        text: a description of the text.
+        context: a description of the context that the tokens had.
+        loss: the mean over the tokens, in nats.
+        tokens: the number of tokens in the mean.
         masked: whether the model predicted masked tokens only.
-        bits_per_byte: the total loss in bits over the bytes of the text that was predicted; None for masked tokens.
-        word_perplexity: exp of the total loss over the words of the text (as separated by white space), so that it does not
-            depend on the tokenizer; None for masked tokens, and for text with too few words.
-        prose: whether the text is prose, as samples of it tell. Otherwise the perplexity of a word says little: in source code,
-            a line without spaces is a word.
-        by_position: the loss by the number of tokens before, in powers of two. The first of these tokens is the one before
-            the window, or an end of document. A masked model reads both ways: for it, this is the place in the window.
-        checkpoint: whose model was measured, which two equal results may differ in; None for a model in memory.
+        bits_per_byte: the total loss in bits, divided by the bytes of the predicted text; None for masked tokens.
+        word_perplexity: exp of the total loss divided by the number of words (separated by white space), which does not depend
+            on the tokenizer; None for masked tokens, and for text with too few words.
+        prose: whether the text is prose, judged from samples. Otherwise, the word perplexity means little: in source code, a
+            line without spaces is a word.
+        by_position: the loss by the number of preceding tokens, in powers of two. The first of these is the token before the
+            window, or an end of document. A masked model is bidirectional: for it, this is the loss by position in the window.
+        checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), of a token or of a masked token."""
+        """exp(loss): the perplexity per token, or per masked token."""
         return math.exp(self.loss)
 
 
@@ -82,12 +82,12 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
-    """A loss in nats per token, as bits per byte of the text that the tokens encode."""
+    """Convert a loss in nats per token to bits per byte of the text that the tokens encode."""
     return loss * tokens / max(1, n_bytes) / math.log(2)
 
 
 def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
-    """The perplexity of a word, from nats per token; None if there are no words or the number is too large for a float."""
+    """The perplexity per word, from nats per token; None if there are no words or the result is too large for a float."""
     try:
         return math.exp(loss * tokens / n_words)
     except (OverflowError, ZeroDivisionError):
@@ -106,11 +106,11 @@ def windowed(
     bf16: bool,
     max_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate on independent windows of `context_length` tokens, each `stride` tokens after the one before.
+    """Evaluate on independent windows of `context_length` tokens, each `stride` tokens after the previous one.
 
-    The model predicts every token once (a masked model, every selected token): of each window but the first, only the last
-    `stride` tokens count. A model of task "prefix-lm" reads the first half of each window as its prefix, and only what it
-    predicts after that counts: every token behind the first half window for a stride of at most half a window.
+    The model predicts every token once (a masked model: every selected token). In each window but the first, only the last
+    `stride` tokens count. A model of task "prefix-lm" reads the first half of each window as its prefix, and only predictions
+    after the prefix count. If the stride is at most half a window, these are all tokens after the first half window.
 
     Raises:
         LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
@@ -179,14 +179,14 @@ def _length(stream: TokenStream, max_tokens: int | None) -> int:
 
 
 def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
-    """The `length` tokens from `start` on, after the token before them; an end of document stands before the first of all."""
+    """The `length` tokens from `start`, preceded by the token before them, or by an end of document at the very start."""
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
 
 
 def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
-    """Whether the stream is prose, told by pieces from all over it."""
+    """Whether the stream is prose, judged from samples spread over it."""
     length = min(len(stream), _SAMPLE)
     starts = range(0, len(stream) - length + 1, max(1, len(stream) // _SAMPLES))
     return is_prose(" ".join(tokenizer.decode(read_window(stream, start, length).tolist()) for start in starts))
@@ -195,7 +195,7 @@ def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
 def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
-    """Batches of equally long windows, how many of the first tokens of each have been counted before, and their starts."""
+    """Yield batches of equally long windows, the number of their first tokens that were counted before, and their starts."""
     overlap = context_length - stride
 
     def shape(start: int) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def _windows(
 
 
 class _Positions:
-    """Sums of losses by the number of tokens before: 1, 2-3, 4-7, ..."""
+    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ..."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(64, dtype=torch.float64)
@@ -216,7 +216,7 @@ class _Positions:
         self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
-        """Add losses [B, T] of tokens with first + 1, first + 2, ... tokens before; `counted` marks those with a target."""
+        """Add losses [B, T] of tokens with first + 1, first + 2, ... preceding tokens; `counted` marks those with a target."""
         before = torch.arange(first + 1, first + 1 + losses.shape[1])
         bucket = before.double().log2().floor().long()
         self._longest = max(self._longest, first + losses.shape[1])
@@ -231,7 +231,7 @@ class _Positions:
             if n:
                 last = min((2 << power) - 1, self._longest)
                 by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
-        # What was measured of the stream is assumed to have the same share of its bytes and words.
+        # The measured part of the stream is assumed to have a proportional share of its bytes and words.
         n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)
         per_word = None if masked else word_perplexity(loss, count, n_words)

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages: GAU-alpha, and FLASH-pytorch in both directions."""
+"""Conversion of checkpoints of other packages: from GAU-alpha, and from and to FLASH-pytorch."""
 
 from lineartime.foreign.convert import convert, is_foreign
 from lineartime.foreign.flash_pytorch import from_flash_pytorch

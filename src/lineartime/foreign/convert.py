@@ -1,4 +1,4 @@
-"""From files of other packages to a folder that all commands read."""
+"""Convert files of other packages into a folder that all commands read."""
 
 import inspect
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SPECIAL = 2
-"""How many tokens, the end of a document and the mask, a tokenizer of lineartime may have that a model has not learned."""
+"""How many special tokens (end of document, mask) the tokenizer may have that the model has not learned."""
 _NEVER = -1e4
-"""The logit of a token that a model has not learned."""
+"""The logit of a token that a model has not learned, and so never predicts."""
 
 
 def is_foreign(source: str | Path) -> bool:
-    """Whether this is a file of weights, or a folder of GAU-alpha."""
+    """Whether the source is a weight file, or a folder of GAU-alpha."""
     source = Path(source)
     if source.is_file():
         return source.suffix in SUFFIXES
     try:
         return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
-    except LineartimeError:  # which those say who read it for another purpose
+    except LineartimeError:  # whoever reads the folder next reports it
         return False
 
 
@@ -44,20 +44,20 @@ def convert(
     tokenizer: Tokenizer | None = None,
     flash_pytorch: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a model of another package as lineartime does.
+    """Save a model of another package in the format of lineartime.
 
     Args:
         source: the folder of GAU-alpha, or a file with the state dict of a FLASHTransformer of FLASH-pytorch.
         destination: a new folder.
-        tokenizer: that made the token ids of the model; GAU-alpha brings its own.
-        flash_pytorch: keyword arguments of `from_flash_pytorch`, which weights do not tell.
+        tokenizer: the tokenizer that the model was trained with; GAU-alpha brings its own.
+        flash_pytorch: keyword arguments of `from_flash_pytorch` that cannot be inferred from the weights.
 
     Returns:
         The destination.
 
     Raises:
-        ArgumentError: for arguments that do not fit the source, and a destination that holds something.
-        LineartimeError: for a source that is damaged, or something else.
+        ArgumentError: for arguments that do not fit the source, or a destination that is not empty.
+        LineartimeError: for a source that is damaged or not supported.
     """
     source = Path(source)
     if source.is_dir():
@@ -69,7 +69,7 @@ def convert(
         model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
     try:
         return save(model, tokenizer, destination)
-    except ArgumentError as error:  # which calls the destination a folder
+    except ArgumentError as error:  # `save` calls the destination `folder`
         raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
 
 
@@ -108,7 +108,7 @@ def _read_flash_pytorch(
 
 
 def _with_special_tokens(model: LanguageModel, tokenizer: Tokenizer) -> LanguageModel:
-    """The model with tokens that a tokenizer of lineartime has besides those that the model learned, and never predicts."""
+    """Extend a model by special tokens of the tokenizer that it has not learned; it never predicts them."""
     missing = tokenizer.vocab_size - model.config.vocab_size
     if not 0 <= missing <= _SPECIAL:
         raise ArgumentError(

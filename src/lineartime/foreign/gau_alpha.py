@@ -1,7 +1,7 @@
-"""GAU-alpha, the public Chinese masked language model of GAUs, in the layout of the package gau_alpha 0.0.3.
+"""Import GAU-alpha, the public Chinese masked language model of GAUs, in the layout of the package gau_alpha 0.0.3.
 
-Its norms have no parameters and stand behind the residuals, and behind the embeddings: here they are ScaleNorms whose scalar is
-1. It has no biases, which are 0 here, and its rotary positions turn neighbouring features, which are put in another order.
+Its norms have no parameters and follow the residuals and the embeddings; here they are ScaleNorms with a scalar of 1. By
+default, it has no biases; here they are 0. Its rotary positions rotate neighbouring features, which are reordered.
 
 Shapes: d model width, e value width, s query/key width, V vocabulary.
 """
@@ -43,14 +43,14 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> CausalLM | MaskedLM:
-    """The masked language model that a state dict and a config.json of GAU-alpha describe, in evaluation mode.
+    """Build the masked language model that a state dict and a config.json of GAU-alpha describe, in evaluation mode.
 
     Args:
-        weights: of a GAUAlphaForMaskedLM, or of a GAUAlphaModel, whose logits are then made by its embedding.
-        config: its configuration; what is missing takes the defaults of gau_alpha.
+        weights: of a GAUAlphaForMaskedLM, or of a GAUAlphaModel, whose token embedding then also serves as the output layer.
+        config: its configuration; missing values take the defaults of gau_alpha.
 
     Raises:
-        LineartimeError: for a configuration or weights of something else.
+        LineartimeError: for a configuration or weights that do not fit.
     """
     values = {name: config.get(name, default) for name, default in _DEFAULTS.items()}
     _check(values)
@@ -77,7 +77,7 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         own |= {"lm_head.weight": head, "lm_head.bias": embedding.new_zeros(len(embedding))}
     for block in range(n_blocks):
         layer = _layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk, values["use_bias"])
-        if not values["attention_scale"]:  # ours divides scores by sqrt(s)
+        if not values["attention_scale"]:  # our GAU always divides scores by sqrt(s)
             layer["gamma"][0] *= d_qk**0.5
             layer["beta"][0] *= d_qk**0.5
         own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in {**layer, "norm.g": one}.items()}
@@ -110,7 +110,7 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int, biases: bool) -> dict[str, Tensor]:
-    """The weights of one layer by our names; its gate, values and base stand in our order."""
+    """The weights of one layer under our names; its gate, values and base are already in our order."""
     order = interleaved_order(d_qk, d_qk)
     rows = [*range(2 * width), *(2 * width + place for place in order)]
     weight = state.take(f"{prefix}i_dense.weight", 2 * width + d_qk, d_model)[rows]
@@ -132,7 +132,7 @@ def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int, b
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raise LineartimeError, naming the field, for a configuration that our model cannot be."""
+    """Raise LineartimeError, naming the field, for a configuration that our models cannot have."""
     for name in (
         "vocab_size",
         "hidden_size",
@@ -148,7 +148,7 @@ def _check(values: Mapping[str, Any]) -> None:
             )
     sizes = {
         "hidden_act": values["hidden_act"] in ("swish", "silu"),
-        "normalization": values["normalization"] in list(_ACTIVATIONS),  # also what has no hash
+        "normalization": values["normalization"] in list(_ACTIVATIONS),  # a list, for unhashable values
         "embedding_size": values["embedding_size"] in (None, values["hidden_size"]),
         "intermediate_size": values["intermediate_size"] % values["hidden_size"] == 0,
         "attention_key_size": values["attention_key_size"] % 2 == 0,
@@ -164,7 +164,7 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 def read_vocabulary(file: Path, lowercase: bool = True) -> JsonTokenizer:
-    """The WordPiece tokenizer of BERT with the vocabulary in a file, one piece a line."""
+    """BERT's WordPiece tokenizer with the vocabulary in a file, one piece per line."""
     try:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError:

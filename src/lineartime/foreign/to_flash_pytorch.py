@@ -1,4 +1,4 @@
-"""Our FLASH, and models of it, as those of FLASH-pytorch 0.1.9, where that package can express them."""
+"""Export our FLASH, and models of it, to FLASH-pytorch 0.1.9, as far as that package can express them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from lineartime.ops.positions import N_BUCKETS
 
 
 def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model, or a FLASH by itself, for FLASH-pytorch.
+    """Convert a model, or a single FLASH layer, for FLASH-pytorch.
 
     Returns:
-        The state dict, and the arguments with which to build its `FLASHTransformer`, or its `FLASH`. A FLASH with rotary
-        positions also needs `rotary_pos_emb=RotaryEmbedding(dim=...)`, with `rotary_dim` of the arguments.
+        The state dict, and the arguments of its `FLASHTransformer` or `FLASH`. A FLASH with rotary positions also needs
+        `rotary_pos_emb=RotaryEmbedding(dim=...)`, with the `rotary_dim` in the arguments.
 
     Raises:
         ArgumentError: naming an option that FLASH-pytorch does not have.
@@ -55,7 +55,7 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     weights = {"token_emb.weight": embedding, "abs_pos_emb.scale": position, "abs_pos_emb.inv_freq": 10000.0**-half}
     arguments: dict[str, Any] = {}
     for place, block in enumerate(backbone.blocks):
-        own, arguments = _flash(block.mixer)  # type: ignore[arg-type] # its kind is that of FLASH
+        own, arguments = _flash(block.mixer)  # type: ignore[arg-type] # its kind was checked
         weights |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
     weights |= {f"to_logits.0.{kind}": tensor for kind, tensor in norm.items()}
     weights |= {f"to_logits.1.{kind}": tensor for kind, tensor in logits.items()}
@@ -81,7 +81,7 @@ def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any
         try:
             torch.save(weights, partial)
             partial.rename(file)
-        except RuntimeError as error:  # of PyTorch's writer, for a full disk
+        except RuntimeError as error:  # raised by PyTorch's writer if the disk is full
             raise LineartimeError(f"Cannot write {file}: {str(error).splitlines()[0]}.") from None
         finally:
             partial.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any
 
 
 def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dict of a FLASH of FLASH-pytorch, and the arguments of its constructor."""
+    """The state dict of FLASH-pytorch's FLASH, and the arguments of its constructor."""
     _require("norm_position", layer.norm_position, "pre")
     if layer.activation not in ("relu2", "laplace"):
         raise ArgumentError("activation", f"is {layer.activation!r}, but {PACKAGE} has only 'relu2' and 'laplace'.")
@@ -97,7 +97,7 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(layer.norm, RMSNorm):
         raise ArgumentError("norm", f"is 'rmsnorm', but {PACKAGE} has only 'layernorm' and 'scalenorm'.")
     norm: Norm = "scalenorm" if isinstance(layer.norm, ScaleNorm) else "layernorm"
-    eps, wanted = float(layer.norm.eps), NORM_EPS[norm]  # type: ignore[arg-type] # PyTorch types parts as any module
+    eps, wanted = float(layer.norm.eps), NORM_EPS[norm]  # type: ignore[arg-type] # PyTorch types a submodule as any Module
     if eps > wanted if norm == "scalenorm" else eps != wanted:
         allowed = "at most " if norm == "scalenorm" else ""
         raise ArgumentError("norm_eps", f"is {eps}, but must be {allowed}{wanted} for the {norm} of {PACKAGE}.")
@@ -132,6 +132,6 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _require(option: str, value: object, allowed: object, what: str = "") -> None:
-    """Raise ArgumentError unless an option has the value that FLASH-pytorch has."""
+    """Raise ArgumentError unless an option has the only value that FLASH-pytorch supports."""
     if value != allowed:
         raise ArgumentError(option, f"is {value!r}, but {PACKAGE} has only {allowed!r}{f' {what}' if what else ''}.")

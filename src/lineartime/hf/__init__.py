@@ -1,4 +1,4 @@
-"""Models of lineartime as models of the transformers library: `import lineartime.hf` registers them with its Auto classes."""
+"""Integration with the transformers library: `import lineartime.hf` registers our models with its Auto classes."""
 
 from lineartime.hf.version import check_transformers
 

@@ -1,6 +1,6 @@
-"""`python -m lineartime.hf serve FOLDER`: the command line of transformers, which knows lineartime's models here.
+"""`python -m lineartime.hf serve FOLDER`: the command line of transformers, with lineartime's models registered.
 
-`serve` answers to clients of OpenAI's protocol, and `chat` talks to such a server: see docs/transformers.md.
+`serve` is a server for clients of OpenAI's protocol, and `chat` talks to such a server: see docs/transformers.md.
 """
 
 import transformers
@@ -12,7 +12,7 @@ from lineartime.hf.register import MODELS
 def main() -> None:
     """Run the command of transformers that the arguments name."""
     for model in MODELS.values():
-        setattr(transformers, model.__name__, model)  # the server looks classes up there, not in the Auto classes
+        setattr(transformers, model.__name__, model)  # the server looks up classes there, not in the Auto classes
     app(prog_name="python -m lineartime.hf")
 
 

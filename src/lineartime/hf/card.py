@@ -1,4 +1,4 @@
-"""The model card: README.md of a folder that others load with transformers."""
+"""The model card: README.md of a folder that is loaded with transformers."""
 
 from lineartime.errors import ArgumentError
 from lineartime.host import installed_version
@@ -40,7 +40,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 
 def model_card(config: ModelConfig, name: str, parameters: int) -> str:
-    """The card of a language model that is saved in a folder of this name."""
+    """The card of a language model saved in a folder of this name."""
     masked = config.task == "mlm"
     longest = config.longest_sequence
     return _CARD.format(
@@ -63,5 +63,5 @@ def model_card(config: ModelConfig, name: str, parameters: int) -> str:
 def _system(config: ModelConfig) -> str:
     try:
         return system_of(nearest_preset(config)).describe()
-    except ArgumentError:  # layers that no preset has together
+    except ArgumentError:  # no preset has this combination of layers
         return f"blocks of {config.mixer.kind}"

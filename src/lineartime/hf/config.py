@@ -1,4 +1,4 @@
-"""The description of a model as a configuration of transformers."""
+"""The configuration of a model, as transformers needs it."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,16 +11,16 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
-"""The fields of a `ModelConfig`, which this configuration has under the same names, layers being plain dictionaries."""
+"""The fields of a `ModelConfig`. This configuration has them under the same names, with layers as plain dictionaries."""
 
 
 class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers makes it a dataclass
-    """The model that a `ModelConfig` describes: every system of lineartime, at any size.
+    """Describes the same models as a `ModelConfig`: every system of lineartime, at any size.
 
-    Without arguments, that is FLASH with 12 blocks of width 768. `from_preset` and `from_model_config` make others.
+    The default is FLASH with 12 blocks of width 768. `from_preset` and `from_model_config` create others.
 
     Raises:
-        ArgumentError: for fields that describe no model.
+        ArgumentError: for fields that do not describe a model.
     """
 
     model_type: ClassVar[str] = "lineartime"
@@ -49,7 +49,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
 
     def __post_init__(self, **others: Any) -> None:
         super().__post_init__(**others)
-        # With all options of the layers, so that a later version with other defaults builds the same model.
+        # Store all options of the layers, so that a later version with other defaults builds the same model.
         for name, value in self.to_model_config().to_dict().items():
             setattr(self, name, value)
 
@@ -59,17 +59,17 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **others: Any) -> "LineartimeConfig":
-        """The same model as a configuration of transformers; `others` are fields of that library, such as eos_token_id."""
+        """The same model as a configuration of transformers; `others` are fields of transformers, such as eos_token_id."""
         return cls(**config.to_dict(), **others)
 
     @classmethod
     def from_preset(cls, preset: str, task: Task = "clm", **overrides: Any) -> "LineartimeConfig":
-        """The model of a preset, with the arguments of `lineartime.build`."""
+        """The configuration of a preset, with the arguments of `lineartime.build`."""
         return cls.from_model_config(resolve(preset, task, **overrides))
 
 
 def check_task(config: LineartimeConfig, model: str, masked: bool) -> None:
-    """Raise ArgumentError unless a configuration is of a masked model, or of a causal one."""
+    """Raise ArgumentError unless the configuration is of a masked model (if `masked`) or of a causal one (if not)."""
     if (config.task == "mlm") != masked:
         allowed = "'mlm'" if masked else "'clm' or 'prefix-lm'"
         raise ArgumentError("task", f"is {config.task!r}, but must be {allowed} for {model}.")

@@ -18,7 +18,7 @@ from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 
 
 class LanguageHead(LineartimePreTrainedModel):
-    """A base model and logits, by the embedding of tokens unless the configuration unties them."""
+    """A base model with an output layer, which shares the token embedding unless the configuration unties them."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.backbone.embedding.weight"}
 
@@ -29,11 +29,11 @@ class LanguageHead(LineartimePreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The map from hidden vectors to logits."""
+        """The output layer, from hidden vectors to logits."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the map from hidden vectors to logits."""
+        """Replace the output layer, from hidden vectors to logits."""
         self.lm_head = new_embeddings
 
 
@@ -57,12 +57,12 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss where labels are given.
+        """Compute logits, and the loss if labels are given.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs: as for the base model.
-            labels: [B, T], the tokens themselves, each of which is predicted by the one before it; -100 for none.
-            logits_to_keep: of how many of the last tokens, or of which places; 0 for all.
+            labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored.
+            logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids,
@@ -87,7 +87,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        """Begin a cache, unless one was given or none is wanted."""
+        """Create a cache, unless one is given or caching is disabled."""
         if generation_config.cache_implementation is not None:
             raise ArgumentError(
                 "cache_implementation",
@@ -117,10 +117,10 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             undone = assisted or generation_config.is_assistant
             (cache.activate_past_recording if undone else cache.stop_past_recording)()
 
-    def prepare_inputs_for_generation(  # transformers reads what it may pass from the names of these arguments
+    def prepare_inputs_for_generation(  # transformers inspects the names of these arguments
         self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The arguments of the next call; the model counts positions by itself."""
+        """The arguments of the next call, without positions, which the model computes itself."""
         kwargs.pop("position_ids", None)
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, *arguments, inputs_embeds=inputs_embeds, **kwargs
@@ -151,7 +151,7 @@ class LineartimeForMaskedLM(LanguageHead):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Logits [B, T, V], and the loss where labels [B, T] are given, -100 for none; others as for the base model."""
+        """Logits [B, T, V], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
         outputs: BaseModelOutputWithPast = self.model(
             input_ids,
             attention_mask=attention_mask,

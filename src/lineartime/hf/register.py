@@ -1,4 +1,4 @@
-"""The entries of lineartime in transformers' tables of models."""
+"""Register the models of lineartime with the Auto classes of transformers."""
 
 from transformers import (
     AutoConfig,
@@ -30,11 +30,11 @@ MODELS = {
     AutoModelForSequenceClassification: LineartimeForSequenceClassification,
     AutoModelForTokenClassification: LineartimeForTokenClassification,
 }
-"""Which model each Auto class loads."""
+"""The model that each Auto class loads."""
 
 
 def register() -> None:
-    """Let `AutoConfig` and the Auto classes of models know lineartime's."""
+    """Register the configuration and the models of lineartime with the Auto classes."""
     AutoConfig.register(LineartimeConfig.model_type, LineartimeConfig, exist_ok=True)
     for auto, model in MODELS.items():
         auto.register(LineartimeConfig, model, exist_ok=True)

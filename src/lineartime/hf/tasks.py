@@ -1,4 +1,4 @@
-"""Models for fine-tuning: a base model and a small head.
+"""Models for fine-tuning: a base model with a small head.
 
 Shapes: B batch, T tokens, C choices, K labels, d model width.
 """
@@ -23,7 +23,7 @@ from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 
 
 class TaskModel(LineartimePreTrainedModel):
-    """A base model, dropout, and a linear map to `outputs` numbers."""
+    """A base model, dropout, and a linear layer with `outputs` features."""
 
     def __init__(self, config: LineartimeConfig, outputs: int) -> None:
         super().__init__(config)
@@ -40,7 +40,7 @@ class TaskModel(LineartimePreTrainedModel):
         return outputs
 
     def pooled(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """One vector for each sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, of a causal model, the last."""
+        """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, in a causal model, the last one."""
         real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         if attention_mask is not None:
             real = attention_mask != 0
@@ -51,7 +51,7 @@ class TaskModel(LineartimePreTrainedModel):
 
 
 class LineartimeForSequenceClassification(TaskModel):
-    """A label, or a number, for each sequence: from the mean of its tokens, or, with a causal model, from its last token."""
+    """Predicts a label or a number for each sequence: from the mean of its tokens, or, in a causal model, from the last."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, config.num_labels)
@@ -65,7 +65,7 @@ class LineartimeForSequenceClassification(TaskModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits [B, K], and the loss where labels are given; other arguments as for the base model."""
+        """Logits [B, K], and the loss if labels are given; other arguments as for the base model."""
         outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask)))
         loss = None
@@ -75,7 +75,7 @@ class LineartimeForSequenceClassification(TaskModel):
 
 
 class LineartimeForTokenClassification(TaskModel):
-    """A label for each token."""
+    """Predicts a label for each token."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, config.num_labels)
@@ -89,7 +89,7 @@ class LineartimeForTokenClassification(TaskModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
-        """Logits [B, T, K], and the loss where labels [B, T] are given, -100 for none; others as for the base model."""
+        """Logits [B, T, K], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
         outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
@@ -97,7 +97,7 @@ class LineartimeForTokenClassification(TaskModel):
 
 
 class LineartimeForQuestionAnswering(TaskModel):
-    """Where the answer to a question begins and ends in a text."""
+    """Predicts where the answer to a question begins and ends in a text."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 2)
@@ -112,7 +112,7 @@ class LineartimeForQuestionAnswering(TaskModel):
         end_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Logits [B, T] of beginning and end, and the loss where both positions [B] are given; others as for the base model."""
+        """Logits [B, T] of beginning and end, and the loss if both positions [B] are given; others as for the base model."""
         outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         start, end = self.score(self.dropout(outputs.last_hidden_state)).unbind(-1)
         loss = None
@@ -122,7 +122,7 @@ class LineartimeForQuestionAnswering(TaskModel):
 
 
 class LineartimeForMultipleChoice(TaskModel):
-    """A score for each of several texts, one of which is right."""
+    """Scores several texts, one of which is the right choice."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 1)
@@ -136,7 +136,7 @@ class LineartimeForMultipleChoice(TaskModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MultipleChoiceModelOutput:
-        """Logits [B, C] for ids and mask [B, C, T], and the loss where labels [B] are given; others as for the base model."""
+        """Logits [B, C] for ids and mask [B, C, T], and the loss if labels [B] are given; others as for the base model."""
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or given.dim() < 3:
             raise ArgumentError("input_ids", "must be [B, C, T]: for each example, the tokens of each choice.")

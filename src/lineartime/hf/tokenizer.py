@@ -1,4 +1,4 @@
-"""Tokenizers of lineartime as those of transformers, and back."""
+"""Conversion of tokenizers from lineartime to transformers and back."""
 
 import json
 from typing import Any
@@ -18,14 +18,14 @@ CHAT_TEMPLATE = """\
 assistant:
 {%- endif -%}
 """
-"""Plain turns, a line each: `user: ...`, and `assistant: ...` with the end of a document behind it, where generation stops."""
+"""Plain turns, one per line: `user: ...`, and `assistant: ...` with an end-of-document token, at which generation stops."""
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers that gives the same ids.
 
-    Its special tokens are parsed in texts, as is usual there: "[MASK]" in a text is the mask. The end of a document is the
-    token that begins a text, ends it, and pads it.
+    Its special tokens are parsed in texts, as usual in transformers: "[MASK]" in a text is the mask. The end-of-document
+    token also serves as the beginning-of-text, end-of-text and padding token.
 
     Raises:
         LineartimeError: if the ids of a trained tokenizer have gaps, so that special tokens cannot be added.
@@ -40,7 +40,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         eos_token=end,
         pad_token=end,
         mask_token=mask,
-        padding_side="left",  # a batch of prompts is continued at its right
+        padding_side="left",  # prompts are continued on the right
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
         model_input_names=["input_ids", "attention_mask"],
@@ -48,14 +48,14 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def plain_tokenizer(definition: str, source: str) -> Tokenizer:
-    """The tokenizer that a tokenizer.json describes, one of bytes being recognised; LineartimeError for what is none."""
+    """The tokenizer in a tokenizer.json, recognising the byte tokenizer; raises LineartimeError for invalid files."""
     found = JsonTokenizer(definition, source)
     given, own = (_spelling(text) for text in (definition, _byte_backend().to_str()))
     return ByteTokenizer() if given == own else found
 
 
 def _spelling(definition: str) -> list[Any]:
-    """What decides which ids a text has: pieces, merges, how texts are cut, and the ids of added tokens."""
+    """What determines the ids of a text: pieces, merges, normalisation, splitting, and the ids of added tokens."""
     data: dict[str, Any] = json.loads(definition)
     added = {token["content"]: token["id"] for token in data["added_tokens"]}
     model = {name: data["model"].get(name) for name in ("type", "vocab", "merges")}
@@ -63,7 +63,7 @@ def _spelling(definition: str) -> list[Any]:
 
 
 def _byte_backend() -> Any:
-    """Bytes as pieces of byte-level BPE without merges."""
+    """The byte tokenizer as byte-level BPE without merges."""
     backend: Any = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LEVEL, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -72,7 +72,7 @@ def _byte_backend() -> Any:
 
 
 def _json_backend(tokenizer: Tokenizer) -> Any:
-    """The definition of a trained tokenizer, with the special tokens that lineartime gives it where it has none."""
+    """The definition of a trained tokenizer, plus the special tokens that lineartime adds if it has none."""
     backend: Any = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     backend.no_truncation()
     backend.no_padding()

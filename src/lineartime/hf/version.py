@@ -1,4 +1,4 @@
-"""Which versions of transformers the adapter works with."""
+"""The versions of transformers that the adapter supports."""
 
 import re
 

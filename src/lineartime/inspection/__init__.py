@@ -1,4 +1,4 @@
-"""What a model does with a text, layer by layer: for people who would rather look than read."""
+"""Show what a model does with a text, layer by layer, on a page and in pictures."""
 
 from lineartime.inspection.look import Inspection, LayerView, Piece, inspect
 from lineartime.inspection.write import PAGE, write_inspection

@@ -1,4 +1,4 @@
-"""The pictures of an inspection: maps of weights as pixels for the page, and one PNG a layer for everything else."""
+"""The pictures of an inspection: attention maps as pixels for the page, and one PNG per layer for other uses."""
 
 import io
 from pathlib import Path
@@ -13,14 +13,14 @@ from lineartime.runs.curve import drawable, new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 POSITIVE, NEGATIVE = (217, 95, 2), (31, 119, 180)
-"""The colours of weights above and below zero; how strong a weight is, is how opaque it is."""
+"""The colours of weights above and below zero; the opacity shows the strength of a weight."""
 _PURPOSE = "A picture of a model"
 
 
 def map_pixels(weights: Tensor) -> Tensor:
     """Weights [T, T] as colours with transparency, which suit light and dark pages: uint8 [T, T, 4].
 
-    The opacity is the square root of a weight over the largest one, so that weak weights show, too.
+    The opacity is the square root of a weight relative to the largest one, so that weak weights are visible, too.
     """
     colours = torch.tensor([NEGATIVE, POSITIVE], dtype=torch.uint8)[(weights > 0).long()]
     strength = (weights.abs() / weights.abs().max().clamp(min=torch.finfo(weights.dtype).tiny)).sqrt()
@@ -28,7 +28,7 @@ def map_pixels(weights: Tensor) -> Tensor:
 
 
 def map_png(weights: Tensor) -> bytes:
-    """The pixels of `map_pixels` as a PNG; LineartimeError without matplotlib."""
+    """The pixels of `map_pixels` as a PNG; raises LineartimeError without matplotlib."""
     try:
         from matplotlib.image import imsave
     except ImportError:
@@ -57,7 +57,7 @@ def draw_losses(inspection: Inspection, file: Path) -> None:
 
 
 def draw_layer(layer: LayerView, title: str, file: Path) -> None:
-    """Draw the maps of a layer, what its parts add to each token, and the norms of its state, above what it lacks."""
+    """Draw the maps of a layer, what its parts add to each token, and the norms of its state, above a note of what it lacks."""
     panels: list[Any] = [*layer.weights, *(["added"] if layer.added else []), *(["states"] if layer.states else [])]
     figure = new_figure(_PURPOSE, 4.4 * max(1, len(panels)), 4.2 + 0.25 * len(layer.missing))
     every = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""The folder of an inspection: a page for a browser, and the same as pictures."""
+"""Write the folder of an inspection: a page for a browser, and the same content as pictures."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ def write_inspection(inspection: Inspection, title: str, out: str | Path) -> Pat
 
     Args:
         inspection: what `inspect` returned.
-        title: the headline of the page, for instance the model's path.
-        out: the folder; it must not exist, or be empty.
+        title: the heading of the page, for instance the model's path.
+        out: the folder, which must be new or empty.
 
     Raises:
-        ArgumentError: for a folder that holds something.
-        LineartimeError: if a file cannot be written, or without matplotlib.
+        ArgumentError: for a folder that is not empty.
+        LineartimeError: if a file cannot be written, or matplotlib is missing.
     """
     out = Path(out)
     with new_folder("out", out) as folder:

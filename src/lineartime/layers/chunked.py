@@ -1,4 +1,4 @@
-"""Gated units that cut documents into chunks: what FLASH and its variants share.
+"""Gated units that cut documents into chunks: the base of FLASH and its variants.
 
 Shapes: B batch, C chunk size, s query/key width, e value width.
 """
@@ -25,17 +25,17 @@ class ChunkedUnit(GatedUnit[State]):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        relative_bias: whether a learned bias by distance is added to the scores of the quadratic part.
-        bias_form: of the relative bias: "auto" is a table for chunks of up to 512 tokens, the rotary form beyond; "buckets" has
-            one value for each of T5's 32 buckets of distances.
-        **options: those of `GatedUnit`; the activation is that of the quadratic part.
+        relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part.
+        bias_form: the form of the relative bias. "auto" is a table for chunks of up to 512 tokens, and the rotary form for
+            longer ones; "buckets" has one value for each of T5's 32 buckets of distances.
+        **options: the options of `GatedUnit`; the activation applies to the quadratic part.
     """
 
     n_maps = 4
     parts: ClassVar[tuple[Part, ...]] = ("local", "global")
     normalizations = CHUNK_NORMALIZATIONS
     bias_chunks: ClassVar[int] = 1
-    """How many chunks in a row the relative bias spans."""
+    """The number of consecutive chunks that the relative bias spans."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class ChunkedUnit(GatedUnit[State]):
 
     @property
     def options(self) -> MixedChunkOptions:
-        """What its attention computes."""
+        """The options of its attention."""
         return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization)
 
     def plan(self) -> LayoutPlan:
-        """Chunks with rotations, also of their slots for a rotary bias."""
+        """Request chunks and rotations and, for a rotary bias, rotations of the slots of a chunk."""
         plan = super().plan()
         return plan._replace(
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
@@ -73,14 +73,14 @@ class ChunkedUnit(GatedUnit[State]):
         )
 
     def chunk_bias(self, layout: Layout) -> Tensor | None:
-        """The relative bias of the quadratic part, [C, C], if there is one; with the C of the layout."""
+        """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the layout."""
         if self.bias is None:
             return None
         slots = self.slots_of_chunk(layout)
         return self.bias.side_by_side(slots, slots, table=layout.place_rotations)
 
     def slots_of_chunk(self, layout: Layout) -> int:
-        """C, or fewer where the layout has short documents alone."""
+        """C, or less if the layout contains only short documents."""
         return self.chunk_size if layout.chunks is None else layout.chunks.chunk_size
 
     def init_mixed_state(self, batch_size: int) -> MixedChunkState:

@@ -1,4 +1,4 @@
-"""Where the parameters of a layer are made, and how those of its dense maps are drawn."""
+"""The device and dtype of a layer's parameters, and the initialisation of its linear projections."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -26,9 +26,9 @@ class Dense(nn.Linear):
     """A linear map whose weights are drawn from N(0, 0.02), with biases 0 (arXiv 2202.10447, appendix B).
 
     Args:
-        in_features: the width of inputs.
-        *widths: the width of outputs; several for maps that are computed together, one behind the other in the output.
-        **factory: where the parameters are made.
+        in_features: the width of the input.
+        *widths: the width of the output. Several widths are projections that are computed together and concatenated.
+        **factory: the device and dtype of the parameters.
     """
 
     def __init__(self, in_features: int, *widths: int, **factory: Unpack[FactoryOptions]) -> None:
@@ -40,14 +40,14 @@ class Dense(nn.Linear):
         return dense(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases anew."""
-        super().reset_parameters()  # so that a seed gives the weights it always gave, which came after these draws
+        """Initialise the weights and biases."""
+        super().reset_parameters()  # keeps the order of random numbers, so that a seed gives the same weights as before
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 
 
 def reset_parts(module: nn.Module) -> None:
-    """Draw the parameters of all parts of a module anew."""
+    """Initialise the parameters of all submodules of a module."""
     for part in module.children():
         reset = getattr(part, "reset_parameters", None)
         if reset is None:

@@ -13,8 +13,8 @@ class MLP(ResidualLayer):
     """Two linear maps with a GELU between them, pre-norm and residual inside: [B, T, d] -> [B, T, d].
 
     Args:
-        expansion: the hidden layer is expansion * d wide.
-        **options: those of `ResidualLayer`.
+        expansion: the hidden width is expansion * d.
+        **options: the options of `ResidualLayer`.
     """
 
     name = "mlp"
@@ -27,7 +27,7 @@ class MLP(ResidualLayer):
         self.to_output = Dense(expansion * d_model, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, T, d], each token on its own."""
+        """[B, T, d] -> [B, T, d], each token independently."""
         self.check_input(x)
         return self.after(x, self.to_output(F.gelu(self.to_hidden(self.before(x)))))
 
@@ -36,8 +36,8 @@ class GLU(ResidualLayer):
     """Gated linear unit with GELU, as many parameters as an `MLP` of the same expansion: [B, T, d] -> [B, T, d].
 
     Args:
-        expansion: each of the two branches is 2/3 * expansion * d wide, rounded.
-        **options: those of `ResidualLayer`.
+        expansion: each of the two branches has width 2/3 * expansion * d, rounded.
+        **options: the options of `ResidualLayer`.
 
     Source: "GLU Variants Improve Transformer" (arXiv 2002.05202), GEGLU.
     """
@@ -53,7 +53,7 @@ class GLU(ResidualLayer):
         self.to_output = Dense(hidden, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, T, d], each token on its own."""
+        """[B, T, d] -> [B, T, d], each token independently."""
         self.check_input(x)
         gate, value = self.to_gate_value(self.before(x)).chunk(2, dim=-1)
         return self.after(x, self.to_output(F.gelu(gate) * value))

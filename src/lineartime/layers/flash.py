@@ -33,11 +33,11 @@ class FLASH(
 ):
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
-    Pre-norm and residual are inside: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. Causal, it streams with constant memory.
-    With normalization="paper", scores are divided by the constant C, as published, and the linear part is averaged over chunks.
-    With "paper_sum", a causal layer adds up chunks without averaging: see `MixedChunkOptions`.
+    The layer includes a pre-norm and a residual connection: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. A causal layer
+    streams with constant memory. With normalization="paper", scores are divided by the constant C, as published, and the linear
+    part is averaged over chunks. With "paper_sum", a causal layer sums over chunks without averaging: see `MixedChunkOptions`.
 
-    Options are those of `ChunkedUnit`.
+    The options are those of `ChunkedUnit`.
 
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
     """
@@ -46,12 +46,12 @@ class FLASH(
     splits_context = True
 
     def plan(self) -> LayoutPlan:
-        """As for all units with chunks; in an exported program, which reads any length, the operator cuts them."""
+        """Request chunks, except in an exported program: it accepts any length, so its operator cuts the chunks."""
         plan = super().plan()._replace(normalization=self.normalization)
         return plan._replace(chunk_size=None) if torch.compiler.is_exporting() else plan
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         if not self._keeps_less_with_its_output_map(normed):
             return super().mix(normed, layout)
         projection, bias = self.to_gate_value_base, self.chunk_bias(layout)
@@ -63,12 +63,15 @@ class FLASH(
         return out + self.to_output.bias.to(out.dtype)
 
     def _keeps_less_with_its_output_map(self, normed: Tensor) -> bool:
-        """Whether attention applies the output map too: for a gradient on a CPU, if nobody has changed what is passed over."""
+        """Whether the attention also applies the output projection, which keeps less for a backward pass on a CPU.
+
+        This bypasses `to_output` and `attend_and_gate`, so neither of them may have been modified.
+        """
         is_own = _is_untouched(self.to_output) and type(self).attend_and_gate is FLASH.attend_and_gate
         return is_own and torch.is_grad_enabled() and normed.device.type == "cpu" and not torch.compiler.is_exporting()
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """All between the two dense maps as one operation."""
+        """Everything between the two linear projections, as one operation."""
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
         if torch.compiler.is_exporting() and layout.context is None:
             attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.backend)
@@ -87,11 +90,11 @@ class FLASH(
         return self.init_mixed_state(batch_size)
 
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
-        """Attend with a state of constant size, and the state N tokens later."""
+        """Attend with a state of constant size; return the outputs and the new state."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
 
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Every prefix by itself: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
+        """Bidirectional attention within each prefix: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
         return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways)
 
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
@@ -99,12 +102,12 @@ class FLASH(
         return stream.mixed_chunk_streams(states, self.gamma.dtype)
 
     def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of a step, with what all layers would work out of the chunks that the new tokens stand in."""
+        """The layout of a step, with the open chunk of each stream, which is the same for all layers."""
         dtype = acc_dtype(self.to_output.weight)
         return super().step_layout(positions)._replace(open_chunk=stream.open_chunk(positions, self.options, dtype))
 
     def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
-        """One more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
         chunk = layout.open_chunk
         assert chunk is not None  # step_layout makes it
         row: Tensor | None = None
@@ -116,5 +119,5 @@ class FLASH(
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Whether a dense map is what this library made, so that attention can do what it does without calling it."""
+    """Whether a projection is an unmodified `Dense` without hooks, so that attention can apply it without calling it."""
     return type(layer) is Dense and type(layer.weight) is nn.Parameter and not has_hooks(layer)

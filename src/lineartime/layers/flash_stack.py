@@ -1,4 +1,4 @@
-"""FLASH layers in a row, which read one more token of few streams as one function in C++.
+"""A stack of FLASH layers that processes one more token of a few streams in a single C++ function.
 
 Shapes: B streams, d model width.
 """
@@ -28,8 +28,8 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, check_streams
 class FlashStack:
     """Layers inside some modules as they were when the stack was made; see `flash_stack`.
 
-    A step passes over the modules. `is_current` tells whether they still are what the stack was made of, so that nothing is
-    missed that someone has put into one since.
+    A step bypasses the modules. `is_current` tells whether they are unchanged since the stack was made, so that later changes,
+    such as hooks, are not ignored.
     """
 
     def __init__(self, modules: nn.Module, layers: Sequence[FLASH], norms: Sequence[NormParts]) -> None:
@@ -43,26 +43,26 @@ class FlashStack:
 
     @property
     def can_run(self) -> bool:
-        """Whether there is a function for the dtype, the device and the shapes of the parameters."""
+        """Whether a C++ function supports the dtype, the device and the shapes of the parameters."""
         return self._native.can_run
 
     @property
     def is_current(self) -> bool:
-        """Whether each module still has the parts, parameters, options and hooks (none) that it had."""
+        """Whether each module still has the same submodules, parameters and options, and no hooks."""
         found = map(dict.get, self._dictionaries, self._keys)
         if any(self._hooks) or torch_module._has_any_global_hook() or not all(map(is_, found, self._values)):
             return False
         return self._native.are_where_they_were
 
     def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of one more token for streams at these positions, int64 [B]: what `step` needs of it."""
+        """The layout that `step` needs for one more token of streams at these positions, int64 [B]."""
         return step_layout(positions, plan=self._plan)
 
     def step(self, x: Tensor, streams: Sequence[Any], layout: Layout) -> Tensor | None:
-        """`read_step` of every layer in turn, [B, 1, d] -> [B, 1, d], or None where this form cannot run.
+        """Apply `read_step` of every layer in turn, [B, 1, d] -> [B, 1, d]; return None if this form cannot run.
 
         Raises:
-            ArgumentError: for streams of layers of other sizes.
+            ArgumentError: if the streams belong to layers of other sizes.
         """
         first = self.layers[0]
         if any(isinstance(of_layer, ShiftedState) != first.token_shift for of_layer in streams):
@@ -77,18 +77,18 @@ class FlashStack:
 
 
 _STACKS: WeakKeyDictionary[nn.Module, FlashStack] = WeakKeyDictionary()
-"""The last stack of each list of blocks: making one takes as long as a step."""
+"""The latest stack of each list of blocks, cached because making one takes as long as a step."""
 
 
 def flash_stack(blocks: nn.Module, find_layers: Callable[[], Sequence[nn.Module]], n_streams: int) -> FlashStack | None:
-    """The stack of the layers in some blocks, or None unless it would pay for so many streams, and can be made.
+    """Return the stack of the layers in `blocks`, or None if it cannot run or would not be faster.
 
-    It can be made of pre-norm FLASH layers as they were built, alike in all but their parameters.
+    A stack consists of unmodified pre-norm FLASH layers that differ only in their parameters.
 
     Args:
-        blocks: the module that the layers, and all that may stand between them, are in.
-        find_layers: gives the layers in their order; empty, if there is anything else between them.
-        n_streams: B; for many, matrix libraries are faster.
+        blocks: the module that contains the layers and anything between them.
+        find_layers: returns the layers in order, or nothing if there is anything else between them.
+        n_streams: B; for many streams, matrix libraries are faster.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or n_streams > MOST_ROWS or native_functions(SOURCE) is None:
         return None
@@ -126,7 +126,10 @@ def _tensors_of(layer: FLASH, norm: NormParts) -> LayerTensors:
 
 
 def _watched(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Dictionaries of a module with what each key holds; None for a forward of its own, which it must not get."""
+    """Yield (dictionary, key, value) for everything in a module that must not change.
+
+    The value of `forward` is None: a module must not get a `forward` of its own.
+    """
     for dictionary in (module._modules, module._parameters):
         yield from ((dictionary, key, value) for key, value in dictionary.items())
     yield from ((vars(module), key, value) for key, value in vars(module).items() if not key.startswith("_"))

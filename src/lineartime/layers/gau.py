@@ -1,6 +1,6 @@
 """GAU, the gated attention unit; a model of GAUs is FLASH-Quad.
 
-Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest, s query/key width,
+Shapes: B batch, T tokens, N new tokens of a stream, D documents, L tokens of the longest row, s query/key width,
 e value width, R rows (one for each document).
 The definition of its attention is in `lineartime.ops.quadratic.reference`.
 """
@@ -36,17 +36,18 @@ PUBLISHED_LENGTH = 512
 class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     """Gated attention unit: one layer that replaces attention and feed-forward, quadratic in T.
 
-    Pre-norm and residual are inside: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With normalization="paper" it computes the
-    published relu(q.k / n + bias)^2: n is the number of real tokens, or, in a causal layer, the constant `max_length` (512 if
-    none is stated). With "paper_bias" that is relu((q.k + bias) / n)^2, as in a published port.
+    The layer includes a pre-norm and a residual connection: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With
+    normalization="paper", it computes the published relu(q.k / n + bias)^2. n is the number of real tokens or, in a causal
+    layer, the constant `max_length` (512 if it is None). With "paper_bias", it computes relu((q.k + bias) / n)^2, as in a
+    published port.
 
     Args:
-        relative_bias: whether a learned bias by distance is added to the scores.
-        bias_form: of the relative bias: "auto", see `max_length`, or "buckets", one value for each of T5's 32 buckets of
-            distances, which has no limit.
-        max_length: the longest sequence the layer will see, or None. Up to 512 the relative bias is a table, and longer input
-            an error; above, or with None, it is the rotary form, which has no limit.
-        **options: those of `GatedUnit`.
+        relative_bias: whether to add a learned bias, which depends on the distance, to the scores.
+        bias_form: the form of the relative bias. "auto" depends on `max_length`; "buckets" has one value for each of T5's 32
+            buckets of distances and no length limit.
+        max_length: the length of the longest sequence, or None. Up to 512, the relative bias is a table, and a longer input
+            raises an error. Above 512, or with None, the bias has the rotary form, which has no length limit.
+        **options: the options of `GatedUnit`.
 
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2.
     """
@@ -76,11 +77,11 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
 
     @property
     def longest_sequence(self) -> int | None:
-        """The end of the table of relative biases, if there is one."""
+        """The length that the table of relative biases covers, or None without a table."""
         return self.bias.max_length if isinstance(self.bias, TableBias) else None
 
     def plan(self) -> LayoutPlan:
-        """Rows with rotations, also of places for a rotary bias."""
+        """Request rows and rotations and, for a rotary bias, rotations of the places of a row."""
         plan = super().plan()
         return plan._replace(
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
@@ -88,22 +89,22 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
         )
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """Every document attends by itself: [B, T, 2 e + s] -> [B, T, e]."""
+        """Attend within each document and apply the gate: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
         return self.gate(gate, self.attend_part("attention", maps, v, layout))
 
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """The attention, which has no parts: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
+        """The whole attention, its only part: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
         attend = partial(self.attend_rows, layout=layout, causal=self.causal)
         attended = layout.by_row(attend, *maps.unbind(1), v)
         return layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
 
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Every prefix by itself: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
+        """Bidirectional attention within each prefix: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
         return layout.by_row(partial(self.attend_rows, layout=layout, causal=False), *maps.unbind(1), v)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout, causal: bool) -> Tensor:
-        """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], where rows are shorter."""
+        """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], is False for padding."""
         bias: Tensor | FactoredBias | None
         if isinstance(self.bias, RotaryBias) and not self._divides_bias:
             places = torch.arange(q.shape[1], device=q.device)
@@ -146,7 +147,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
         return KVCache(empty, empty.new_zeros(batch_size, 0, self.d_value))
 
     def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
-        """Attend with the cache of all earlier keys and values, and the cache grown by N tokens."""
+        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         q, k = maps.unbind(1)
         n_new = len(layout.positions)
         return quadratic_attention_extend(

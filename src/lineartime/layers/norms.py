@@ -21,7 +21,7 @@ class ScaleNorm(nn.Module):
     def __init__(self, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.eps = eps
-        self.g = nn.Parameter(torch.empty(1, **factory))  # not a scalar: FSDP2 shards rows
+        self.g = nn.Parameter(torch.empty(1, **factory))  # [1], not a scalar: FSDP2 shards rows
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -29,7 +29,7 @@ class ScaleNorm(nn.Module):
         nn.init.ones_(self.g)
 
     def extra_repr(self) -> str:
-        """What it was built with."""
+        """The options, shown when the norm is printed."""
         return f"eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
-        """What it was built with."""
+        """The options, shown when the norm is printed."""
         return f"{len(self.weight)}, eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class NormParts(NamedTuple):
 
 
 def norm_parts(norm: nn.Module) -> NormParts | None:
-    """The parts of one of the norms above, or None for anything else, as a subclass."""
+    """The parts of a LayerNorm or one of the norms above; None for any other module, such as a subclass."""
     if type(norm) is nn.LayerNorm and norm.weight is not None:
         return NormParts(norm.weight, norm.bias, True, norm.eps)
     if type(norm) is ScaleNorm:
@@ -82,7 +82,7 @@ def norm_parts(norm: nn.Module) -> NormParts | None:
 
 
 def build_norm(norm: Norm, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> nn.Module:
-    """The norm of that name for inputs [..., d_model]; ArgumentError for an unknown name, or an eps that is not positive."""
+    """Build a norm for inputs [..., d_model]; ArgumentError for an unknown name, or an eps that is not between 0 and 1."""
     check_choice("norm", norm, NORMS)
     if not 0 < eps < 1:
         raise ArgumentError("norm_eps", f"is {eps}, but must be above 0 and below 1.")

@@ -14,8 +14,8 @@ class Option(NamedTuple):
 def constructor_options(layer: type[Any]) -> dict[str, Option]:
     """The keyword arguments of a layer's constructor, by name: those of its bases first, then its own.
 
-    A constructor that passes arguments on, `**options: Unpack[SomeOptions]`, takes those that SomeOptions lists. Their types
-    and defaults are those of the base that declares them. Where a subclass does not say what it passes on, that is everything.
+    A constructor with `**options: Unpack[SomeOptions]` accepts the arguments that SomeOptions lists. Their types and defaults
+    are those of the base class that declares them. A constructor whose `**options` has no such annotation accepts all of them.
     """
     options: dict[str, Option] = {}
     accepted: set[str] | None = None  # None: everything

@@ -1,4 +1,4 @@
-"""Mixers that can read the first tokens of a sequence in both directions, and the rest causally.
+"""Mixers that can attend bidirectionally within the first tokens of a sequence, and causally after them.
 
 Shapes: B batch, N tokens of a prefix, d model width.
 """
@@ -16,19 +16,19 @@ class PrefixMixer(Mixer[State]):
     reads_prefix = True
 
     def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, State | ShiftedState | RaggedState]:
-        """Begin streams with tokens that read each other in both directions; `extend` continues them causally.
+        """Begin streams with tokens that attend to each other bidirectionally; `extend` continues them causally.
 
-        Outputs are those of `forward` with these tokens as prefixes. The state is the one that `extend` has after them.
+        The outputs are those of `forward` with these tokens as prefixes. The state is the one that `extend` returns for them.
 
         Args:
             x: [B, N, d].
-            mask: bool or 0 and 1, [B, N], True for real tokens: prefixes of different lengths are padded on the left.
+            mask: [B, N], bool or integers 0 and 1, True for real tokens. Prefixes of different lengths are padded on the left.
 
         Returns:
-            [B, N, d], with zeros at padding, and the state: a `RaggedState` where prefixes have different lengths.
+            [B, N, d], with zeros at padding, and the state: a `RaggedState` if prefixes have different lengths.
 
         Raises:
-            LineartimeError: unless the mixer is causal and can read a prefix, and shapes fit.
+            LineartimeError: if the mixer is not causal or does not support prefixes, or shapes do not match.
         """
         self.check_prefix()
         self.check_input(x)

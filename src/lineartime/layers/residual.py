@@ -1,4 +1,4 @@
-"""What every layer has in common: a norm and a residual around it.
+"""The base of every layer: a norm and a residual connection.
 
 Shapes: B batch, T tokens, d model width.
 """
@@ -32,20 +32,20 @@ class ResidualLayer(nn.Module):
     Args:
         d_model: d, the width of inputs and outputs.
         norm: "layernorm", "scalenorm" or "rmsnorm".
-        norm_eps: what is added to the mean square, or the variance, that the norm divides by.
-        norm_position: "pre", before f; or "post", behind the residual, for layers whose input is normed already.
+        norm_eps: the epsilon that the norm adds to the mean square, or to the variance.
+        norm_position: "pre", before f; or "post", after the residual, for layers whose input is already normalised.
         dropout: probability of dropping an output before the residual.
-        device, dtype: where parameters are made, and in which dtype, as in torch.nn; None for PyTorch's defaults.
+        device, dtype: the device and dtype of the parameters, as in torch.nn; None for PyTorch's defaults.
 
     Raises:
-        ValueError: for an argument outside what it allows.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     name: ClassVar[str]
-    """Its name in a `LayerConfig`, in JSON and in the documents; for a mixer, that of its file, with hyphens."""
+    """The name in a `LayerConfig`, in JSON and in the documentation; for a mixer, that of its file, with hyphens."""
 
     def __new__(cls, *_: object, **options: object) -> Self:
-        """Check the types of options before any constructor uses them; a copy is made without options."""
+        """Check the types of options before a constructor uses them; copying a layer passes no options."""
         check_options(cls, options)
         return super().__new__(cls)
 
@@ -71,25 +71,25 @@ class ResidualLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def init_own(self) -> None:
-        """Draw the parameters that are the layer's own, not its parts': none, unless a subclass has some."""
+        """Initialise the layer's own parameters, without those of its submodules; by default, there are none."""
 
     def reset_parameters(self) -> None:
-        """Draw all parameters of the layer anew, from the distributions of its constructor."""
+        """Initialise all parameters of the layer, as its constructor does."""
         reset_parts(self)
         self.init_own()
 
     def before(self, x: Tensor) -> Tensor:
-        """What f reads: x, normed if the norm stands before it."""
+        """The input of f: x, after the norm if it is a pre-norm."""
         return self.norm(x) if self.norm_position == "pre" else x
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
-        """The output of the layer, given that of f: x + dropout(out), normed if the norm stands behind it."""
+        """The output of the layer, given the output of f: x + dropout(out), after the norm if it is a post-norm."""
         out = self.dropout(out) if self.training else out
-        out = x + out.to(torch.promote_types(x.dtype, out.dtype))  # a sum of two dtypes takes longer than both steps
+        out = x + out.to(torch.promote_types(x.dtype, out.dtype))  # adding two dtypes is slower than converting and adding
         return out if self.norm_position == "pre" else self.norm(out)
 
     def extra_repr(self) -> str:
-        """Its options, apart from those that its parts show."""
+        """The options, apart from those that submodules show."""
         shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
         shown += ["norm_position"] * (self.norm_position != "pre")
         values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
@@ -97,10 +97,10 @@ class ResidualLayer(nn.Module):
         return ", ".join(filter(None, [*options, super().extra_repr()]))
 
     def check_input(self, x: Tensor, argument: str = "x", shape: str = "[B, T, d_model]") -> None:
-        """Raise ArgumentError unless x is [B, T, d], of the dtype and on the device of the layer."""
+        """Raise ArgumentError unless x is [B, T, d], with the dtype and on the device of the layer."""
         check_tokens(argument, x, shape, self.d_model, self.norm, self)
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, T, d] with zeros at padding, whatever stood there, NaN included."""
+    """Replace padding in [B, T, d] by zeros, even if it is NaN."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)

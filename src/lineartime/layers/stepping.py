@@ -37,16 +37,16 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
 
     @abstractmethod
     def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
-        """One more normed token of every stream -> what is added to it, [B, 1, d]; updates `streams` in place."""
+        """Map one more normed token of every stream to what is added to it, [B, 1, d]; updates `streams` in place."""
 
     def join_streams(self, states: Sequence[State | ShiftedState]) -> Streams | ShiftedState:
-        """Join streams that stand at different positions, to continue them with `step`.
+        """Join streams at different positions, to continue them with `step`.
 
         Args:
-            states: of one or more streams each, as `extend` returns them; they stay as they are.
+            states: states that `extend` returned, each of one or more streams; they are not modified.
 
         Raises:
-            ArgumentError: unless the mixer is causal, and for a state of another layer.
+            ArgumentError: if the mixer is not causal, or a state belongs to another layer.
         """
         self.check_causal()
         for state in states:
@@ -59,7 +59,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
 
         Raises:
-            ValueError: unless x is one token for each stream.
+            ValueError: if x is not one token for each stream.
         """
         self.check_input(x)
         if not isinstance(getattr(streams, "position", None), Tensor):

@@ -1,4 +1,4 @@
-"""States of streams as trees of tensors [B, ...], with a token shift or without, and streams that stand at different positions.
+"""States of streams as trees of tensors [B, ...], with or without a token shift, and streams at different positions.
 
 Shapes: B streams, N new tokens, d model width.
 """
@@ -27,7 +27,7 @@ class ShiftedState(NamedTuple):
     """What a mixer with a token shift remembers of streams, whether they stand at one position or were joined.
 
     Attributes:
-        last: [B, h], the normed features of the last token that the next one takes.
+        last: [B, h], the normed features of the last token that are shifted into the next one.
         own: the state of the mixer itself.
     """
 
@@ -44,8 +44,8 @@ class RaggedState(NamedTuple):
     """What a mixer remembers of streams at different positions, as `extend` with a mask returns it.
 
     Attributes:
-        rows: for each group of streams at one position, which they are.
-        states: for each group, its state.
+        rows: the indices of the streams in each group; a group has the streams at one position.
+        states: the state of each group.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -61,16 +61,16 @@ class RaggedState(NamedTuple):
 def extend_ragged(
     extend: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor, state: Any, mask: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Continue each stream by its own real tokens: those that stand at one position and get as many are read together.
+    """Continue each stream by its own real tokens; streams with equal positions and token counts are computed together.
 
     Args:
-        extend: continues streams at one position by tokens without padding.
+        extend: continues streams at the same position by tokens without padding.
         x: [B, N, d].
-        state: of streams at one position, or a `RaggedState`.
-        mask: bool [B, N], True for real tokens; None where all are.
+        state: the state of streams at the same position, or a `RaggedState`.
+        mask: bool [B, N], True for real tokens; None if all are real.
 
     Returns:
-        [B, N, d], with zeros at padding, and the state: a `RaggedState` unless all streams stand at one position.
+        [B, N, d], with zeros at padding, and the state: a `RaggedState` unless all streams are at the same position.
     """
     batch, length = x.shape[:2]
     counts = [length] * batch if mask is None else mask.sum(1).tolist()
@@ -100,18 +100,18 @@ def extend_ragged(
 
 
 def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], Any]:
-    """Groups of streams at one position as one group."""
+    """Merge groups of streams at the same position into one group."""
     rows = tuple(row for rows, _ in parts for row in rows)
     return rows, join_groups([state for _, state in parts])
 
 
 def join_groups(states: Sequence[Any]) -> Any:
-    """One state of all streams of several states at one position."""
+    """Join several states at the same position into one state of all their streams."""
     return _map_tensors(lambda *tensors: torch.cat(tensors), *states)
 
 
 def take_streams(state: Any, rows: Tensor) -> Any:
-    """The state of some of the streams, in the order of `rows`, int64."""
+    """Select the streams with the indices `rows`, int64, in this order."""
     if isinstance(state, RaggedState):
         return _take_ragged(state, rows)
     return _map_tensors(lambda tensor: tensor[rows], state)
@@ -138,7 +138,7 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
 
 
 def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
-    """The state whose tensors are those of a function of the tensors of equally built states; the rest is the first's."""
+    """Apply a function to the corresponding tensors of states of the same structure; keep the rest of the first state."""
     first = states[0]
     if isinstance(first, Tensor):
         return function(*states)
@@ -149,9 +149,9 @@ def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
 
 
 def check_state(state: Any, template: Any, layer: str, name: str = "state") -> None:
-    """Raise ArgumentError unless a state is built like the `template`, the layer's own for no streams.
+    """Raise ArgumentError unless a state has the structure of `template`, the layer's own state of zero streams.
 
-    The first dimension of a tensor is that of the streams; one that is 0 in the template grows with the tokens.
+    The first dimension of a tensor counts the streams. Any other dimension that is 0 in the template grows with the tokens.
     """
     advice = "give it the state that init_state or extend of the same layer returned"
     if type(state) is not type(template):

@@ -1,8 +1,8 @@
 """The step of joined streams as one compiled function.
 
-With one stream, the dense maps of a step are products of one row with a matrix, which take as long as reading the matrix.
-Matrix libraries read it at a third of the speed of memory. Code that torch.compile generates for a sum of products reads it at
-nearly full speed, and computes norms and gates on the way.
+With one stream, each linear layer of a step multiplies one row by a matrix, which takes as long as reading the matrix from
+memory. Matrix libraries read it at a third of the memory bandwidth. The code that torch.compile generates for a sum of
+products reads it at nearly the full bandwidth, and computes norms and gates in the same pass.
 
 Shapes: B streams, V vocabulary, K width of an input, N width of an output.
 """
@@ -27,35 +27,35 @@ _numbers = count()
 
 
 def compiled_step() -> CompiledStep:
-    """The step of a model, or of copies of it, with streams that it joined: ids [B, 1] -> logits [B, 1, V], unchecked.
+    """The compiled step of a model or its copies, for streams that it joined: ids [B, 1] -> logits [B, 1, V].
 
-    The first call compiles it.
+    The arguments are not checked. The first call compiles the step.
     """
 
     def step(model: "CausalLM", ids: Tensor, streams: "BackboneState") -> Tensor:
         with OneRowProducts():
             return model.logits(model.backbone.read_step(model.backbone.embedding(ids), streams))
 
-    # PyTorch limits how often a code object is compiled: each model brings its own. By its name, PyTorch remembers
-    # the sizes that it has met, and would compile for any size what another model has in another.
+    # PyTorch limits how often a code object is compiled, so each model gets its own. PyTorch also remembers the sizes
+    # it has seen by the name of the code: under a shared name, sizes that differ between models would become dynamic.
     step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
     compiled: CompiledStep = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _checked_at_each_step})
     return compiled
 
 
 def _checked_at_each_step(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions of compiled code are: those on tensors and options, not the hundreds on hooks and global functions."""
+    """Which guards are evaluated at each step: those on tensors and options, not the hundreds on hooks and globals."""
     hooks = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
     return [not guard.is_global and guard.guard_type not in hooks for guard in guards]
 
 
 class OneRowProducts(TorchFunctionMode):
-    """Has products of one row with a matrix computed as sums, if the numbers that are added lie side by side in memory."""
+    """Computes products of one row with a matrix as sums, if the values to be added are contiguous in memory."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The function, or what equals it."""
+        """Call the function, or its equivalent for one row."""
         kwargs = kwargs or {}
         if function is F.linear and type(args[1]) in (Tensor, nn.Parameter) and _is_row(args[0], args[1].mT):
             return linear_row(*args, **kwargs)
@@ -70,7 +70,7 @@ def _is_row(x: Tensor, matrix: Tensor) -> bool:
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for one row, [..., K] with a weight [N, K] -> [..., N]."""
+    """`F.linear` for one row: [..., K] with a weight [N, K] -> [..., N]."""
     dtype = acc_dtype(x)
     out = (x.reshape(1, -1).to(dtype) * weight.to(dtype)).sum(-1)
     if bias is not None:
@@ -79,6 +79,6 @@ def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def bmm_row(x: Tensor, matrices: Tensor) -> Tensor:
-    """`torch.bmm` for one row each, [B, 1, K] with [B, K, N] -> [B, 1, N]."""
+    """`torch.bmm` with one row per matrix: [B, 1, K] with [B, K, N] -> [B, 1, N]."""
     dtype = acc_dtype(x)
     return (x.to(dtype) * matrices.mT.to(dtype)).sum(-1)[:, None].to(x.dtype)

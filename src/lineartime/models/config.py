@@ -1,4 +1,4 @@
-"""A model described by plain data: what it is made of, and how large it is."""
+"""The configuration of a model as plain data: its parts and their sizes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,32 +17,32 @@ from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A language model: embedding, N equal blocks of a mixer and perhaps a feed-forward layer, norm, logits.
+    """A language model: embedding, N identical blocks of a mixer and an optional feed-forward layer, norm, logits.
 
     Attributes:
         task: "clm", a causal language model; "mlm", a masked (bidirectional) one; or "prefix-lm", a causal one that reads a
-            prefix in both directions.
+            prefix bidirectionally.
         vocab_size: number of tokens.
         d_model: width of the residual stream.
         n_blocks: number of blocks.
-        mixer: what moves information between tokens.
-        feed_forward: what follows the mixer in a block, or None: a gated attention unit needs none.
-        norm: the norm of every layer, and the one before the logits.
-        norm_eps: what `norm` adds to the mean square, or the variance, that it divides by.
-        norm_position: "pre", norms before layers; "post", behind their residuals.
-        final_norm: the norm before the logits: "same" as the others; another one, with an epsilon of 1e-5; or "none".
-        embedding_norm: whether what the first block reads is normed.
+        mixer: the layer that moves information between tokens.
+        feed_forward: the layer after the mixer in each block; None for models of gated attention units, which need none.
+        norm: the norm of every layer and, by default, the final norm.
+        norm_eps: the epsilon that `norm` adds to the mean square or variance before dividing by it.
+        norm_position: "pre" for a norm before each layer; "post" for a norm after each residual connection.
+        final_norm: the norm before the logits: "same" as `norm`; another one, with an epsilon of 1e-5; or "none".
+        embedding_norm: whether the input of the first block is normalised.
         absolute_position: "scaled_sin" adds a scaled sinusoid to the embeddings; "learned" adds one learned vector for each
             position; "none" adds nothing.
-        max_positions: how many positions are learned, and so the longest sequence, where they are.
-        token_types: how many types of tokens, such as the two texts of a pair, have a learned vector that is added to the
-            embeddings; 0 for none.
-        tie_word_embeddings: whether the logits are made by the transposed embedding of tokens; otherwise by a linear map of
-            their own, with a bias.
-        dropout: of every layer's output.
+        max_positions: the number of learned positions, and so the longest sequence; None for other positions.
+        token_types: the number of token types, such as the two texts of a pair. Each has a learned vector that is added to
+            the embeddings. 0 for none.
+        tie_word_embeddings: whether the logits are computed with the transposed token embedding; otherwise with a separate
+            linear layer, which has a bias.
+        dropout: the dropout rate of every layer's output.
 
     Raises:
-        ArgumentError: for a value of the wrong type or outside what it allows.
+        ArgumentError: for a value of the wrong type or out of range.
     """
 
     task: Task
@@ -73,19 +73,19 @@ class ModelConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens that the model can read, or None where there is no limit."""
+        """The maximum number of tokens that the model can read, or None if there is no limit."""
         with torch.device("meta"):
             mixer = self.mixer.build(self.d_model)
         limits = [limit for limit in (self.max_positions, mixer.longest_sequence) if limit is not None]
         return min(limits, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
+        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
         return parts_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """The config that `to_dict` described; options of layers that are missing take their defaults.
+        """Restore a config from the dictionary of `to_dict`. Missing layer options take their defaults.
 
         Raises:
             ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
@@ -99,16 +99,16 @@ class ModelConfig:
 
     @property
     def override_names(self) -> list[str]:
-        """The names that `override` takes: fields of the model, then options of its layers."""
+        """The names that `override` accepts: fields of the model, then options of its layers."""
         return _override_names(vars(self))
 
     def override(self, /, **values: Any) -> "ModelConfig":
-        """A copy with other values: a field of the model, or an option of its mixer or feed-forward under its own name.
+        """Return a copy with other values for fields of the model, or for options of its mixer or feed-forward layer.
 
-        `config.override(vocab_size=32000, chunk_size=512)`.
+        For instance, `config.override(vocab_size=32000, chunk_size=512)`.
 
         Raises:
-            ArgumentError: for a name that no part of this config has, or that two have, or a value that is not allowed.
+            ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own = parts_from_dict({name: value for name, value in values.items() if name in fields})

@@ -19,11 +19,11 @@ class Cost(NamedTuple):
     """The cost of a model.
 
     Attributes:
-        parameters: number of learned numbers.
-        flops_per_token: operations in the matrix products of a forward pass over T tokens, divided by T; a multiplication and
-            an addition count as two. Softmax attention counts all T x T products, even if a kernel skips the future; causal
-            relu^2 attention counts the blocks that it computes. Sums are not counted.
-        state_bytes: size of the state of one stream after T tokens, in float32; None for a model that does not stream.
+        parameters: number of parameters.
+        flops_per_token: operations in the matrix products of a forward pass over T tokens, divided by T. A multiplication and
+            an addition count as two. Softmax attention counts all T x T products, even if a kernel skips masked ones; causal
+            relu^2 attention counts the blocks that it computes. Sums outside matrix products are not counted.
+        state_bytes: size of the state of one stream after T tokens, in float32; None for a model that cannot stream.
     """
 
     parameters: int
@@ -33,19 +33,19 @@ class Cost(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
-    # All blocks are alike: a model of one and a model of two show what each block adds.
+    # All blocks are identical: models with one and with two blocks show what each block adds.
     with torch.device("meta"):
         one, two = (_parameters(build_model(config.override(n_blocks=n))) for n in (1, 2))
     return one + (config.n_blocks - 1) * (two - one)
 
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
-    """The cost of a model with `context_length` tokens of context; ArgumentError if the model cannot read as many."""
+    """The cost of a model with `context_length` tokens of context. Raises ArgumentError if the model cannot read as many."""
     longest = config.longest_sequence
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    # All blocks are alike: a model of one and a model of two show what each block adds.
+    # All blocks are identical: models with one and with two blocks show what each block adds.
     with torch.device("meta"):
         one, two = (build_model(config.override(n_blocks=n)) for n in (1, 2))
 
@@ -58,7 +58,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
-    """The size of the state of one stream after `context_length` tokens; None for a model that does not stream."""
+    """The size of the state of one stream after `context_length` tokens; None for a model that cannot stream."""
     with torch.device("meta"), torch.no_grad():
         model = build_model(config.override(n_blocks=1))
         if not isinstance(model, CausalLM):

@@ -1,4 +1,4 @@
-"""Streams at different positions, for models whose mixers cannot step them together: one group for each position.
+"""Streams at different positions, for models whose mixers cannot step them together: one group per position.
 
 Shapes: B streams, d model width.
 """
@@ -15,11 +15,11 @@ Extend = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 class GroupedStreams:
-    """Streams of a model by their positions; streams that stand at one position stay together for good.
+    """Streams of a model, grouped by position. Streams at the same position always stay in one group.
 
     Args:
-        states: of the model, each of one or more streams at one position; they stay as they are.
-        device: of the model.
+        states: states of the model, each of one or more streams at the same position. They are not modified.
+        device: the model's device.
     """
 
     def __init__(self, states: Sequence[Any], device: torch.device) -> None:
@@ -36,17 +36,17 @@ class GroupedStreams:
         self._order = torch.cat(self._rows).argsort()
 
     def __len__(self) -> int:
-        """B."""
+        """The number of streams, B."""
         return len(self._order)
 
     @property
     def position(self) -> Tensor:
-        """int64 [B], the number of tokens that each stream has read."""
+        """The number of tokens that each stream has read: int64 [B]."""
         counts = [torch.full_like(rows, state[0].position) for rows, state in zip(self._rows, self._states, strict=True)]
         return torch.cat(counts)[self._order]
 
     def step(self, x: Tensor, extend: Extend) -> Tensor:
-        """Continue every stream by one token, [B, 1, d] -> [B, 1, d], as `extend` continues those of a group."""
+        """Continue every stream by one token: [B, 1, d] -> [B, 1, d]. `extend` continues the streams of one group."""
         outputs = []
         for place, rows in enumerate(self._rows):
             out, self._states[place] = extend(x[rows], self._states[place])

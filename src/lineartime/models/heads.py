@@ -1,4 +1,4 @@
-"""Models that answer in logits: the causal and the masked language model.
+"""Language models: a backbone with an output layer, causal or masked.
 
 Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width.
 """
@@ -21,7 +21,7 @@ from lineartime.ops.dense import dense
 
 
 class LanguageModel(nn.Module):
-    """Backbone and logits, by the transposed token embedding or a map of their own: ids [B, T] -> logits [B, T, V]."""
+    """A backbone and an output layer, tied to the token embedding or separate: ids [B, T] -> logits [B, T, V]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,25 +43,26 @@ class LanguageModel(nn.Module):
         context: ContextGroup | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every token.
+        """Compute the logits of every token.
 
         Args:
             ids: [B, T] token ids.
-            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere.
+            mask: bool, or 0 and 1, [B, T], True for real tokens; padding may be anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal model: so many of the first real tokens of each row,
-                or document, read each other in both directions; later tokens read as ever.
-            context: the processes that hold every sequence together (`context_group`). Each passes its own slice, in the order
-                of the ranks; slices are equal and whole chunks, without masks, packed documents or prefixes. Each gets its
-                share of the parameters' gradients: the sum over the processes is the gradient of the sum of their losses.
-            token_types: int [B, T], for a model with types of tokens; all are 0 by default.
+            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal model: the number of first real tokens of each row,
+                or document, that attend to each other bidirectionally. Later tokens attend causally.
+            context: the processes that share every sequence (`context_group`). Each passes its own slice, in the order of
+                ranks. Slices have equal lengths and consist of whole chunks, without masks, packed documents or prefixes.
+                Each process gets its share of the parameters' gradients: summed over the processes, they are the gradient of
+                the sum of the losses.
+            token_types: int [B, T], for a model with token types; the default is 0 for all tokens.
 
         Returns:
-            [B, T, V].
+            Logits [B, T, V].
 
         Raises:
-            ValueError: if shapes do not fit, or the mixer cannot split sequences over processes.
-            LineartimeError: for prefixes, if the mixer can read none.
+            ValueError: if shapes do not match, or the mixer cannot split sequences over processes.
+            LineartimeError: if there are prefixes and the mixer cannot read any.
         """
         return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types))
 
@@ -76,14 +77,14 @@ class LanguageModel(nn.Module):
         context: ContextGroup | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """The mean cross-entropy over all targets, without the logits of all tokens in memory at once.
+        """Compute the mean cross-entropy over all targets, without holding the logits of all tokens in memory at once.
 
         Args:
             ids, mask, cu_seqlens, prefix_lengths, context, token_types: as for the logits.
-            targets: int [B, T], the token to predict; -100 for none.
+            targets: int [B, T], the tokens to predict; -100 where there is none.
 
         Returns:
-            A scalar, in nats; zero if there is no target at all.
+            A scalar, in nats; zero if there are no targets.
 
         Raises:
             ValueError: as for the logits.
@@ -102,37 +103,37 @@ class LanguageModel(nn.Module):
         context: ContextGroup | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """The sum of the losses that `loss` averages, for callers that divide by the targets of several batches."""
+        """Compute the sum of the losses that `loss` averages, for callers that average over several batches."""
         hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
         if self.lm_head is None:
             return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
-        # The bias as the weights of a feature that is always 1.
+        # The bias becomes the weight of an additional feature that is always 1.
         weight = torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1)
         return linear_cross_entropy(F.pad(hidden, (0, 1), value=1.0), weight, targets)
 
     @property
     def splits_context(self) -> bool:
-        """Whether several processes can hold each sequence together."""
+        """Whether several processes can share each sequence."""
         return all(block.mixer.splits_context for block in self.backbone.blocks)
 
     def compile_blocks(self) -> None:
-        """Have torch.compile make each block faster, in place: parameters keep their names.
+        """Compile each block with torch.compile, in place; parameters keep their names.
 
-        All blocks being alike, the first one is compiled and the others share its code. That happens at the first call.
+        All blocks are identical, so only the first is compiled, and the others share its code. This happens at the first call.
         """
         for block in self.backbone.blocks:
             block.compile()
 
     def recompute_blocks(self) -> None:
-        """Let the backward pass recompute each block from its input, the only tensor that is kept (activation checkpointing).
+        """Recompute each block in the backward pass from its input, the only tensor that is kept (activation checkpointing).
 
-        It takes about a third more time, and memory for the activations of one block instead of those of all. Gradients stay
-        the same, dropout included; parameters keep their names.
+        This takes about a third more time, and memory for the activations of one block instead of all blocks. Gradients stay
+        the same, including dropout, and parameters keep their names.
         """
         self.backbone.recompute = True
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden vectors [..., d] -> logits [..., V]."""
+        """Map hidden vectors [..., d] to logits [..., V]."""
         if self.lm_head is None:
             return dense(hidden, self.backbone.embedding.weight)
         logits: Tensor = self.lm_head(hidden)
@@ -140,7 +141,7 @@ class LanguageModel(nn.Module):
 
 
 class CausalLM(LanguageModel):
-    """A causal language model, with task "prefix-lm" one that reads prefixes: the logits at a token predict the next one."""
+    """A causal language model: the logits at a token predict the next one. With task "prefix-lm", it also reads prefixes."""
 
     _compiled_step: CompiledStep | None = None
 
@@ -154,38 +155,38 @@ class CausalLM(LanguageModel):
         return self.logits(hidden), state
 
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
-        """Begin streams with a prefix whose tokens read each other in both directions; `extend` and `step` continue causally.
+        """Start streams with a prefix whose tokens attend to each other bidirectionally; `extend` and `step` continue causally.
 
         Args:
             ids: [B, N] token ids.
 
         Returns:
-            Logits [B, N, V], those of `forward` with N as all prefix lengths, and the state after the prefix.
+            Logits [B, N, V], equal to those of `forward` with prefix lengths of N, and the state after the prefix.
 
         Raises:
-            LineartimeError: if the mixer can read no prefix.
+            LineartimeError: if the mixer cannot read prefixes.
         """
         hidden, state = self.backbone.read_prefix(ids)
         return self.logits(hidden), state
 
     @property
     def steps_in_place(self) -> bool:
-        """Whether `step` computes streams at different positions at once, in memory that stays where it is, as FLASH does.
+        """Whether `step` computes streams at different positions together, updating fixed buffers in place, as FLASH does.
 
-        Others compute the streams of each position at once, one group after another, and their memory may grow.
+        Other models compute one group of streams after another, a group for each position, and their memory may grow.
         """
         return self.backbone.steps_in_place
 
     @property
     def steps_in_native(self) -> bool:
-        """Whether one function in C++ computes the `step` of few streams, from the first block to the last."""
+        """Whether a single C++ function computes the `step` of all blocks, for a small number of streams."""
         return self.backbone.steps_in_native
 
     def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
-        """Bring streams that stand at different positions together, to continue them token by token with `step`.
+        """Join streams at different positions, to continue them token by token with `step`.
 
         Args:
-            states: as `extend` returns them, of one or more streams each; they stay as they are.
+            states: states as `extend` returns them, each of one or more streams. They are not modified.
 
         Raises:
             ArgumentError: for states of another model.
@@ -193,16 +194,16 @@ class CausalLM(LanguageModel):
         return self.backbone.join_streams(states)
 
     def compile_step(self) -> None:
-        """Have torch.compile make `step` faster, in place, if this model `steps_in_place`; the first step compiles it.
+        """Compile `step` with torch.compile, in place, if this model `steps_in_place`. The first step compiles it.
 
-        That takes as long as some thousand steps, less if PyTorch finds the code on disk. Other numbers of streams are compiled
-        anew. Where the model `steps_in_native`, it is slower than it was.
+        Compilation takes as long as thousands of steps, or less if PyTorch finds the code in its cache on disk. A different
+        number of streams is compiled anew. If the model `steps_in_native`, the compiled step is slower.
         """
         if self.steps_in_place:
             self._compiled_step = compiled_step()
 
     def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
-        """Continue joined streams by a token: ids [B, 1] -> logits [B, 1, V]; `streams` is brought up to date in place."""
+        """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V]. Updates `streams` in place."""
         if self._compiled_step is None or isinstance(streams, GroupedStreams):
             return self.logits(self.backbone.step(ids, streams))
         self.backbone.check_step(ids, streams)
@@ -214,7 +215,7 @@ class MaskedLM(LanguageModel):
 
 
 def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
-    """The model that a config describes, freshly initialised."""
+    """Build the model that a config describes, freshly initialised."""
     return MaskedLM(config) if config.task == "mlm" else CausalLM(config)
 
 
@@ -222,18 +223,18 @@ Kind = TypeVar("Kind", bound=LanguageModel)
 
 
 def check_model(model: object, kind: type[Kind], action: str, computes: bool = True) -> Kind:
-    """The model, if it is of a kind and, where it computes, has the same logits every time.
+    """Return the model if it is of the required kind and, if it has to compute logits, does so deterministically.
 
     Args:
-        model: what a caller gave.
+        model: the value that the caller passed.
         kind: `LanguageModel`, `CausalLM` or `MaskedLM`.
-        action: what it is needed for, after "cannot".
-        computes: whether it is needed to compute logits.
+        action: what the model is needed for, in words that follow "cannot".
+        computes: whether the model has to compute logits.
 
     Raises:
-        ArgumentError: for anything else, a model of another task, or one in training mode whose dropout would be at work.
+        ArgumentError: for anything but a model, a model of another task, or a model in training mode with dropout.
     """
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = getattr(model, "_orig_mod", model)  # unwrap a model that torch.compile returned
     if not isinstance(inner, LanguageModel):
         raise ArgumentError(
             "model", f"is of type {type(model).__name__}, but must be a language model, as lineartime.load returns it."

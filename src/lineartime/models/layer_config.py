@@ -1,4 +1,4 @@
-"""A layer described by plain data: its name and its options, which are those of its class's constructor."""
+"""The configuration of a layer as plain data: its name, and its options, which are those of its class's constructor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, type[Any]]] = {
     "feed_forward": {MLP.name: MLP, GLU.name: GLU},
     "cross": {CrossGAU.name: CrossGAU},
 }
-"""The layers that each part of a model can be, by name."""
+"""The layers allowed for each part of a model, by name."""
 
 _LAYERS = {name: layer for kinds in KINDS.values() for name, layer in kinds.items()}
 
@@ -29,10 +29,10 @@ _LAYERS = {name: layer for kinds in KINDS.values() for name, layer in kinds.item
 class LayerConfig:
     """A layer of a model, described by its name and its options: `LayerConfig("flash", chunk_size=64)`.
 
-    Options that are left out take the defaults of the layer's class. Width, direction, norm and dropout are the model's.
+    Omitted options take the defaults of the layer's class. Width, direction, norm and dropout are set by the model.
 
     Args:
-        kind: the name of a mixer, for instance "flash", of a feed-forward layer, "mlp" or "glu", or "cross-gau".
+        kind: the name of a mixer, such as "flash"; of a feed-forward layer, "mlp" or "glu"; or "cross-gau".
         **options: keyword arguments of the layer's class.
 
     Raises:
@@ -60,7 +60,7 @@ class LayerConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The layer's options by name, defaults included; a copy."""
+        """A copy of the layer's options by name, including defaults."""
         return dict(self._options)
 
     @property
@@ -69,27 +69,27 @@ class LayerConfig:
         return _LAYERS[self.kind]
 
     def override(self, /, **options: Any) -> "LayerConfig":
-        """A copy with other values for some options."""
+        """Return a copy with other values for some options."""
         return LayerConfig(self.kind, **{**self.options, **options})
 
     def build(self, d_model: int, **options: Any) -> Any:
-        """The layer, freshly initialised; `options` are those of the model: norm, dropout and, for a mixer, causal."""
+        """Build the layer, freshly initialised. The model sets `options`: norm, dropout and, for a mixer, causal."""
         return self.layer(d_model, **self.options, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
+        """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
         return {"kind": self.kind, **self.options}
 
 
 @cache
 def _own_options(kind: str) -> dict[str, Option]:
-    """The options of a layer that are not the model's, as causal, norm and dropout are."""
+    """The options of a layer, except those that the model sets, such as causal, norm and dropout."""
     options = constructor_options(_LAYERS[kind])
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 
 def check_parts(config: Any) -> None:
-    """Raise ArgumentError unless every field has its type and range, and every layer has a kind that its field allows."""
+    """Raise ArgumentError unless all fields have valid types and values, and every layer is allowed in its field."""
     for part, kinds in KINDS.items():
         value = getattr(config, part, None)
         if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
@@ -99,13 +99,13 @@ def check_parts(config: Any) -> None:
 
 
 def parts_to_dict(config: Any) -> dict[str, Any]:
-    """A plain dictionary for JSON of a dataclass, its layers with their kinds and options."""
+    """Convert a dataclass to a plain dictionary for JSON, in which layers are dictionaries of kind and options."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value.to_dict() if isinstance(value, LayerConfig) else value for name, value in values.items()}
 
 
 def parts_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that `parts_to_dict` described, dictionaries of layers made into configs."""
+    """Restore the fields from the dictionary of `parts_to_dict`, with a LayerConfig for each layer."""
     return {name: _layer(name, value) if name in KINDS and isinstance(value, dict) else value for name, value in data.items()}
 
 

@@ -1,7 +1,7 @@
-"""Which parameters of a model are matrices, and which of these are maps inside its layers.
+"""Which parameters of a model are matrices, and which of these are linear maps inside its layers.
 
-The shape does not tell: the scales of a gated unit are several vectors in one tensor. A module names matrices of its own in
-class attributes: `maps`, which multiply vectors or sequences, and `tables`, whose rows are vectors by themselves.
+The shape alone does not tell: the scales of a gated unit are several vectors in one tensor. A module names its own matrices in
+two class attributes: `maps`, which multiply vectors or sequences, and `tables`, whose rows are independent vectors.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from lineartime.layers.residual import ResidualLayer
 
 
 def matrices_of(model: nn.Module) -> Iterator[Tensor]:
-    """All maps and tables: the weights of linear maps and embeddings, and what modules name. Only these are decayed."""
+    """All maps and tables: weights of linear layers and embeddings, and what modules name. Only these get weight decay."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield module.weight
@@ -22,9 +22,10 @@ def matrices_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def hidden_maps(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
-    """The matrices inside layers that are maps, and so none before or behind the blocks; with the numbers of rows of each map.
+    """The matrices of linear maps inside layers, each with the numbers of rows of its maps.
 
-    One matrix can hold several maps, such as those to queries, keys and values. Maps of more than two dimensions are left out.
+    Embeddings and the output layer are not included. One matrix can hold several maps, such as those to queries, keys and
+    values. Maps of more than two dimensions are left out.
     """
     found: dict[Tensor, tuple[int, ...]] = {}
     for layer in model.modules():

@@ -1,7 +1,7 @@
-"""Every system of the paper and of its related work: a table with one row a system.
+"""All systems of the paper and of its related work, in a table with one row per system.
 
-A row says what is not in the class of its mixer: what the rest of a block is, and which options differ from the class's
-defaults. A new system is a row of `SYSTEMS`.
+A row states what the class of its mixer does not: the rest of the block, and the options that differ from the class's
+defaults. To add a system, add a row to `SYSTEMS`.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,17 +48,17 @@ from lineartime.layers.residual import ResidualLayer
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, in the terms of both families.
+    """The size of a model, for both families: gated units and Transformers.
 
     Attributes:
         d_model: width of the residual stream.
-        gated_blocks: blocks of a model of gated units, one layer each.
-        attention_blocks: blocks of a Transformer, attention and feed-forward each.
-        n_heads: heads of a Transformer.
+        gated_blocks: number of blocks in a model of gated units; each block is one layer.
+        attention_blocks: number of blocks in a Transformer; each block is attention and a feed-forward layer.
+        n_heads: number of heads in a Transformer.
         d_qk: query/key width of a gated unit.
-        chunk_size: tokens of a chunk.
-        vocab_size: number of tokens.
-        initial_scores: how large the scores of a GAU start.
+        chunk_size: number of tokens in a chunk.
+        vocab_size: number of tokens in the vocabulary.
+        initial_scores: the magnitude of a GAU's attention scores at initialisation.
     """
 
     d_model: int
@@ -72,7 +72,7 @@ class Size:
 
 
 SIZED = ("d_qk", "n_heads", "chunk_size")
-"""The options of mixers that are the size's, unless a row says otherwise."""
+"""The options of mixers that are taken from the size, unless a row sets them."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class System:
     """One row of the table.
 
     Attributes:
-        mixer: the class of what moves information between tokens.
-        feed_forward: the class of what follows it in a block of a Transformer; None for gated units, which need nothing, and
-            stand in twice as many blocks.
-        options: options of the mixer that differ from its class's defaults and from the size's.
-        scaled: options of the mixer that follow from the size in another way than by their name.
-        fields: fields of the model that differ.
+        mixer: the class of the layer that moves information between tokens.
+        feed_forward: the class of the layer after the mixer in a Transformer block; None for gated units, which need none and
+            have twice as many blocks instead.
+        options: options of the mixer that differ from its class's defaults and from the size.
+        scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
+        fields: fields of the model that differ from the usual ones.
         clipped: whether the paper's recipes clip its gradient.
-        description: what it is, in a line, where the first line of the mixer's documentation does not say it.
+        description: a one-line description; the default is the first line of the mixer's docstring.
     """
 
     mixer: type[Mixer[Any]]
@@ -100,7 +100,7 @@ class System:
 
     @property
     def takes_chunk_size(self) -> bool:
-        """Whether a recipe may set its chunk size: it has one, which the row leaves to the size."""
+        """Whether a recipe may set the chunk size: the mixer has one, and the row leaves it to the size."""
         return "chunk_size" in self.sized_options
 
     @cached_property
@@ -115,7 +115,7 @@ class System:
         return {**sized, **self.options, **{name: of(size) for name, of in self.scaled.items()}}
 
     def describe(self) -> str:
-        """What the system is, in a line."""
+        """A one-line description of the system."""
         return self.description or (self.mixer.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
@@ -125,7 +125,7 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
     "chunk_size": lambda size: size.chunk_size // 2,
 }
 
-# GAU and its ablations start alike.
+# GAU and its ablations share their initialisation.
 GAU_START: dict[str, Callable[[Size], str]] = {"initial_scores": lambda size: size.initial_scores}
 
 SYSTEMS: dict[str, System] = {

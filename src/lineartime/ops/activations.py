@@ -17,8 +17,8 @@ Normalization = Literal["count", "paper", "paper_sum", "paper_bias"]
 
 ACTIVATIONS: tuple[str, ...] = ("relu2", "softmax", "softmax_plus", "laplace")
 NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
-"""Of every attention; mixed chunk attention also has "paper_sum", which says how its linear part adds up chunks, and quadratic
-attention "paper_bias", which divides its bias too."""
+"""The normalizations of every attention. Mixed chunk attention also has "paper_sum", in which its linear part sums over chunks
+without averaging. Quadratic attention also has "paper_bias", which divides the bias too."""
 CHUNK_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_sum")
 QUADRATIC_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_bias")
 
@@ -33,7 +33,7 @@ def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None
 
 
 def laplace(scores: Tensor) -> Tensor:
-    """The Laplace attention function of Mega (arXiv 2209.10655, eq. 16): a bounded stand-in for relu2."""
+    """The Laplace attention function of Mega (arXiv 2209.10655, eq. 16): a bounded alternative to relu2."""
     return 0.5 * (1 + torch.erf((scores - _LAPLACE_MEAN) / (_LAPLACE_DEVIATION * math.sqrt(2))))
 
 
@@ -68,17 +68,17 @@ def attention_weights(
 
     Args:
         products: [..., Q, K] the products q.k, not yet scaled.
-        d_qk: width s of queries and keys; scores are q.k / sqrt(s) + bias.
-        visible: bool, broadcastable to [..., Q, K]; None where every query may read every key.
+        d_qk: the width s of queries and keys; scores are q.k / sqrt(s) + bias.
+        visible: bool, broadcastable to [..., Q, K]; None if all keys are visible to every query.
         bias: [Q, K], or None.
         activation: one of `ACTIVATIONS`.
         published_length: None divides relu2 and laplace weights by the number of visible keys. A number n
-            follows the published pseudo-code instead: the score is q.k / n + bias, without a division afterwards.
+            follows the published pseudo-code instead: scores are q.k / n + bias, and weights are not divided.
             Softmax has its own normaliser and ignores this.
-        share: `visible_share` of the two arguments above, if the caller has it already.
+        share: the `visible_share` of `visible` and `published_length`, if the caller has already computed it.
 
     Returns:
-        [..., Q, K] in float32 (float64 for float64 products); a row that sees no key is all zeros.
+        [..., Q, K] in float32 (float64 for float64 products); a row without visible keys is all zeros.
     """
     # Squares of large scores and long sums lose digits, or overflow, in half precision.
     products = products.to(acc_dtype(products))
@@ -94,7 +94,7 @@ def attention_weights(
             scores = scores * (_visible_count(visible, scores).log() / math.log(512))
         if visible is None:
             return torch.softmax(scores, -1)
-        # The second mask is for rows that see nothing: there, softmax of equal numbers is uniform, not zero.
+        # The second mask is for rows without visible keys: there, a softmax of equal scores is uniform, not zero.
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
         return torch.softmax(scores, -1).masked_fill(~visible, 0.0)
 
@@ -105,7 +105,7 @@ def attention_weights(
 
 
 def visible_share(visible: Tensor | None, published_length: float | Tensor | None, like: Tensor) -> Tensor | None:
-    """What relu2 and laplace weights [..., Q, K] are multiplied with: zero where a key is not visible; None for nothing."""
+    """The factor of relu2 and laplace weights [..., Q, K], zero where a key is not visible; None if there is none."""
     if published_length is not None:
         return visible
     count = _visible_count(visible, like)
@@ -113,6 +113,6 @@ def visible_share(visible: Tensor | None, published_length: float | Tensor | Non
 
 
 def _visible_count(visible: Tensor | None, like: Tensor) -> Tensor:
-    """How many of the keys of `like` [..., Q, K] a query may read, at least 1, in the dtype of `like`: [..., Q or 1, 1]."""
+    """The number of visible keys of a query, at least 1, in the dtype of `like` [..., Q, K]: [..., Q or 1, 1]."""
     count = like.new_full((), like.shape[-1]) if visible is None else visible.sum(-1, keepdim=True)
     return count.clamp(min=1).to(like.dtype)

@@ -1,4 +1,4 @@
-"""How the tokens of a layout become rows or chunks, and which positions they have.
+"""The arrangement of the tokens of a layout in rows or chunks, and their positions.
 
 Shapes: B batch, T tokens, R rows, L slots of a row, C chunk size.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def count_positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
-    """The position of every token in its document, real tokens alone being counted: int64, [T] or [B, T]."""
+    """The position of every token in its document, counting only real tokens: int64, [T] or [B, T]."""
     start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]
     if mask is None:
         return torch.arange(length, device=device) - start
@@ -27,7 +27,7 @@ def count_positions(length: int, mask: Tensor | None, starts: Tensor, document: 
 
 
 def longest_row(lengths: list[int] | None, layout: "Layout", limit: int | None) -> int:
-    """The number of real tokens of the longest document; in compiled code and under vmap, what it can be at the most."""
+    """The number of real tokens of the longest document; in compiled code and under vmap, an upper bound of it."""
     mask, real_tokens = layout.mask, layout.positions + 1
     traced = torch.compiler.is_compiling()
     longest = real_tokens.shape[-1] if traced or not lengths else max(lengths)
@@ -41,27 +41,27 @@ def longest_row(lengths: list[int] | None, layout: "Layout", limit: int | None) 
 
 
 def document_rows(batch: int, longest: int, layout: "Layout") -> Slots:
-    """One row a document, as long as the longest without its padding: for attention that looks at whole documents."""
+    """One row per document, as long as the longest document without padding, for attention over whole documents."""
     if layout.document is None or layout.document_starts is None:
         return _slots(batch, torch.zeros_like(layout.positions), layout, 1, longest)
     return _slots(batch, layout.document * longest, layout, layout.document_starts.shape[0] - 1, longest)
 
 
 def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout: "Layout") -> Chunks:
-    """Each document cut into chunks from its own start."""
+    """Cut each document into chunks, beginning at its own start."""
     device, length, starts = layout.positions.device, layout.positions.shape[-1], layout.document_starts
     if layout.document is None or starts is None:
         n_chunks = longest = (length + chunk_size - 1) // chunk_size if length else 1
-        document_starts = n_chunks * torch.arange(2, device=device)  # copies nothing to a GPU
+        document_starts = n_chunks * torch.arange(2, device=device)  # needs no copy to a GPU
         if layout.mask is not None:
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
             return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
         real = None
-        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # a program reads any length
+        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # an exported program accepts any length
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)
-    if lengths is None:  # at the most, every document ends with a chunk that is not full
+    if lengths is None:  # at most, every document ends with a chunk that is not full
         n_chunks = longest = length // chunk_size + starts.shape[0] - 1
     else:
         per_document = [-(-tokens // chunk_size) for tokens in lengths]
@@ -70,12 +70,12 @@ def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout
     document_starts = F.pad(chunks.cumsum(0), (1, 0))
     slots = _slots(batch, document_starts[layout.document] * chunk_size, layout, n_chunks, chunk_size)
     ended = torch.bucketize(torch.arange(n_chunks, device=device), document_starts[1:], right=True)
-    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # spare chunks, without tokens, count to the last document
+    of_chunk = ended.clamp(max=max(0, starts.shape[0] - 2))  # unused chunks belong to the last document
     return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
 
 
 def _slots(batch: int, first: Tensor, layout: "Layout", rows: int, size: int) -> Slots:
-    """The slots of tokens that stand `first` + position behind the first slot; padding has none."""
+    """Assign each real token the slot with the index `first` + position; padding has no slot."""
     mask, n_slots = layout.mask, rows * size
     index = (first + layout.positions).expand(batch, -1)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: chosen by device, or forced, with the reason where one cannot."""
+"""The choice of the implementation of an op, by device or as requested, and the reasons why one cannot run."""
 
 import importlib.util
 import os
@@ -12,8 +12,8 @@ from lineartime.ops.operator import under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
 BACKENDS: tuple[str, ...] = ("auto", "torch", "tiled", "triton", "oracle")
-"""auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in pieces that
-fit a processor's cache. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
+"""auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in tiles that
+fit the cache of a CPU. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
 
 _UNDER_TRANSFORM = "it has neither forward-mode derivatives nor rules for torch.func"
 
@@ -21,17 +21,17 @@ _UNDER_TRANSFORM = "it has neither forward-mode derivatives nor rules for torch.
 def choose_backend(
     backend: Backend, available: tuple[Backend, ...], like: Tensor, compute: torch.dtype, activation: Activation
 ) -> Backend:
-    """The implementation to run: never "auto".
+    """Choose the implementation to run, which is never "auto".
 
     Args:
-        backend: what was asked for.
+        backend: the requested backend.
         available: the implementations of the op.
-        like: a tensor on the device in question.
+        like: a tensor on the device where the op runs.
         compute: the dtype of matrix products.
-        activation: of the quadratic attention.
+        activation: the activation of the quadratic attention.
 
     Raises:
-        ValueError: for a backend that the op does not have, or that cannot run here, with the reason.
+        ValueError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
     check_choice("backend", backend, ("auto", *available))
     if backend == "auto":
@@ -49,7 +49,7 @@ def choose_backend(
 
 
 def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
-    """Why the tiled form cannot run: the end of a sentence, or None."""
+    """Why the tiled form cannot run, as the end of a sentence; None if it can."""
     if under_transform():
         return _UNDER_TRANSFORM
     if device.type != "cpu":
@@ -58,7 +58,7 @@ def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activa
 
 
 def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
-    """Why the Triton kernels cannot run: the end of a sentence, or None."""
+    """Why the Triton kernels cannot run, as the end of a sentence; None if they can."""
     if under_transform():
         return _UNDER_TRANSFORM
     if not _is_installed("triton"):
@@ -73,14 +73,14 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
 
 
 def _is_old(device: torch.device) -> bool:
-    """Whether a GPU lacks the units that the kernels need; compiled code leaves that to its compiler."""
+    """Whether a GPU lacks the units that the kernels need; in compiled code, the compiler checks this."""
     if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _is_installed(package: str) -> bool:
-    # What torch.compile makes for a GPU needs Triton as well, and it cannot look into importlib.
+    # The GPU code of torch.compile needs Triton as well, and torch.compile cannot trace importlib.
     return torch.compiler.is_compiling() or importlib.util.find_spec(package) is not None
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of all tokens that a stream has read: a cache that grows with them."""
+"""A cache of the keys and values of all tokens that a stream has read."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_ROOM = 64
-"""Tokens that a cache has room for when it first grows."""
+"""The number of tokens that a cache has room for when it first grows."""
 
 
 class _KeysAndValues(NamedTuple):
@@ -18,7 +18,7 @@ class KVCache(_KeysAndValues):
     """Keys [..., T, s] and values [..., T, e] of the T tokens so far; the leading dimensions are streams, and perhaps heads."""
 
     _room: "_Room | None" = None
-    """Memory that the tensors are the beginning of; not a field, for it is no part of what was read."""
+    """The memory that begins with the tensors; not a field, because it is not part of the contents."""
 
     @property
     def position(self) -> int:
@@ -26,13 +26,13 @@ class KVCache(_KeysAndValues):
         return self.k.shape[-2]
 
     def append(self, k: Tensor, v: Tensor) -> "KVCache":
-        """The cache after more tokens; this one stays as it is.
+        """Return the cache extended by more tokens; this one is not modified.
 
-        Memory grows by doubling, and where nobody has used the room behind this cache, its tokens are not copied.
+        Memory grows by doubling. If the room after this cache is unused, its tokens are not copied.
         """
         k, v = k.to(self.k.dtype), v.to(self.v.dtype)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self.k, self.v))
-        if differentiated or torch.compiler.is_compiling():  # both need results that nothing is written into
+        if differentiated or torch.compiler.is_compiling():  # both need results that are never written to again
             return KVCache(torch.cat([self.k, k], -2), torch.cat([self.v, v], -2))
         start, stop = self.position, self.position + k.shape[-2]
         room = self._room
@@ -46,21 +46,21 @@ class KVCache(_KeysAndValues):
         return grown
 
     def visible(self, new: int) -> Tensor:
-        """Which keys each of the last `new` tokens reads, bool [new, T]: itself and all before."""
+        """Which keys are visible to each of the last `new` tokens, bool [new, T]: its own and all earlier ones."""
         total = self.position
         return torch.ones(new, total, dtype=torch.bool, device=self.k.device).tril(total - new)
 
 
 class _Room:
-    """Memory of several caches, each the beginning of the next: the first to continue the last one gets what is behind it."""
+    """Memory shared by several caches, each the beginning of the next; the first to extend the last one gets the free room."""
 
     def __init__(self, k: Tensor, v: Tensor, used: int) -> None:
         self.k, self.v = k, v
         self._used = [used]  # at most one number: taking it out is atomic, so that threads cannot claim the same place
 
     def claim(self, k: Tensor, start: int, stop: int) -> bool:
-        """Whether the places from `start` to `stop` are given to the caller, whose keys `k` are the `start` tokens before."""
-        if k.data_ptr() != self.k.data_ptr() or stop > self.k.shape[-2]:  # taken from another cache, or no more room
+        """Reserve the places from `start` to `stop`, if free, for a caller whose keys `k` are the first `start` tokens."""
+        if k.data_ptr() != self.k.data_ptr() or stop > self.k.shape[-2]:  # from other memory, or no more room
             return False
         try:
             used = self._used.pop()
@@ -72,7 +72,7 @@ class _Room:
 
 
 def _with_capacity(x: Tensor, capacity: int) -> Tensor:
-    """Memory for `capacity` tokens, the first of which are those of x [..., T, f]."""
+    """Allocate memory for `capacity` tokens, the first of which are copied from x [..., T, f]."""
     memory = x.new_empty(*x.shape[:-2], capacity, x.shape[-1])
     memory.narrow(-2, 0, x.shape[-2]).copy_(x)
     return memory

@@ -1,4 +1,4 @@
-"""Documents cut into chunks, sums over their chunks, and the open chunk of a stream: what all chunked attentions share.
+"""Documents cut into chunks, sums over chunks, and the open chunk of a stream, shared by all chunked attentions.
 
 Shapes: B batch, T tokens, D documents, R rows of L slots, G chunks of all documents, C chunk size, N new tokens, f features.
 """
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Reach = Literal["before", "others", "all"]
-"""The chunks that a chunk reads of its document: those strictly before it, all but itself, or all of them."""
+"""The chunks of its document that a chunk attends to: those strictly before it, all but itself, or all of them."""
 
 
 class Slots(NamedTuple):
-    """A map from the tokens of a batch to slots, in which the real tokens of each document stand side by side in order.
+    """A map from the tokens of a batch to slots, in which the real tokens of each document are contiguous and in order.
 
     Attributes:
-        slot: int64 [B, T], the slot of each token; padding has R * L, one behind the last slot.
+        slot: int64 [B, T], the slot of each token; padding has R * L, one past the last slot.
         real: bool [B, R, L], whether a slot holds a real token.
     """
 
@@ -45,10 +45,10 @@ class Chunks(NamedTuple):
         length: T.
         chunk_size: C.
         n_chunks: G, the chunks of all documents of a row.
-        longest: the number of chunks of the longest document, or more.
-        slots: where every token goes; None where all tokens already stand side by side.
-        real: bool [B, G, C], whether a slot holds a token; None where all do. Empty slots stand behind a document's tokens.
-        document_starts: int64 [D + 1], where documents begin and end, counted in chunks.
+        longest: the number of chunks of the longest document, or an upper bound of it.
+        slots: the slots of the tokens; None if all tokens are already contiguous.
+        real: bool [B, G, C], whether a slot holds a token; None if all do. Empty slots come after a document's tokens.
+        document_starts: int64 [D + 1], the boundaries of the documents, counted in chunks.
         document: int64 [G], the document of each chunk; None for a single document.
     """
 
@@ -81,19 +81,19 @@ class Chunks(NamedTuple):
         return torch.ones(1, self.n_chunks, self.chunk_size, dtype=torch.bool, device=device)
 
     def sizes(self, like: Tensor) -> Tensor:
-        """The number of tokens in every chunk, as numbers of the dtype and on the device of `like`: [B or 1, G]."""
+        """The number of tokens in every chunk, with the dtype and on the device of `like`: [B or 1, G]."""
         if self.real is None:
             return like.new_full((1, self.n_chunks), float(self.chunk_size))
         return self.real.sum(-1).to(like.dtype)
 
     def places(self) -> Tensor:
-        """The place of every chunk in its document, int64 [G], from 0 on."""
+        """The place of every chunk in its document, int64 [G], starting at 0."""
         place = torch.arange(self.n_chunks, device=self.document_starts.device)
         return place if self.document is None else place - self.document_starts[self.document]
 
 
 def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
-    """For each chunk, the sum over the chunks it reads: [B, G, ...] -> the same, or [B, 1, ...] where all are equal."""
+    """For each chunk, sum over the chunks in its reach: [B, G, ...] -> [B, G, ...], or [B, 1, ...] if all sums are equal."""
     if reach == "before":
         return exclusive_cumsum(x) if chunks.document is None else _sum_before(x, chunks)
     if chunks.document is None:
@@ -106,10 +106,10 @@ def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
 
 
 def _sum_before(x: Tensor, chunks: Chunks) -> Tensor:
-    """The sum over the chunks of the same document that stand strictly before: [B, G, ...] -> the same.
+    """For each chunk, sum over the chunks strictly before it in the same document: [B, G, ...] -> [B, G, ...].
 
-    A scan in log2 steps (Hillis and Steele): a difference of prefix sums over all documents would lose digits, and would carry
-    an infinity of one document into all later ones.
+    This is a scan in log2 steps (Hillis and Steele). A difference of prefix sums over all documents would lose digits, and an
+    infinity in one document would spread to all later ones.
     """
     total, reach = shift_chunks(x, chunks, 1), 1
     while reach < chunks.longest:
@@ -119,7 +119,7 @@ def _sum_before(x: Tensor, chunks: Chunks) -> Tensor:
 
 
 def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
-    """Put into every chunk what stands `by` chunks before it in its document, and zeros where nothing does: [B, G, ...]."""
+    """Shift chunks by `by` places inside their documents, filling with zeros: [B, G, ...] -> [B, G, ...]."""
     size = x.shape[1]
     along = [0, 0] * (x.dim() - 2)
     shifted = F.pad(x, [*along, by, 0])[:, :size] if by > 0 else F.pad(x, [*along, 0, -by])[:, -by:]
@@ -132,7 +132,7 @@ def shift_chunks(x: Tensor, chunks: Chunks, by: int) -> Tensor:
 
 
 def split_documents(x: Tensor, chunks: Chunks) -> Tensor:
-    """Each document as a row of its chunks, zeros behind those of shorter ones: [B, G, ...] -> [B, D, longest, ...]."""
+    """Make each document a row of its chunks, with zeros after those of shorter ones: [B, G, ...] -> [B, D, longest, ...]."""
     if chunks.document is None:
         return x[:, None]
     n_documents = len(chunks.document_starts) - 1
@@ -148,14 +148,14 @@ def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
 
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
-    """The sum of what stands strictly before, along `dim`."""
+    """The cumulative sum along `dim` that excludes the current element."""
     front = (slice(None),) * (dim % x.dim())
     before = x[(*front, slice(-1))].cumsum(dim)
     return torch.cat([torch.zeros_like(x[(*front, slice(1))]), before], dim)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:
-    """Cut N new tokens where a chunk fills up: which of them, and where in the open chunk they begin and end."""
+    """Cut N new tokens where a chunk fills up: yield the tokens, and where they begin and end in the open chunk."""
     start = 0
     while start < new:
         first = (position + start) % chunk_size

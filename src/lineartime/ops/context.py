@@ -1,4 +1,4 @@
-"""The processes that hold every sequence together, a slice each, and what they tell each other."""
+"""Groups of processes that each hold a slice of every sequence, and their communication."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -11,11 +11,11 @@ from lineartime.ops.operator import register_operator, under_transform
 
 
 class ContextGroup(NamedTuple):
-    """The processes that hold every sequence together, an equal slice each, in the order of their ranks.
+    """Processes that each hold an equal slice of every sequence, in the order of their ranks.
 
     Attributes:
-        name: of the process group; compiled code can carry nothing else.
-        rank: which slice this process holds, 0 for the first.
+        name: the name of the process group, its only form that compiled code can carry.
+        rank: the index of the slice that this process holds, 0 for the first.
         size: the number of processes.
     """
 
@@ -25,14 +25,14 @@ class ContextGroup(NamedTuple):
 
 
 def context_group(group: "dist.ProcessGroup") -> ContextGroup:
-    """The processes of a group, to share sequences; ValueError in a process outside the group."""
+    """Make a context group of a process group; ValueError in a process outside the group."""
     if dist.get_rank(group) < 0:
         raise ValueError("This process is not in the group: make a context group in those that are.")
     return ContextGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
 def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.device) -> None:
-    """Raise ValueError, in all processes alike, unless all of them hold slices of the same shape."""
+    """Raise ValueError in all processes unless all of them hold slices of the same shape."""
     own = torch.tensor(shape, device=device)
     gathered = [torch.empty_like(own) for _ in range(group.size)]
     dist.all_gather(gathered, own, group=_process_group(group.name))
@@ -45,15 +45,15 @@ def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.dev
 
 
 Elsewhere = Literal["before", "just before", "after", "just after", "others"]
-"""Other processes: all or the nearest of those that hold what stands before this process's slice, or behind it, or all."""
+"""Other processes: all that hold earlier slices, the previous one, all that hold later slices, the next one, or all."""
 
 _TRANSPOSED = {"before": "after", "just before": "just after", "others": "others"}
 _TRANSPOSED |= {after: before for before, after in _TRANSPOSED.items()}
-"""Whose gradients a process collects: those of the processes that read it."""
+"""The processes whose gradients a process sums in the backward pass: those that read its x."""
 
 
 def sum_elsewhere(x: Tensor, group: ContextGroup, reach: Elsewhere) -> Tensor:
-    """The sum of x over other processes, zeros if there are none. Every process calls it; gradients flow back across them.
+    """Sum x over other processes; zeros if there are none. Every process must call it. Gradients flow back across processes.
 
     Raises:
         RuntimeError: under a transform of torch.func.
@@ -68,7 +68,7 @@ def sum_elsewhere(x: Tensor, group: ContextGroup, reach: Elsewhere) -> Tensor:
 
 
 def _process_group(name: str) -> "dist.ProcessGroup":
-    # PyTorch's own compilable collectives find their groups in this way; not every build of it has the module.
+    # PyTorch's own compilable collectives find their groups in this way; not every build of PyTorch has the module.
     from torch.distributed import distributed_c10d
 
     resolve: Callable[[str], dist.ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[assignment]

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, d model width, V vocabulary, n tokens of a piece.
 
     loss = sum over tokens of  logsumexp(W h) - (W h)[target]        W [V, d], h [d]
 
-PyTorch has had `linear_cross_entropy` since 2.13; this also runs on older versions, and in the lean form in compiled code.
+PyTorch has had `linear_cross_entropy` since 2.13. This op also runs on older versions, and saves memory in compiled code too.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from lineartime.ops.operator import refuse_second_derivative, register_operator,
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 IGNORED = -100
-"""The target of a token without one."""
+"""The target of a token that does not count in the loss."""
 
 LOGITS = {"cpu": 2**23, "cuda": 2**28}
-"""How many logits are in memory at a time, roughly; fewer would keep a GPU waiting."""
+"""The approximate number of logits in memory at a time; with fewer, a GPU would idle."""
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of all losses in nats of logits `hidden @ weight.T`.
+    """The sum of the cross-entropy losses, in nats, of the logits `hidden @ weight.T`.
 
     Args:
         hidden: [B, T, d].
@@ -35,12 +35,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         targets: int [B, T], from 0 to V - 1, or `IGNORED`.
 
     Returns:
-        A scalar in float32 (float64 for float64 inputs). Products are computed in the dtype of autocast where it is on, but
-        never in float16, which the gradients of a sum overflow; sums are float32. It can be differentiated once; under a
-        transform of torch.func and in forward mode, as often as one likes, but there all logits are in memory.
+        A scalar in float32 (float64 for float64 inputs). Under autocast, products are computed in its dtype, but never in
+        float16, where the gradients of a sum would overflow. Sums are in float32. The result can be differentiated once. Under
+        a transform of torch.func and in forward mode, it can be differentiated any number of times, but there all logits are
+        in memory.
 
     Raises:
-        ValueError: for shapes that do not fit together, and targets that are no whole numbers or outside the vocabulary.
+        ValueError: if shapes do not match, or targets are not integers or are outside the vocabulary.
     """
     check_whole("targets", targets)
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != hidden.shape[:2]:
@@ -72,7 +73,7 @@ def _in_one_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and, if kept, its gradients: computing them later would need the logits again."""
+    """The loss and, with `keep`, its gradients, because computing them later would need the logits again."""
     acc = acc_dtype(hidden)
     loss = hidden.new_zeros((), dtype=acc)
     d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
@@ -92,7 +93,7 @@ def _linear_cross_entropy(
 
 
 def _losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """The losses [n] of logits [n, V], and their gradient in the dtype of the logits if it is kept."""
+    """The losses [n] of logits [n, V] and, with `keep`, the gradient of the logits, in their dtype."""
     numbers = logits.to(acc_dtype(logits))
     real = (targets != IGNORED)[:, None]
     column = targets[:, None].masked_fill(~real, 0)
@@ -106,7 +107,7 @@ def _losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor
 
 
 def _fused_losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """The same by a kernel, which writes the gradient in the place of the logits."""
+    """The same by a kernel, which overwrites the logits with their gradient."""
     from lineartime.ops.triton.cross_entropy import cross_entropy_  # Triton may be absent
 
     return cross_entropy_(logits, targets, IGNORED, keep), logits

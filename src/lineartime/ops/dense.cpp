@@ -1,4 +1,4 @@
-// `dense` for each type, by names of C.
+// `dense` for each type, with C linkage.
 
 #include "dense.h"
 

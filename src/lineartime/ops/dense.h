@@ -1,7 +1,7 @@
 // The product of a few rows with a matrix.
 //
-// One row, or two, take as long as reading the matrix. Of more, a vector holds a value of each row, so that their sums grow
-// together.
+// For one or two rows, the time is that of reading the matrix. For more, a vector holds a value of each row, so that the sums
+// of all rows are computed together.
 
 #pragma once
 
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t few_rows = 2;
 
-// x [rows, k] times weight [n, k], transposed, plus bias [n], if there is one: out [rows, n].
+// out [rows, n] = x [rows, k] times the transpose of weight [n, k], plus bias [n], if there is one.
 template <class T, class A = typename Type<T>::A>
 void dense_of_few(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   std::vector<A> memory(rows * k);
@@ -42,19 +42,19 @@ constexpr int64_t vector_bytes = 64;
 constexpr int64_t vector_bytes = 32;
 #endif
 
-// How vectors of a value for each row are multiplied with a weight.
+// How vectors with a value for each row are multiplied by a weight.
 template <class T>
 struct Lanes {
   using A = typename Type<T>::A;
   typedef A Vector __attribute__((vector_size(vector_bytes)));
-  static constexpr int64_t together = 1;  // values of a row in a lane
+  static constexpr int64_t together = 1;  // values of a row per lane
   static A pack(const T* x) { return load(*x); }
   static A pack_last(const T* x) { return load(*x); }
   static void add(Vector& sum, const Vector& x, A weight) { sum += x * weight; }
 };
 
 #ifdef __AVX512BF16__
-// The processor multiplies pairs, and adds both products to a sum in fp32.
+// The CPU multiplies pairs, and adds both products to a sum in fp32.
 template <>
 struct Lanes<bf16> {
   using A = float;
@@ -65,14 +65,14 @@ struct Lanes<bf16> {
     std::memcpy(&both, x, sizeof(both));
     return both;
   }
-  static A pack_last(const bf16* x) { return bits<A>(uint32_t(x->bits)); }  // with a zero
+  static A pack_last(const bf16* x) { return bits<A>(uint32_t(x->bits)); }  // paired with a zero
   static void add(Vector& sum, const Vector& x, A weight) {
     sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_ps(weight));
   }
 };
 #endif
 
-// `columns` columns of the result, for rows that stand packed in `vectors` vectors for each value; rows of `out` are by_row apart.
+// `columns` columns of the result, for rows packed in `vectors` vectors per value; the rows of `out` have the stride by_row.
 template <class T, int64_t vectors, int64_t columns, class A = typename Type<T>::A>
 void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t by_row) {
   using Vector = typename Lanes<T>::Vector;
@@ -104,7 +104,7 @@ template <int64_t vectors, class T, class A = typename Type<T>::A>
 void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   constexpr int64_t lanes = vectors * vector_bytes / int64_t(sizeof(A)), together = Lanes<T>::together;
   constexpr int64_t columns = vector_bytes / 8;       // as many as there are registers for their sums
-  constexpr int64_t strip = 64 / int64_t(sizeof(T));  // columns of a cache line: rows may lie where each displaces the one before
+  constexpr int64_t strip = 64 / int64_t(sizeof(T));  // columns of a cache line: rows may evict each other from the cache
   std::vector<A> packed((k + together - 1) / together * lanes);
   for (int64_t row = 0; row < rows; ++row) {
     const T* from = x + row * k;

@@ -1,7 +1,7 @@
 """The product of a few rows with a matrix.
 
-One row takes as long as reading the matrix, which matrix libraries do at a third of the speed of memory, or at half of it. They
-are made for many rows.
+For one row, the time is that of reading the matrix. Matrix libraries, which are made for many rows, then reach only a third to
+a half of the memory bandwidth.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from lineartime.ops.operator import is_plain
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MOST_ROWS = 32
-"""The most rows for which the function in C++ is as fast as matrix libraries are, or faster."""
+"""The maximum number of rows for which the C++ function is at least as fast as matrix libraries."""
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, [..., K] with a weight [N, K] and a bias [N] -> [..., N]: on a processor, for a few rows, in C++."""
-    if torch.compiler.is_compiling():  # which would make the number of rows a condition of what it compiles
+    """`F.linear`: [..., K], weight [N, K], bias [N] -> [..., N]. On a CPU, a few rows are computed in C++."""
+    if torch.compiler.is_compiling():  # which would specialise the compiled code to the number of rows
         return F.linear(x, weight, bias)
     width = x.shape[-1]
     few = 0 < x.numel() <= MOST_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES

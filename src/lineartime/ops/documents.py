@@ -1,4 +1,4 @@
-"""Definitions applied to one document at a time, so that they need not know of padding and packing."""
+"""Definitions applied to one document at a time, so that they need not handle padding and packing."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from lineartime.ops.layout import Layout
 
 
 def by_document(attend: Callable[..., Tensor], *tensors: Tensor, layout: Layout) -> Tensor:
-    """Apply a definition to the real tokens of each document alone: slow.
+    """Apply a definition to the real tokens of each document separately; slow.
 
-    `attend` maps the tensors of one document, [n, f] each with n > 0, to [n, e]; the last of `tensors` is e wide. All of them
+    `attend` maps the tensors of one document, [n, f] each with n > 0, to [n, e]; the last of `tensors` has width e. All of them
     are [B, T, f]; the result is [B, T, e], with zeros at padding.
     """
     batch, length, _ = tensors[-1].shape

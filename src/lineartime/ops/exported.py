@@ -1,8 +1,8 @@
-"""Attention in exported programs: one operator a layer, which reads any batch size and length.
+"""Attention in exported programs: one operator per layer, for any batch size and length.
 
-How many chunks or blocks there are follows from the length. torch.export would make the numbers of its example a condition of
-the program; an operator counts them when it runs, as the layer does, and chooses the backend there. The backward pass computes
-the forward pass again.
+The number of chunks or blocks depends on the length. torch.export would specialise the program to the numbers of its example.
+An operator determines them when it runs, as the layer does, and also chooses the backend then. The backward pass recomputes the
+forward pass.
 
 Shapes: B batch, T tokens, R rows, L slots of a row, C chunk size, s query/key width, e value width.
 """
@@ -138,5 +138,5 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {
     _mixed_chunk_operator: _in_plain_pytorch(_exported_mixed_chunk),
     _quadratic_operator: _in_plain_pytorch(_exported_quadratic),
 }
-"""The operators as operations of PyTorch that count chunks by the length, for `ExportedProgram.run_decompositions`: what other
-exporters can translate. The length of the program's example must be more than a chunk."""
+"""The operators as operations of PyTorch, which other exporters can translate, for `ExportedProgram.run_decompositions`. They
+compute the number of chunks from the length. The example of the program must be longer than a chunk."""

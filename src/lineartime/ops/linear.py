@@ -1,4 +1,4 @@
-"""Linear attention: similarities are products of features, so that keys and values can be summed before a query reads them.
+"""Linear attention: similarities are products of features, so keys and values can be summed before a query attends to them.
 
 Shapes: T tokens, N new tokens of a stream, f features, h value width, C chunk size, G chunks; tensors may have leading
 dimensions, for instance rows and heads.
@@ -7,7 +7,7 @@ Source: "Transformers are RNNs" (arXiv 2006.16236): features of queries and keys
     out[t] = sum over visible j of (q[t].k[j]) v[j]  /  sum over visible j of (q[t].k[j])
 
 With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator takes rotated features and the denominator plain
-ones, so that it stays a sum of numbers that are not negative.
+ones, so that the denominator stays a sum of nonnegative numbers.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
 
 SMALLEST_SUM = 1e-18
-"""The smallest divisor, so that a query similar to no key does not divide by zero; its square, in the gradient, still is a
-float32 number."""
+"""The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
+gradient, is still nonzero in float32."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -44,18 +44,18 @@ CausalSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By chunks: products inside a chunk, one f x h state for everything before it. Linear in T; use it to train."""
+    """Sum by chunks: products inside a chunk, and one f x h state for everything before it. Linear in T; best for training."""
     return continued_sums(q, k, v, None)[0]
 
 
 def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By a prefix sum over tokens, as Performer is published: it stores T states of f x h, which makes it slow."""
+    """Sum by a prefix sum over tokens, as in the published Performer. It stores T states of f x h, which makes it slow."""
     states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
     return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
 
 
 def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By all T x T products, with those of the future set to zero: quadratic in T, but matrix products only."""
+    """Sum by all T x T products, with future ones set to zero: quadratic in T, but only matrix products."""
     return (q @ k.mT).tril() @ v
 
 
@@ -74,13 +74,13 @@ def linear_attention(
     Args:
         q, k: [..., T, f] features of queries and keys, not negative.
         v: [..., T, h] values.
-        causal: whether a token reads only itself and earlier tokens.
-        real: bool, broadcastable to [..., T]; no query reads the other keys.
+        causal: whether a token attends only to itself and earlier tokens.
+        real: bool, broadcastable to [..., T], True for real keys; no query attends to the others.
         causal_sums: how causal sums are computed: `chunked_sums`, `prefix_sums` or `matmul_sums`.
-        plain: features of queries and keys for the denominator, where q and k are rotated; None for q and k.
+        plain: features of queries and keys for the denominator, if q and k are rotated; None to use q and k.
 
     Returns:
-        [..., T, h]; zeros where there is no key to read. States are summed in float32 (float64 for float64 inputs).
+        [..., T, h], with zeros where no key is visible. States are summed in float32 (float64 for float64 inputs).
     """
     sums = causal_sums if causal else _total
 
@@ -94,7 +94,7 @@ def linear_attention(
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """[..., h] -> [..., h + 1]: summed like a value, the one becomes the normaliser."""
+    """Append a one to values, [..., h] -> [..., h + 1]; summed like a value, it becomes the normaliser."""
     return F.pad(v, (0, 1), value=1.0)
 
 
@@ -108,7 +108,7 @@ def _total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
-    """The causal sums by chunks after a state [..., f, h] (None: from the beginning), and the state after them."""
+    """The causal sums by chunks that continue a state [..., f, h] (None for the beginning), and the new state."""
     length = q.shape[-2]
     chunk_size = max(1, min(chunk_size, length))  # a larger chunk would only be padded
     spare = max(1, -(-length // chunk_size)) * chunk_size - length  # empty slots add nothing: their features are zero
@@ -126,7 +126,7 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
 class LinearState(NamedTuple):
     """The sum of k (v, 1)^T over all tokens so far, [B, H, f, h + 1] in float32 or better, and their number.
 
-    Where features are rotated, the ones are summed with plain features.
+    If features are rotated, the ones are summed with plain features.
     """
 
     summary: Tensor

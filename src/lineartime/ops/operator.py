@@ -1,4 +1,4 @@
-"""Functions as operators of PyTorch: torch.compile and torch.export call them as they are and do not trace their inside."""
+"""Functions as PyTorch operators, which torch.compile and torch.export call without tracing into them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ def register_operator(
     keep_for_backward: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register a function called `_name` as the operator `lineartime::name`; its type hints are the schema.
+    """Register a function called `_name` as the operator `lineartime::name`; its type hints define the schema.
 
     `torch.library.custom_op` does the same, but imports the compiler at the first call, which takes seconds.
 
     Args:
         function: computes on real tensors; it changes none of its arguments and returns none of them.
-        fake: gives tensors of the same shapes and dtypes, without computing.
+        fake: returns tensors of the same shapes and dtypes, without computing them.
         keep_for_backward: (ctx, inputs, output), saves what the gradient needs; None for a function without gradient.
         differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
 
@@ -50,9 +50,9 @@ def under_transform() -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a function in C++ may read and write these tensors, unseen by PyTorch.
+    """Whether a C++ function may read and write these tensors without PyTorch seeing it.
 
-    They are contiguous and in the memory of the processor; nothing differentiates, traces or watches what is computed.
+    The tensors must be contiguous and on the CPU, and nothing may differentiate, trace or intercept the computation.
     """
     if torch.compiler.is_compiling() or under_transform() or torch.is_autocast_enabled("cpu"):
         return False
@@ -63,12 +63,12 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _is_own(x: Tensor) -> bool:
-    """Whether a tensor is PyTorch's own class, with numbers that lie side by side in the memory of the processor."""
+    """Whether a tensor is of PyTorch's own class, on the CPU and contiguous."""
     return type(x) in (Tensor, Parameter) and x.device.type == "cpu" and x.is_contiguous()
 
 
 def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:
-    """Raise RuntimeError if the backward pass of this gradient is to be differentiated itself (create_graph=True)."""
+    """Raise RuntimeError if the backward pass of this gradient must be differentiable (create_graph=True)."""
     traced = (
         type(gradient) is not Tensor
     )  # the compiler records a backward pass with gradients on, and does not differentiate it

@@ -1,31 +1,31 @@
-"""Which documents of a pack are read together: those of similar length, so that none is padded to that of a far longer one.
+"""Groups of documents of similar length in a pack, so that none is padded to the length of a much longer one.
 
-A mixer reads documents as rows that are as long as the longest, or as chunks. One long document among thousands of short ones
-would make thousands of long rows, nearly all padding. The documents of such a pack are read in a few groups instead.
+A mixer computes documents as rows that are as long as the longest, or as chunks. One long document among thousands of short
+ones would make thousands of long rows, nearly all padding. The documents of such a pack are computed in a few groups instead.
 """
 
 from itertools import pairwise
 from typing import NamedTuple
 
 MOST_GROUPS = 4
-"""Groups of a pack at the most. Compiled code is compiled for each number of groups."""
+"""The maximum number of groups in a pack. Code is compiled for each number of groups."""
 WASTE = 4
-"""Two groups are read together where padding adds less than one part in so many to the cost of the pack."""
+"""Two groups are merged if the padding adds at most 1 / WASTE to the cost of the pack."""
 OVERHEAD = 2**18
-"""Scores that cost as much as the operations of one more group, about a millisecond on a processor."""
+"""The cost of the operations of one more group, in scores: about a millisecond on a CPU."""
 LINEAR = 128
-"""Scores that cost as much as what is computed for each slot of a row, its padding included."""
+"""The cost of the other computations for each slot of a row, padding included, in scores."""
 
 
 class _Group(NamedTuple):
-    """Documents that are read together, and the tokens of the longest."""
+    """Documents that are computed together, and the number of tokens of the longest."""
 
     documents: list[int]
     longest: int
 
     @property
     def cost(self) -> int:
-        """In scores, of an attention in which each slot of a row reads each other."""
+        """The cost in scores of an attention in which every slot of a row attends to every slot."""
         return len(self.documents) * self.longest * (self.longest + LINEAR)
 
     def joined(self, other: "_Group") -> "_Group":
@@ -33,10 +33,10 @@ class _Group(NamedTuple):
 
 
 def similar_documents(lengths: list[int]) -> list[list[int]]:
-    """The documents to read together, each group in order and that of the shortest first; those without tokens are left out.
+    """Group the documents to compute together, shortest first and each group in order; leave out those without tokens.
 
     Args:
-        lengths: the tokens of each document.
+        lengths: the number of tokens of each document.
     """
     by_power: dict[int, list[int]] = {}
     for document, tokens in enumerate(lengths):

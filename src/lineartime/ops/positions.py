@@ -15,7 +15,7 @@ from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, has_float64, without_autocast
 
 _DIGITS, _BASE = 3, 1024
-"""With these, positions below 2^30 are written where a device has no float64."""
+"""The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""
 
 
 def _angles(positions: Tensor, n_frequencies: int) -> Tensor:
@@ -32,7 +32,7 @@ def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> 
 
 
 def _table_by_digits(positions: Tensor, n_frequencies: int) -> Tensor:
-    """`_rotary_table` in float32 and yet exact to float32: a rotation by the position is one by each of its digits in turn."""
+    """`_rotary_table`, computed in float32 without losing precision: it rotates by each digit of the position in turn."""
     tables = _digit_tables(n_frequencies, positions.device)
     first, *others = (table[:, positions // _BASE**place % _BASE] for place, table in enumerate(tables))
     cos, sin = first.unbind(0)
@@ -54,7 +54,7 @@ def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Te
 
 
 _opaque_table = register_operator(_rotary_table, _fake_table)
-"""The table for compiled code, where each use would otherwise compute each cosine again."""
+"""The table for compiled code, where each use would otherwise recompute the cosines."""
 
 
 def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
@@ -66,14 +66,14 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
 
 
 def no_rotation_table(width: int, dtype: torch.dtype) -> Tensor:
-    """The table of an angle of zero for vectors of a width, [2, 1, width / 2]: cosines of 1 and sines of 0."""
+    """The table of zero angles for vectors of this width, [2, 1, width / 2]: cosines of 1 and sines of 0."""
     return torch.tensor([1.0, 0.0], dtype=dtype)[:, None, None].expand(2, 1, width // 2)
 
 
 def partial_rotary_table(positions: Tensor, width: int, rotated: int | None, dtype: torch.dtype) -> Tensor:
-    """`rotary_table` for vectors of a width of which only so many features are rotated, all of them if None.
+    """`rotary_table` for vectors of which only `rotated` features are rotated (None for all): [2, ..., width / 2].
 
-    The others are rotated by angles of zero: [2, ..., width / 2]. Of each half, the first `rotated` / 2 features turn.
+    The first `rotated` / 2 features of each half are rotated. The others have angles of zero.
     """
     table = rotary_table(positions, (width if rotated is None else rotated) // 2, dtype)
     if rotated is None or rotated == width:
@@ -87,7 +87,7 @@ def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
 
     Args:
         x: [..., T, s] with even s.
-        rotations: [2, T, s / 2], or [2, ..., T, s / 2] that broadcasts to x, of `rotary_table`; None leaves x as it is.
+        rotations: [2, T, s / 2], or [2, ..., T, s / 2] that broadcasts to x, of `rotary_table`; None leaves x unchanged.
 
     Returns:
         [..., T, s] in the dtype of x; computed in float32 or better.
@@ -102,7 +102,7 @@ def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
 
 
 def over_heads(rotations: Tensor | None) -> Tensor | None:
-    """Rotations of tokens, [2, T, f] or [2, B, T, f], as they broadcast to heads or maps [B, H, T, 2 f]."""
+    """Reshape rotations of tokens, [2, T, f] or [2, B, T, f], to broadcast to heads or maps [B, H, T, 2 f]."""
     return rotations if rotations is None or rotations.dim() == 3 else rotations[:, :, None]
 
 
@@ -131,26 +131,27 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
 def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
     """Relative bias [Q, K] from a value for each distance, [Q + K - 1]: bias[t, j] = values[j - t + Q - 1].
 
-    It takes no index: compiled for a GPU, the gradient of an index adds up in another order at each call.
+    It uses no indexing, because the gradient of indexing, compiled for a GPU, is summed in a different order at each call.
     """
-    # A row that is one value shorter than the rows of the result begins one place further right in each.
+    # The repeated values have period Q + K - 1. Viewed in rows of Q + K, they shift by one place from row to row.
     rows = values.expand(n_queries, -1).reshape(-1)
     return F.pad(rows, (0, n_queries)).view(n_queries, n_keys + n_queries)[:, :n_keys].flip(0)
 
 
 N_BUCKETS, FARTHEST_BUCKET = 32, 128
-"""T5's: the number of buckets, and the distance from which on all keys share one."""
+"""As in T5: the number of buckets, and the distance from which on all keys share one bucket."""
 
 
 def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
-    """The bucket of each offset j - t, int64, as in T5 (arXiv 1910.10683): near distances apart, far ones by their logarithm.
+    """The bucket of each offset j - t, int64, as in T5 (arXiv 1910.10683): one for each near distance, then logarithmic.
 
-    Causal, all buckets are for earlier keys, and later ones share that of the token itself; otherwise, half are for later keys.
+    If causal, all buckets are for earlier keys, and later keys share the bucket of the token itself. Otherwise, half of the
+    buckets are for later keys.
     """
     buckets = N_BUCKETS if causal else N_BUCKETS // 2
     near = buckets // 2
     distance = (-offsets).clamp(min=0) if causal else offsets.abs()
-    # Exact at powers of two, where rounding could go either way: no other distance is within 1e-2 of a border.
+    # The 1e-3 decides at powers of two, where rounding could go either way; no other distance is within 1e-2 of a border.
     octaves = (distance.clamp(min=1).float() / near).log() / math.log(FARTHEST_BUCKET / near)
     far = (near + (octaves * (buckets - near) + 1e-3).long()).clamp(max=buckets - 1)
     bucket = torch.where(distance < near, distance, far)
@@ -166,7 +167,7 @@ def bucket_bias(values: Tensor, query_positions: Tensor, key_positions: Tensor, 
 
 
 def bucket_values(values: Tensor, offsets: Tensor, causal: bool) -> Tensor:
-    """The value of the bucket of each offset, [N_BUCKETS] and [n] -> [n], without an index: see `by_distance`."""
+    """The value of the bucket of each offset, [N_BUCKETS] and [n] -> [n], without indexing: see `by_distance`."""
     chosen = distance_buckets(offsets, causal)[:, None] == torch.arange(N_BUCKETS, device=values.device)
     return torch.where(chosen, values, 0.0).sum(-1)
 
@@ -174,14 +175,14 @@ def bucket_values(values: Tensor, offsets: Tensor, causal: bool) -> Tensor:
 class FactoredBias(NamedTuple):
     """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s].
 
-    Fused forms multiply the factors as they do queries and keys, which in bfloat16 rounds them as much.
+    Fused forms multiply the factors like queries and keys, with the same rounding in bfloat16.
     """
 
     of_queries: Tensor
     of_keys: Tensor
 
     def dense(self) -> Tensor:
-        """[Q, K]."""
+        """The product of the factors, [Q, K]."""
         with without_autocast(self.of_keys):  # a bias is added to float32 scores
             return self.of_queries @ self.of_keys.mT
 

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and the comparison of runs: metrics, record, loss curve, trackers, table."""
+"""The files in a run's folder, and the comparison of runs: metrics, record, loss curve, trackers, table."""

@@ -1,4 +1,4 @@
-"""The lock in a run's folder: one training run at a time works there."""
+"""The lock in a run's folder, which admits one training run at a time."""
 
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,7 @@ def is_claimed(run: Path) -> bool:
 def claim(run: Path) -> IO[str]:
     """Lock a run's folder, created if missing, until the returned file is closed.
 
-    LineartimeError if another run is using the folder, or it cannot be written.
+    Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
     """
     with reporting("write", run):
         run.mkdir(parents=True, exist_ok=True)

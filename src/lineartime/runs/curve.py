@@ -18,13 +18,14 @@ if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its hel
 
 CURVE_FILE = "loss.png"
 _MOST_POINTS = 2000
-"""Points of a curve in a comparison: more than a picture has pixels across."""
+"""The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
 
 def draw_curve(run: str | Path, title: str | None = None) -> Path:
-    """Draw the training and validation losses of a run into its folder and return the picture's path.
+    """Plot the training and validation losses of a run into its folder and return the path of the image.
 
-    The default title names the model and the text. LineartimeError without matplotlib, or if a file cannot be read or written.
+    The default title names the model and the text. Raises LineartimeError without matplotlib, or if a file cannot be read or
+    written.
     """
     run = Path(run)
     figure = new_figure("The loss curve", 7, 4.2)
@@ -35,10 +36,10 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
 
 
 def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
-    """Draw the losses of a run beside the loss by position of an evaluation; return the file.
+    """Plot the losses of a run next to the loss by position of an evaluation; return the file.
 
-    A model without metrics has the loss by position alone. LineartimeError without matplotlib, or if a file cannot be read or
-    written.
+    For a model without metrics, only the loss by position is plotted. Raises LineartimeError without matplotlib, or if a file
+    cannot be read or written.
     """
     run = Path(run)
     learned = (run / METRICS_FILE).exists()
@@ -52,7 +53,7 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
 
 
 def _draw_losses(axes: Any, run: Path) -> None:
-    """Draw the training and validation losses of a run by step."""
+    """Plot the training and validation losses of a run by step."""
     with reporting("read", run / METRICS_FILE):
         lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
@@ -73,7 +74,7 @@ def _draw_losses(axes: Any, run: Path) -> None:
 
 
 def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
-    """Draw the loss by the number of tokens read, a step for each power of two, and the mean over all as a line."""
+    """Plot the loss by the number of tokens read, one level for each power of two, and the overall mean as a line."""
     positions = evaluation.by_position
     edges = [*(position.first for position in positions), positions[-1].last + 1]
     axes.stairs([position.loss for position in positions], edges, baseline=None, color="tab:green", linewidth=2)
@@ -91,7 +92,7 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """The lines of a run for `draw_comparison`: all evaluations, and averaged training losses at as many steps as show."""
+    """The lines of a run for `draw_comparison`: all evaluations, and averaged training losses at a limited number of steps."""
     training = [line for line in lines if "loss" in line]
     values = _trailing_means([line["loss"] for line in training])
     means = [{**line, "loss": mean} for line, mean in zip(training[len(training) - len(values) :], values, strict=True)]
@@ -100,14 +101,14 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
 
 
 Runs = Mapping[str, Sequence[Line]]
-"""The lines from `thinned` of runs, by their names."""
+"""The lines of several runs as returned by `thinned`, by the names of the runs."""
 
 
 def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
-    """Draw the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
+    """Plot the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
-    Each group of runs whose losses compare has a row of its own, with a title. LineartimeError without matplotlib, or if the
-    file cannot be written.
+    Each group of runs with comparable losses has its own row, with a title. Raises LineartimeError without matplotlib, or if
+    the file cannot be written.
     """
     columns, count = 3, sum(map(len, groups.values()))
     figure = new_figure("A plot of runs", 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
@@ -125,7 +126,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
 
 
 def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Draw runs into the panels for steps, tokens and time, and return their entries in the legend."""
+    """Plot runs in the panels for steps, tokens and time, and return their legend entries."""
     longest = max((line.get("seconds", 0.0) for lines in runs.values() for line in lines), default=0.0)
     unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
     panels = (("step", "step", 1), ("tokens", "tokens", 1), ("seconds", f"{unit} of training", seconds))
@@ -145,7 +146,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, st
         axes.grid(alpha=0.3)
         axes.yaxis.set_tick_params(labelleft=True)
     evaluations = [line["validation_loss"] for lines in runs.values() for line in lines if "validation_loss" in line]
-    if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten what is compared
+    if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten the curves
         low = min([*evaluations, *(line["loss"] for lines in runs.values() for line in lines if "loss" in line)])
         high = max(evaluations)
         row[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
@@ -155,7 +156,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, st
 
 
 def _title(run: Path) -> str:
-    """The model of a run and its text, or the folder's name if the record tells neither."""
+    """The model of a run and its text, or the folder's name if the record cannot be read."""
     try:
         options = read_record(run).options
     except LineartimeError:
@@ -168,7 +169,7 @@ def _title(run: Path) -> str:
 
 @cache
 def default_text() -> str:
-    """The name of the text of a run for which none was given."""
+    """The name of the default text, which a run uses if none is given."""
     from lineartime.data import load_corpus
 
     name: str = load_corpus(None).name
@@ -176,7 +177,7 @@ def default_text() -> str:
 
 
 def new_figure(purpose: str, width: float, height: float) -> Any:
-    """A figure of so many inches; LineartimeError, which names the purpose, without matplotlib."""
+    """Create a figure of the given size in inches. Raises LineartimeError, naming the purpose, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -193,7 +194,7 @@ def counted(number: float) -> str:
 
 
 def save_figure(figure: Any, file: Path) -> Path:
-    """Write a figure and return the file; LineartimeError if that fails, or the suffix is no picture format."""
+    """Write a figure and return the file. Raises LineartimeError if that fails or the suffix is not an image format."""
     if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
     with reporting("write", file), warnings.catch_warnings():
@@ -203,10 +204,10 @@ def save_figure(figure: Any, file: Path) -> Path:
 
 
 def drawable(text: str) -> str:
-    """A text that matplotlib can draw: without formulas, which stand between dollars, and bytes of paths that are no UTF-8."""
+    """A text that matplotlib can draw: dollar signs, which enclose formulas, are escaped; unprintable characters replaced."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text).replace("$", r"\$")
 
 
 def _trailing_means(losses: Sequence[float]) -> list[float]:
-    """The mean of the last `AVERAGED` losses, for each step that has so many; none for the first ones."""
+    """The mean of the last `AVERAGED` losses for each step, except for the first steps, which have fewer."""
     return [statistics.fmean(losses[end - AVERAGED : end]) for end in range(AVERAGED, len(losses) + 1)]

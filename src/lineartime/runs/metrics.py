@@ -20,12 +20,12 @@ AVERAGED = 20
 Line = Mapping[str, float]
 """One line of metrics.jsonl."""
 _LONGEST = 1 << 16
-"""The most bytes of a line."""
+"""The maximum size of a line, in bytes."""
 _NUMBER = Annotated[float, Between(-1e40, 1e40)]
-"""A number of a line: what fp32 can hold, with room."""
+"""A number in a line: the range of fp32, with some margin."""
 _COUNT = Annotated[float, Between(0, 1e18)]
 _NUMBERS = {"step": Step, "tokens": _COUNT, "skipped": _COUNT, "seconds": _COUNT, "tokens_per_second": _COUNT}
-"""The numbers of a line that cannot be below zero."""
+"""The numbers in a line that cannot be negative."""
 
 
 class MetricsLog:
@@ -36,8 +36,8 @@ class MetricsLog:
         first_step: steps taken before. Lines of later steps, left by a killed process, are dropped.
 
     Attributes:
-        tokens: trained on so far, over all processes of the run.
-        skipped: steps so far that changed nothing.
+        tokens: tokens trained on so far, over all processes of the run.
+        skipped: steps skipped so far.
 
     Raises:
         LineartimeError: if the file cannot be written.
@@ -71,17 +71,17 @@ class MetricsLog:
 
 
 def read_metrics(run: str | Path) -> list[dict[str, float]]:
-    """The finite numbers in each line of a run's metrics file; OSError if it cannot be read.
+    """Read the finite numbers in each line of a run's metrics file. Raises OSError if the file cannot be read.
 
-    Damaged lines are skipped: a killed process or a full disk leaves a line cut off, or holds what no line holds.
+    Damaged lines are skipped, such as lines that a killed process or a full disk left incomplete.
     """
     return read_damaged_metrics(run)[0]
 
 
 def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[str]]:
-    """The lines of `read_metrics`, and for each that was skipped, a clause that says why.
+    """The lines of `read_metrics`, and a clause for each skipped line that says why.
 
-    A last line that is merely cut off does not count.
+    A last line that is merely cut off is not reported.
     """
     lines, problems = [], []
     with open_regular(Path(run, METRICS_FILE)) as file:
@@ -97,7 +97,7 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
 
 
 def _is_cut_off(last: bytes) -> bool:
-    """Whether a line without an end is the beginning of one that we write."""
+    """Whether a last line without a line end is the beginning of a line that we write."""
     begin = b'{"step": '
     return last[: len(begin)] == begin[: len(last)] and len(last) < _LONGEST
 
@@ -108,7 +108,7 @@ def losses(lines: Iterable[Line], name: str) -> dict[int, float]:
 
 
 def _parse(content: bytes) -> dict[str, float]:
-    """The numbers of a line; ValueError, with a clause, for anything else."""
+    """Parse the numbers of a line. Raises ValueError, with a clause as its message, for anything else."""
     line = parse(content)
     if not isinstance(line, dict):
         raise ValueError(f"it is {shown(line)}, but must be an object")
@@ -116,6 +116,6 @@ def _parse(content: bytes) -> dict[str, float]:
         raise ValueError("step is missing")
     for name, value in line.items():
         usual = type(value) is int or (type(value) is float and name != "step")
-        if not (usual and 0 <= value < 1e9):  # few are not, and runs have many lines
+        if not (usual and 0 <= value < 1e9):  # few are not: this saves time in long files
             decode(_NUMBERS.get(name, _NUMBER), value, name)
     return line

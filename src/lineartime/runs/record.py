@@ -1,6 +1,6 @@
 """run.json: the options of a run, and for each process that trained it the command, versions, machine, git state and error.
 
-It holds no environment variables and no addresses of repositories: both can contain secrets.
+It holds no environment variables and no URLs of repositories, because both can contain secrets.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizer
 
 @dataclass(frozen=True)
 class Git:
-    """The state of the repository that a process was started in; a branch that is None is none, or none yet."""
+    """The git repository in which a process was started. No commit yet: `commit` is None. Detached: `branch` is None."""
 
     commit: str | None = None
     branch: str | None = None
@@ -37,7 +37,7 @@ class Git:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a process ran: system, processor, cores, threads of PyTorch, processes of the run, GPUs, version of CUDA."""
+    """The machine of a process: system, processor, cores, PyTorch threads, processes of the run, GPUs, CUDA version."""
 
     system: str = ""
     processor: str = ""
@@ -53,13 +53,13 @@ class Process:
     """A process that trained a run.
 
     Attributes:
-        time: when it started, in the form of ISO 8601.
+        time: when it started, in ISO 8601 format.
         command: the program and its arguments.
-        changed_options: those that differ from the run's, by name.
-        versions: of Python and packages.
-        machine: its processor, system and GPUs.
-        git: None without a repository.
-        error: the sentence of the error that ended it.
+        changed_options: the options that differ from the run's, by name.
+        versions: the versions of Python and packages.
+        machine: the machine that it ran on.
+        git: the state of the git repository; None without one.
+        error: the message of the error that ended it; None if there was none.
     """
 
     time: str = ""
@@ -76,9 +76,9 @@ class Record:
     """A run: run.json.
 
     Attributes:
-        options: those that it was started with, as values for JSON.
-        processes: those that trained it; the first started it.
-        seed: the option of that name.
+        options: the options with which it was started, as JSON values.
+        processes: the processes that trained it; the first one started it.
+        seed: the option `seed`.
     """
 
     options: dict[str, Any]
@@ -92,8 +92,8 @@ class Record:
 def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> None:
     """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
 
-    A run with checkpoints is being resumed: its record keeps the options it was started with, and gets an entry for this
-    process with the options that differ. `config` has all options as values for JSON, `command` the program and its arguments.
+    A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets an entry for this
+    process with the options that differ. `config` holds all options as JSON values, `command` the program and its arguments.
 
     Raises:
         LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
@@ -125,20 +125,20 @@ def _write(run: Path, record: Record) -> None:
 
 
 class RunRecord:
-    """run.json as the main process of a run writes it: `begin` before the first step, `errors` if one ends it."""
+    """Writes run.json in the main process of a run: `begin` before the first step, `errors` if an error ends the run."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._entry: int | None = None
 
     def begin(self, config: dict[str, Any], command: Sequence[str]) -> None:
-        """As `write_record`."""
+        """Write the record, as `write_record` does."""
         write_record(self._run, config, command)
         self._entry = len(read_record(self._run).processes) - 1
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Write the sentence of an error that ends the block into the entry of this process, if it has begun one."""
+        """Record the message of an error that ends the `with` block in the entry of this process, if `begin` was called."""
         try:
             yield
         except Exception as error:
@@ -157,17 +157,17 @@ class RunRecord:
 
 
 def last_error(record: Record) -> str | None:
-    """The sentence of the error that ended the last process of a run; None if none did, or if the run was resumed since."""
+    """The message of the error that ended the last process of a run; None without one, or if the run was resumed since."""
     return record.processes[-1].error if record.processes else None
 
 
 def read_record(run: str | Path) -> Record:
-    """What run.json holds; LineartimeError if it is missing or damaged."""
+    """Read run.json. Raises LineartimeError if it is missing or damaged."""
     return read_file(Path(run, RECORD_FILE), Record, "restore it from a copy, or delete it; training does not need it")
 
 
 def _versions() -> dict[str, str]:
-    import torch  # which only training needs: records are read without it
+    import torch  # needed only for training: records are read without PyTorch
 
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: a progress display, metrics.jsonl, the trackers of its choice, and its loss curve."""
+"""The reports of a run while it trains: a progress display, metrics.jsonl, the chosen trackers, and its loss curve."""
 
 import math
 import statistics
@@ -27,12 +27,12 @@ class StepMetrics:
     """The numbers of one optimiser step.
 
     Attributes:
-        loss: in nats per token; this and the norm may be infinite or NaN.
-        learning_rates: of this step, by their names in metrics.jsonl.
-        gradient_norm: before clipping.
-        tokens: in this step, over all processes.
+        loss: the loss in nats per token; the loss and the norm may be infinite or NaN.
+        learning_rates: the learning rates of this step, by their names in metrics.jsonl.
+        gradient_norm: the norm of the gradient before clipping.
+        tokens: the number of tokens in this step, over all processes.
         waiting: seconds of the step spent waiting for data.
-        skipped: steps of the run so far that changed nothing, because a number was not finite.
+        skipped: the number of steps so far that were skipped because a number was not finite.
     """
 
     loss: float
@@ -59,23 +59,23 @@ class NullReporter:
         """Record step number `step` (from 1), which has just ended."""
 
     def skipped(self, step: int, reason: str) -> None:
-        """Say why a step changes nothing; `step`, called after it, counts it too."""
+        """Report why a step is skipped. `step` is also called for a skipped step, afterwards."""
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
+        """Record and print an evaluation on held-out text after a step. Its time is not part of any step."""
 
 
 class Reporter(NullReporter):
-    """Shows and records the numbers of a run; a context manager. Only the main process has one.
+    """A context manager that shows and records the numbers of a run. Only the main process has one.
 
-    A terminal gets a progress bar and a line per evaluation; so does a notebook with ipywidgets. Anything else gets the lines.
-    At the end, also that of a run that failed, the losses are drawn into the run's folder.
+    A terminal, or a notebook with ipywidgets, shows a progress bar and a line per evaluation. Any other output gets only the
+    lines. At the end, even if the run failed, the losses are plotted into the run's folder.
 
     Args:
         run: the run's folder.
         first_step: steps taken before; recorded metrics of later steps are dropped.
         steps: steps of the whole run.
-        trackers: of "tensorboard", "wandb", "trackio".
+        trackers: any of "tensorboard", "wandb", "trackio".
         record: the run's options, for trackers that show them.
 
     Raises:
@@ -145,13 +145,13 @@ class Reporter(NullReporter):
         )
 
     def skipped(self, step: int, reason: str) -> None:
-        """Say why a step changes nothing; `step`, called after it, counts it too."""
+        """Report why a step is skipped. `step` is also called for a skipped step, afterwards."""
         self._log.skipped += 1
         self.say(f"step {step} was skipped ({self._log.skipped} so far in this run): {reason}")
         self._record(step, skipped=self._log.skipped)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print an evaluation on held-out text after a step; its time counts towards no step."""
+        """Record and print an evaluation on held-out text after a step. Its time is not part of any step."""
         bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
         steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         training = f"training loss {self._average('loss'):.3f}  " if self._latest["loss"] else ""  # none just after resuming
@@ -182,7 +182,7 @@ class Reporter(NullReporter):
 
 
 def _progress() -> Progress:
-    """The progress bar, disabled where it cannot be shown; its console prints lines everywhere."""
+    """The progress bar, disabled where it cannot be shown. Its console prints lines everywhere."""
     console = Console(file=SCREEN, highlight=False, markup=False)
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
     return Progress(

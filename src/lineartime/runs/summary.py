@@ -1,4 +1,4 @@
-"""A summary of a run from its files, and the search for runs in folders."""
+"""Summarise a run from its files, and find runs in folders."""
 
 import statistics
 import time
@@ -20,25 +20,25 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the files of a run tell; None where they do not.
+    """The summary of a run; values that its files do not hold are None.
 
     Attributes:
-        name: for display.
+        name: the name for display.
         path: its folder.
-        options: those it was started with; empty if unknown.
-        step: the last recorded one.
-        tokens: trained on.
-        training_loss: mean of the last 20 steps, in nats per token.
-        validation_loss: the lowest, in nats per token.
-        bits_per_byte: of the same evaluation.
+        options: the options with which it was started; empty if unknown.
+        step: the last recorded step.
+        tokens: the number of tokens trained on.
+        training_loss: the mean of the last 20 steps, in nats per token.
+        validation_loss: the lowest validation loss, in nats per token.
+        bits_per_byte: the bits per byte of the same evaluation.
         tokens_per_second: the median of all steps.
-        seconds: of training, with evaluations and checkpoints.
-        waiting: share of the steps' time spent waiting for data.
-        skipped: steps that changed nothing.
+        seconds: the time spent training, including evaluations and checkpoints.
+        waiting: the share of the steps' time spent waiting for data.
+        skipped: the number of skipped steps.
         state: "damaged" if its record or its metrics cannot be read; "failed"; "finished"; "running"; "stopped" if its last
             step is saved; "silent" otherwise.
-        error: the sentence of the error that ended a failed run.
-        silent_seconds: since its last write.
+        error: the message of the error that ended a failed run.
+        silent_seconds: the time since its last write.
         lines: its losses, thinned for the plot.
     """
 
@@ -60,12 +60,12 @@ class RunSummary:
     lines: list[Line] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the losses of each step, for JSON."""
+        """Return a plain dictionary for JSON, without the losses of each step."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items() if name != "lines"}
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The runs in a folder and below it; OSError if it cannot be read."""
+    """Yield the runs in a folder and its subfolders. Raises OSError if the folder cannot be read."""
     if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
         yield folder
     else:
@@ -75,7 +75,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
-    """The summary of a run, and a sentence for each damaged file of it."""
+    """Summarise a run; also return a sentence for each of its damaged files."""
     problems: list[str] = []
     record = _record(path, problems)
     whole = not problems
@@ -121,7 +121,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
 
 
 def _record(path: Path, problems: list[str]) -> Record:
-    """The record of a run, or else one with the options in its last checkpoint, if there are any."""
+    """The record of a run, or else one with the options in its last checkpoint, or else an empty one."""
     if (path / RECORD_FILE).exists():
         try:
             return read_record(path)
@@ -141,7 +141,10 @@ def _largest(lines: list[dict[str, float]], name: str) -> float | None:
 
 
 def _waiting(lines: list[dict[str, float]]) -> float | None:
-    """The share of time over all steps; steps have equal numbers of tokens, so the time of each is the inverse of its speed."""
+    """The share of waiting in the time of all steps.
+
+    All steps have the same number of tokens, so the time of a step is proportional to the inverse of its speed.
+    """
     steps = [line for line in lines if "waiting" in line and line.get("tokens_per_second", 0) > 0]
     if not steps:
         return None
@@ -150,7 +153,7 @@ def _waiting(lines: list[dict[str, float]]) -> float | None:
 
 
 def _state(path: Path, steps: object, error: str | None, step: float | None, seconds: float | None, silent: float) -> str:
-    """The state of a run: ended by an error, all steps recorded, folder in use, last step saved, or a recent write."""
+    """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
     if error is not None:
         return "running" if is_claimed(path) else "failed"  # it is being resumed, or not
     if isinstance(steps, int) and step is not None and step >= steps:
@@ -160,6 +163,6 @@ def _state(path: Path, steps: object, error: str | None, step: float | None, sec
     checkpoints = list_checkpoints(path)
     if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
         return "stopped"
-    # It may run on another machine: allow a minute, or ten of its steps if they are long.
+    # The run may be on another machine: allow a minute, or ten of its steps if they are long.
     moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
     return "running" if silent < moment else "silent"

@@ -1,4 +1,4 @@
-"""Runs side by side: the cells that describe each run, and the columns that fit on a screen."""
+"""A table of runs: the cells that describe each run, and the columns that fit on a screen."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +14,18 @@ from lineartime.runs.curve import counted, default_text
 from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
-"""The most columns for options that differ."""
+"""The maximum number of columns for options that differ."""
 _NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
-"""The options that must be equal for losses to compare, and what to call them."""
+"""The options that must be equal for losses to be comparable, and their names in titles."""
 _PADDING = 2
-"""The width of a column beside its text."""
+"""The padding of a column, in characters."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose losses compare, the best first; `title` tells what distinguishes their text, tokenizer and task."""
+    """Runs with comparable losses, the best first. `title` names their text, tokenizer and task, as far as groups differ."""
 
     title: str
     runs: list[RunSummary]
@@ -37,7 +37,7 @@ class Comparison:
 
     Attributes:
         columns: the cells of each column by its header, one cell for each run.
-        left_out: the columns for which the screen is too narrow.
+        left_out: the columns that do not fit on the screen.
         more_options: the options that also differ, but have no column.
     """
 
@@ -47,17 +47,17 @@ class Comparison:
 
 
 def column_widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The characters of the longest cell of each column."""
+    """The width of the longest cell in each column, in characters."""
     return {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
 
 
 def full_width(widths: Mapping[str, int]) -> int:
-    """The characters of a table whose columns have these widths."""
+    """The width of a table whose columns have these widths, in characters."""
     return sum(width + _PADDING for width in widths.values()) + 1
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
-    """All runs in and below folders, each once, with the names to show; and a sentence for each folder without runs."""
+    """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
     found: dict[Path, tuple[Path, str]] = {}
     missing = []
     for folder in folders:
@@ -78,7 +78,7 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
 
 
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
-    """The runs in groups of one text, tokenizer and task; those with unknown options are the last group."""
+    """Group runs by text, tokenizer and task. Runs with unknown options form the last group."""
     groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
     for run in runs:
         groups.setdefault(_compared_by(run), []).append(run)
@@ -103,7 +103,7 @@ def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """The runs of a group by bits per byte, or by nats per token if any lacks bits; those that were not evaluated last."""
+    """Sort runs by bits per byte, or by nats per token if any lacks bits. Runs without an evaluation come last."""
     in_bits = all(run.bits_per_byte is not None for run in runs if run.validation_loss is not None)
 
     def rank(run: RunSummary) -> tuple[bool, float, str]:
@@ -114,14 +114,17 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
-    """The table of all runs, group by group, on a screen of `width` characters: the least important columns give way."""
+    """Make a table of all runs, group by group.
+
+    If it does not fit on a screen of `width` characters, the least important columns are left out.
+    """
     runs = [run for group in groups for run in group.runs]
     options = [name for name in differing_options(runs) if name not in _GROUPED_BY]
     most = len(options) if width is None else _MOST_OPTIONS
     shown, more = options[:most], options[most:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
     columns |= {name: _cells([run.options.get(name) for run in runs]) for name in ("data", *shown)}
-    if len(set(columns["data"])) > 1:  # the titles of the groups tell it
+    if len(set(columns["data"])) > 1:  # the titles of the groups name the text
         del columns["data"]
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
     left_out = []
@@ -141,7 +144,7 @@ def differing_options(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    """The values of an option as cells, in full where different ones would look alike."""
+    """The values of an option as cells, in full where different values would look alike."""
     short = [_value(value) for value in values]
     alike = {cell: {json.dumps(value) for value, other in zip(values, short, strict=True) if other == cell} for cell in short}
     return [cell if len(alike[cell]) == 1 else _in_full(value) for value, cell in zip(values, short, strict=True)]
@@ -152,7 +155,7 @@ def _in_full(value: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """The value of an option as a cell: of a path, the last part."""
+    """The value of an option as a cell; for a path, its last part."""
     if value is None:
         return "-"
     if isinstance(value, (list, tuple)):
@@ -201,6 +204,6 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "state": lambda run: f"silent {_duration(run.silent_seconds)}" if run.state == "silent" else run.state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
-# The order in which columns give way on a narrow screen; options that differ go in between.
+# The order in which columns are left out on a narrow screen; options that differ come in between.
 _FIRST_TO_GO = ("skipped", "waiting", "tokens", "training")
 _LAST_TO_GO = ("time", "tokens/s", "data", "model", "bits/byte")

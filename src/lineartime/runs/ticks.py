@@ -6,20 +6,20 @@ from itertools import pairwise
 from typing import Any
 
 FEWEST = 4
-"""The fewest labels of an axis: with fewer, values between them can hardly be read."""
+"""The minimum number of labels on an axis: with fewer, values between them are hard to read."""
 _CHARACTER = 0.083
-"""The width of a digit of a label, in inches."""
+"""The width of a digit in a label, in inches."""
 _SMALLEST_RANGE = 1e-9
 """The smallest range of an axis, as a share of its values: labels have twelve digits."""
 
 
 def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = ()) -> None:
-    """Give both axes of a finished plot round ticks with distinct labels; an axis with too little room for four is widened.
+    """Give both axes of a finished plot round ticks with distinct labels. An axis too short for four ticks is extended.
 
     Args:
-        axes: matplotlib's, with its data and scales.
+        axes: matplotlib axes, whose data and scales are already set.
         whole_x: whether only whole numbers make sense on the horizontal axis.
-        x_values: ticks of the horizontal axis, if there are at least four; otherwise round ticks with these among them, if any.
+        x_values: ticks of the horizontal axis, if there are at least four; otherwise, values that round ticks should include.
     """
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
@@ -43,7 +43,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
 
 
 def enough_room(low: float, high: float, whole: bool = False) -> tuple[float, float]:
-    """The limits of an axis, widened where four ticks do not fit between them."""
+    """The limits of an axis, extended if four ticks do not fit between them."""
     if whole and math.floor(high) - math.ceil(low) + 1 < FEWEST:
         return math.floor(low), max(high, math.floor(low) + FEWEST - 1)
     largest = max(abs(low), abs(high))
@@ -62,7 +62,7 @@ def round_ticks(
         high: the upper end; `enough_room` makes the two far enough apart.
         base: of a logarithmic axis; None for a linear one.
         whole: whether to take only whole numbers.
-        among: numbers to find among the ticks of a logarithmic axis, where that is possible.
+        among: numbers that the ticks of a logarithmic axis should include, if possible.
     """
     spread = [] if base is None else [ticks for ticks in _log_ticks(low, high, base) if len(ticks) >= FEWEST]
     spread.sort(key=lambda ticks: not set(among) <= set(ticks))
@@ -70,7 +70,7 @@ def round_ticks(
 
 
 def _log_ticks(low: float, high: float, base: float) -> Iterator[list[float]]:
-    """Ever closer numbers on a logarithmic axis: every so many powers of the base, then numbers between the powers."""
+    """Increasingly dense ticks on a logarithmic axis: every n-th power of the base, then numbers between the powers."""
     powers = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
     for every in range(max(1, len(powers) // FEWEST), 0, -1):
         yield _between(low, high, (base**power for power in powers if power % every == 0))
@@ -79,7 +79,7 @@ def _log_ticks(low: float, high: float, base: float) -> Iterator[list[float]]:
 
 
 def _linear_ticks(low: float, high: float, whole: bool) -> Iterator[list[float]]:
-    """Ever closer multiples of 5, 2.5, 2 and 1 times a power of ten."""
+    """Increasingly dense multiples of 5, 2.5, 2 and 1 times a power of ten."""
     power = math.ceil(math.log10(high - low))
     while True:
         for digits in (5.0, 2.5, 2.0, 1.0):
@@ -91,7 +91,7 @@ def _linear_ticks(low: float, high: float, whole: bool) -> Iterator[list[float]]
 
 
 def _between(low: float, high: float, values: Iterable[float]) -> list[float]:
-    """Those of positive values that lie on an axis, apart from rounding."""
+    """The positive values that lie between the limits of an axis, up to rounding."""
     return [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
@@ -110,7 +110,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _label(value: float, size: float, decimals: int | None = None) -> str:
-    """A number in the unit that suits numbers of a `size`."""
+    """Format a number in the unit that suits numbers of this `size`."""
     limit, unit = next(((limit, unit) for limit, unit in ((1e9, " G"), (1e6, " M")) if abs(size) >= limit), (1.0, ""))
     number = value / limit + 0.0  # 0 for -0
     digits = f"{number:,.12g}" if decimals is None else f"{number:,.{decimals}f}"

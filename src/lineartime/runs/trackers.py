@@ -28,7 +28,7 @@ class Tracker(Protocol):
     """Receives the numbers of a run."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take finite numbers by name; steps come in order and may repeat."""
+        """Record finite numbers by name. Steps arrive in order and may repeat."""
 
     def close(self) -> None:
         """Finish; `write` is not called afterwards."""
@@ -40,7 +40,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in PACKAGES:
             raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
         spec = importlib.util.find_spec(PACKAGES[name])
-        if spec is None or spec.origin is None:  # a mere folder of that name, such as wandb leaves, does not count
+        if spec is None or spec.origin is None:  # a folder of that name that is no package, such as wandb's, does not count
             if name == "tensorboard":  # a dependency of lineartime, not an extra
                 raise LineartimeError(
                     "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of ",
@@ -51,9 +51,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Several trackers as one; those that fail are dropped, and `say` tells the user.
+    """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
 
-    After a `first_step` above 0, the trackers resume their run too. The run's folder must exist.
+    If `first_step` is above 0, the trackers resume their runs too. The run's folder must exist.
 
     Raises:
         LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run.
@@ -125,7 +125,7 @@ def _identity(run: Path, first_step: int) -> str:
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's format, written in this thread so that a full disk raises where it can be reported."""
+    """Writes scalars in TensorBoard's format, in the calling thread, so that errors such as a full disk can be reported."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -152,7 +152,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, configured by its own variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
+    """A run of Weights & Biases, configured by its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
 
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import wandb
@@ -180,13 +180,13 @@ class WandB:
 
 
 class Trackio:
-    """A run of trackio, on this machine unless its own variables say otherwise."""
+    """A run of trackio, on this machine unless trackio's environment variables say otherwise."""
 
     def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
         import trackio
 
         self._finish: Callable[[], None] = trackio.finish
-        # trackio identifies runs by name alone, and folders of several runs may share one.
+        # trackio identifies runs by name alone, and the folders of several runs may have the same name.
         name = f"{run.absolute().name}-{identity}"
         self._run: Any = trackio.init(project=PROJECT, name=name, config=dict(options), resume="allow", embed=False)
 
@@ -196,4 +196,4 @@ class Trackio:
 
     def close(self) -> None:
         """Wait until everything is written."""
-        self._finish()  # the package's, since it calls the run's own again at exit
+        self._finish()  # the package's function, since it would call the run's own again at exit

@@ -32,51 +32,51 @@ Decay = Annotated[float, Between(0, below=1)]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a model on text; leaves checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve in the run's folder."""
+    """Train a model on text. The run's folder gets checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve."""
 
     preset: str = "flash-tiny"
-    """Model to train, by the name of its preset."""
+    """Preset of the model to train."""
     recipe: RecipeName | None = None
     """Take the defaults of all options from a recipe: quick, for a good small model in minutes on a CPU, or one of the
     paper's. See docs/training.md."""
     like: Path | None = None
     """Take the defaults of all options from the run in this folder."""
     init_from: Path | None = None
-    """Start from the weights of a run, checkpoint or saved model, with its model and its tokenizer; all else begins anew."""
+    """Start from the weights, model and tokenizer of a run, checkpoint or saved model; everything else starts anew."""
     override: tuple[str, ...] = ()
     """Other values for fields of the model, for instance chunk_size=64 dropout=0.1"""
     task: Task = "clm"
-    """What to learn: clm, the next token; mlm, masked tokens; prefix-lm, what follows a prefix that is read both ways."""
+    """What to predict: clm, the next token; mlm, masked tokens; prefix-lm, the text after a bidirectional prefix."""
     data: tuple[str, ...] = ()
     """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
     text_column: str = TEXT_COLUMN
-    """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
+    """Column that holds the text in JSON, JSON lines, Parquet and hub data sets."""
     max_expansion: Expansion = MAX_EXPANSION
-    """Bytes of text for each byte of a compressed file, at most: a small file that becomes huge is refused."""
+    """Maximum bytes of text per byte of a compressed file; a file that expands further is refused."""
     tokenizer: str | None = None
     """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
     lanes: Lanes = 8
-    """Parts of a streamed corpus that are read side by side; a multiple of the number of processes."""
+    """Parts of a streamed corpus that are interleaved; a multiple of the number of processes."""
     shuffle_documents: Shuffle = 0
-    """Documents of each part of a streamed corpus that are shuffled together; 0 keeps their order."""
+    """Documents in each part of a streamed corpus that are shuffled together; 0 keeps their order."""
     packed: bool = False
     """Keep documents apart: no token attends to another document."""
     context_length: Size = 512
     """Tokens in each training sequence."""
     batch_size: Size = 4
-    """Sequences that each process computes at once; fewer if that divides its share of a step."""
+    """Sequences that each process computes at once; fewer if this does not divide its share of a step."""
     tokens_per_batch: Size | None = None
     """Tokens in each optimiser step, over all processes and micro-batches; the default is one batch per process."""
     steps: Steps = 600
     """Optimiser steps of the whole run."""
     optimizer: OptimizerName = "adamw"
-    """adamw, or muon: Muon for the maps inside layers, and AdamW for embeddings, vectors and the rest. See docs/training.md."""
+    """adamw, or muon: Muon for the linear maps inside layers, and AdamW for everything else. See docs/training.md."""
     learning_rate: Positive = 3e-3
     """Peak learning rate, at the end of the warm-up."""
     adamw_ratio: Positive = 1.0
-    """Muon: the learning rate of what AdamW updates, as a share of the learning rate of the maps."""
+    """Muon: learning rate of the parameters that AdamW updates, relative to that of the linear maps."""
     momentum: Decay = 0.95
     """Muon: decay of the running mean of gradients (Nesterov's momentum)."""
     schedule: Literal["linear", "cosine"] = "linear"
@@ -90,39 +90,39 @@ class TrainConfig:
     epsilon: Positive = 1e-6
     """AdamW: small number added to the denominator."""
     weight_decay: NotNegative = 0.01
-    """Decay of matrices, embeddings and learned positions included; vectors and scalars are never decayed."""
+    """Weight decay of matrices, including embeddings and learned positions; vectors and scalars are never decayed."""
     clip_norm: NotNegative = 1.0
-    """Largest norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
+    """Maximum norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"
-    """global: clip the mean gradient of all processes; local: clip each process's own before averaging, as the paper names
-    it, without defining it. Local results depend on the number of processes."""
+    """global: clip the mean gradient of all processes; local, a term that the paper does not define: clip each process's
+    gradient before averaging. The result of local clipping depends on the number of processes."""
     clip_tokens: Size | None = None
-    """Clip the gradient of every so many tokens before averaging, whatever the number of processes, in place of `clip`: 4096
-    does with any number what a local clip does with 64 processes at 2^18 tokens in a step."""
+    """Clip the gradient of each group of this many tokens before averaging, instead of `clip`. The result does not depend on
+    the number of processes: 4096 is equivalent to local clipping with 64 processes and 2^18 tokens per step."""
     max_skipped: Steps = 10
-    """Steps in a row with an infinite loss or gradient, which change nothing, before training stops."""
+    """Training stops after this many consecutive steps that were skipped because a loss or gradient was not finite."""
     seed: Annotated[int, Between(0, below=2**63)] = 0
     """Seed of the initial weights, the batches and dropout."""
     eval_every: Steps = 100
-    """Steps between evaluations on held-out text; a checkpoint follows each."""
+    """Steps between evaluations on held-out text; a checkpoint is written after each."""
     eval_windows: Size = 64
     """Sequences of held-out text in each evaluation."""
     keep_every: Steps | None = None
-    """Keep the checkpoint of every so many steps, a multiple of `eval_every`, besides the best and the last two."""
+    """Interval in steps, a multiple of `eval_every`, at which checkpoints are kept besides the best and the last two."""
     max_time: Positive | None = None
-    """Minutes after which training stops as by an interrupt: the step is saved, and the run can be resumed."""
+    """Minutes after which training stops, as after an interrupt: the step is saved, and the run can be resumed."""
     device: Device = "auto"
-    """Where to train; auto takes a GPU if there is one."""
+    """Device to train on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
-    """Precision of matrix products; auto takes bf16 where the device has units for it. Weights are always fp32."""
+    """Precision of matrix products; auto takes bf16 if the device has units for it. Weights are always fp32."""
     threads: Annotated[int, Between(1, MOST_THREADS)] | None = None
-    """Threads of the CPU in each process; the default is PyTorch's. Where other programs run too, 1 is often fastest."""
+    """CPU threads in each process; the default is PyTorch's. If other programs are running, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
     recompute: bool = False
     """Recompute the activations of blocks in the backward pass: a third more work, far less memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How processes hold the weights: ddp, each all of them; fsdp, each a part."""
+    """How processes hold the weights: ddp, each process holds all of them; fsdp, each process holds a part."""
     context_parallel: Size = 1
     """Processes that share each sequence; only for FLASH."""
     timeout: Annotated[float, Between(above=0, most=10**7)] = 600.0
@@ -139,7 +139,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from lineartime.data import names_corpus, names_tokenizer
 
-        given: dict[str, Any] = dict(vars(self))  # Python callers may give a mapping, lists, and a text or a Path for each path
+        given: dict[str, Any] = dict(vars(self))  # Python callers may pass a mapping, lists, and a str or a Path for each path
         override = given["override"]
         if isinstance(override, Mapping):
             override = _items(override)
@@ -189,7 +189,7 @@ class TrainConfig:
             source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
             found = f"is {self.warmup_steps}{source}, but must be below "
             raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
-        if self.optimizer == "adamw" and not self.resume and self.like is None:  # from another run, they may mean nothing here
+        if self.optimizer == "adamw" and not self.resume and self.like is None:  # those of another run may be unused here
             for name in ("adamw_ratio", "momentum"):
                 value, usual = getattr(self, name), getattr(TrainConfig, name)
                 if value != usual:
@@ -220,7 +220,7 @@ class TrainConfig:
             raise ArgumentError("task", found, Argument("context_parallel"), ".")
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
-        """How the sequences of a step are divided over `data_ranks` processes that read their own; raises as `check`."""
+        """Divide the sequences of a step over the `data_ranks` processes that read different data. Raises as `check`."""
         if self.tokens_per_batch is None:
             return self._grouped(self.batch_size, data_rank, data_ranks)
         smallest = data_ranks * self.context_length
@@ -235,7 +235,7 @@ class TrainConfig:
         return self._grouped(self.tokens_per_batch // smallest, data_rank, data_ranks)
 
     def _grouped(self, each: int, data_rank: int, data_ranks: int) -> "Rows":
-        """Divide a step with `each` sequences a process into groups that are clipped together."""
+        """Divide a step with `each` sequences per process into groups that are clipped together."""
         from lineartime.data import Rows
 
         together = each
@@ -252,13 +252,13 @@ class TrainConfig:
         return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
 
     def model_config(self, vocab_size: int) -> "ModelConfig":
-        """The model that these options describe; LineartimeError, naming the argument, if they describe none."""
+        """The config of the model that these options describe. Raises LineartimeError, naming the argument, if invalid."""
         from lineartime.models.presets import resolve
 
         values = dict(_read(item) for item in self.override)
         if "task" in values:
             raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
-        asked = values.pop("vocab_size", vocab_size)  # that of a `ModelConfig`
+        asked = values.pop("vocab_size", vocab_size)  # comes from a `ModelConfig`
         if asked != vocab_size:
             raise ArgumentError(
                 "override",
@@ -281,14 +281,14 @@ class TrainConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
+        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
-        # One text is written as earlier versions wrote it, and as whoever reads the file expects it.
+        # A single text is written as a string, as in earlier versions and as readers of the file expect.
         return {**values, "data": list(self.data) if len(self.data) > 1 else next(iter(self.data), None)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainConfig":
-        """The config that `to_dict` described; missing fields take their defaults.
+        """Restore a config from the dictionary of `to_dict`. Missing fields take their defaults.
 
         Raises:
             ValueError: naming the field, if one is unknown, has the wrong type or is out of range.
@@ -302,7 +302,7 @@ class TrainConfig:
 
 @contextmanager
 def errors_in_override(*own: str) -> Iterator[None]:
-    """Turn a ValueError about a field of the model into one about the argument `override`; those about `own` options pass."""
+    """Turn a ValueError about a field of the model into one about the argument `override`, except for `own` options."""
     try:
         yield
     except ValueError as error:
@@ -312,7 +312,7 @@ def errors_in_override(*own: str) -> Iterator[None]:
 
 
 def _absolute(value: Any, is_name: Callable[[str], bool]) -> Any:
-    """A path without the working directory; a name, and a path where nothing is, stay as they are."""
+    """Make an existing path absolute. Names and paths that do not exist are returned unchanged."""
     if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and Path(value).exists()):
         return str(Path(value).absolute())
     return value
@@ -323,7 +323,7 @@ def _read(item: str) -> tuple[str, Any]:
     name, equals, text = item.partition("=")
     if not equals:
         raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
-    if text == "none" and name in ("absolute_position", "final_norm"):  # one of their values is the word
+    if text == "none" and name in ("absolute_position", "final_norm"):  # "none" is one of their values
         return name, text
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:

@@ -1,4 +1,4 @@
-"""Whether other programs take the cores that the threads of training need."""
+"""Detect whether other programs use the cores that the training threads need."""
 
 import time
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from lineartime.host import available_cores, busy_seconds
 WINDOW = 5.0
 """Seconds over which the use of the cores is averaged."""
 _NOTICEABLE = 0.5
-"""Cores that others have to use, in two windows in a row, to be mentioned: a quiet machine stays far below."""
+"""Cores that other programs must use in two consecutive windows to be reported; an idle machine stays far below."""
 
 
 class Usage(NamedTuple):
-    """Readings in seconds: of the clock, of this process on all cores, and of all programs on the cores it may use."""
+    """Readings in seconds: wall-clock time, CPU time of this process, CPU time of all programs on the cores it may use."""
 
     clock: float
     own: float
@@ -21,7 +21,7 @@ class Usage(NamedTuple):
 
 
 def read_usage() -> Usage | None:
-    """The usage until now; None where the system does not tell it."""
+    """Read the usage until now; None if the system does not report it."""
     busy = busy_seconds(available_cores())
     return None if busy is None else Usage(time.perf_counter(), time.process_time(), busy)
 
@@ -29,13 +29,13 @@ def read_usage() -> Usage | None:
 class Contention:
     """Watches how many cores other programs use while this process computes with several threads.
 
-    PyTorch divides every operation over its threads and waits for the last one. Where a program takes a core from one of them,
-    all wait, and several threads can take many times as long as one.
+    PyTorch divides every operation over its threads and waits for the slowest. If another program takes a core from one thread,
+    all threads wait, and several threads can take many times as long as one.
 
     Args:
-        threads: of this process.
+        threads: the number of threads of this process.
         read: reads the usage.
-        cores: that this process may use.
+        cores: the number of cores that this process may use.
     """
 
     def __init__(self, threads: int, read: Callable[[], Usage | None] = read_usage, cores: int | None = None) -> None:
@@ -46,7 +46,7 @@ class Contention:
         self._in_a_row = 0
 
     def advice(self) -> str | None:
-        """What to do, once, as soon as others have taken cores for two windows; None otherwise. Cheap enough for every step."""
+        """Advice, once, when other programs have taken cores for two windows; otherwise None. Cheap enough for every step."""
         before = self._before
         if before is None or time.perf_counter() - before.clock < WINDOW:
             return None

@@ -1,4 +1,4 @@
-"""What torchrun tells a process in its environment: WORLD_SIZE, RANK, MASTER_PORT, ... Without it, there is one process."""
+"""The environment variables that torchrun sets: WORLD_SIZE, RANK, MASTER_PORT, ... Without them, there is one process."""
 
 import os
 import re
@@ -8,21 +8,21 @@ from lineartime.errors import LineartimeError
 from lineartime.fields import shown
 
 _MOST = 1 << 20
-"""The most processes of a run."""
+"""The maximum number of processes in a run."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """This process among those that torchrun started.
+    """The place of this process among those that torchrun started.
 
     Attributes:
         world_size: the number of processes.
         rank: its number, from 0.
-        local_rank: its number on its machine.
-        local_world_size: the processes on its machine.
-        group_rank: the number of its machine.
-        group_world_size: the machines.
-        restart_count: how often torchrun has started the processes again.
+        local_rank: its number on its machine, from 0.
+        local_world_size: the number of processes on its machine.
+        group_rank: the number of its machine, from 0.
+        group_world_size: the number of machines.
+        restart_count: how often torchrun has restarted the processes.
         master_port: the port of the server where they meet; None if it is not set.
     """
 
@@ -37,10 +37,10 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """What the environment tells; of one process alone, its ranks are 0 whatever other programs have set.
+    """Read the environment. A single process has ranks of 0, whatever other programs have set.
 
     Raises:
-        LineartimeError: naming the variable, for what is no whole number or out of range.
+        LineartimeError: naming the variable, if it is not a whole number or out of range.
     """
     size = _number("WORLD_SIZE", 1, 1, _MOST)
     restarts = _number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9)

@@ -1,4 +1,4 @@
-"""The folder of a run: whether it may be used, and the checkpoint in it to start from."""
+"""The folder of a run: whether it can be used, and which of its checkpoints to start from."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from lineartime.training.distributed import World
 
 @contextmanager
 def claimed(config: TrainConfig, world: World) -> Iterator[None]:
-    """Keep other processes of this machine out of a run's folder; LineartimeError if it cannot be used."""
+    """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
     run = config.run_directory
     lock = None
     with world.failing_together():
@@ -24,7 +24,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
         if run.exists() and not run.is_dir():
             raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
         if config.resume and not run.exists():
-            checkpoints.last_checkpoint(run)  # raises: there is none
+            checkpoints.last_checkpoint(run)  # raises, because there is none
         if world.is_main:
             lock = claim(run)
     try:
@@ -38,7 +38,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from, if any, and notes about it for the user; removes what killed processes left behind."""
+    """The checkpoint to start from, if any, and notes for the user. Removes what killed processes left behind."""
     run = config.run_directory
     if not config.resume:
         if checkpoints.list_checkpoints(run):
@@ -57,7 +57,7 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
 
 
 def _error_of(run: Path) -> str | None:
-    """The error that ended the run in a folder, if its record tells one."""
+    """The error that ended the run in a folder, if its record holds one."""
     try:
         return last_error(read_record(run))
     except LineartimeError:
@@ -65,7 +65,7 @@ def _error_of(run: Path) -> str | None:
 
 
 def check_shared(run: Path, world: World) -> None:
-    """Raise LineartimeError unless all processes see the same folder: each writes its part of a checkpoint there."""
+    """Raise LineartimeError unless all processes see the same folder, where each writes its part of a checkpoint."""
     if world.size == 1:
         return
     sign = run / world.share(lambda: f".seen-by-all-{os.getpid()}")

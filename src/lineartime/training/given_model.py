@@ -1,4 +1,4 @@
-"""A model that is given as plain data instead of the name of a preset, as options that a run can record."""
+"""Express a model that is given as plain data, not as the name of a preset, by options that a run can record."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from lineartime.models.presets import nearest_preset, resolve, values_of
 
 
 def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]:
-    """The options preset, task and override (by name) that describe a model, its vocabulary included.
+    """The options preset, task and override (by name) that describe a model, including its vocabulary size.
 
     Args:
         model: a `ModelConfig`.
-        task: the option that was given beside it; "clm", the default, gives way to the model's own.
-        all_values: whether to override every value, and not only those that differ from the preset's: other options may set
-            values too.
+        task: the task option that was given with the model; the default, "clm", is replaced by the model's own task.
+        all_values: whether to override every value, not only those that differ from the preset's, because other options may
+            set values too.
 
     Raises:
-        ArgumentError: for anything else, or a model that no preset resembles.
+        ArgumentError: for anything but a `ModelConfig`, a contradicting task, or a model that no preset resembles.
     """
     if isinstance(model, LayerConfig):
         raise ArgumentError(

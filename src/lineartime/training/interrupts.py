@@ -1,4 +1,4 @@
-"""Requests to stop: signals set a flag that the training loop checks between steps, and so does the end of its time."""
+"""Requests to stop: between steps, the training loop checks for a signal and for the end of its time."""
 
 import math
 import signal
@@ -13,7 +13,7 @@ from lineartime.host import stop_signals
 
 @dataclass
 class Stop:
-    """Whether a signal has asked the run to stop, or its time is over: a moment of `time.monotonic`."""
+    """Whether a signal has asked the run to stop, or its deadline has passed, a time of `time.monotonic`."""
 
     signalled: bool = False
     deadline: float = math.inf
@@ -26,10 +26,10 @@ class Stop:
 
 @contextmanager
 def interrupts(alone: bool, seconds: float = math.inf) -> Iterator[Stop]:
-    """Turn SIGINT (Ctrl-C), SIGTERM, SIGHUP (the end of the terminal) and the end of so many seconds into a request to stop.
+    """Turn SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) and the end of `seconds` into a request to stop.
 
-    If the process is `alone`, a second SIGINT acts as usual. Otherwise each signal may arrive many times: sent to a process
-    group, and passed on by torchrun to each of its processes.
+    If the process is `alone`, a second SIGINT acts as usual. Otherwise, a signal may arrive many times, because it is sent to
+    the process group and torchrun also forwards it to each of its processes.
     """
     stop = Stop(deadline=time.monotonic() + seconds)
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

@@ -1,6 +1,6 @@
-"""Which processes of a run are alive: they meet at the start and send heartbeats; if one is lost, the others name it.
+"""Liveness of the processes of a run: they meet at the start and send heartbeats. If one is lost, the others name it.
 
-They use torch.distributed's key-value store, which torchrun serves, or else process 0.
+They use the key-value store of torch.distributed, which is served by torchrun or else by process 0.
 """
 
 import os
@@ -18,11 +18,11 @@ from lineartime.training.environment import read_environment
 
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
-"""A process without a heartbeat for this long is lost."""
+"""A process without a heartbeat for this long is considered lost."""
 
 
 def meet(rank: int, size: int, timeout: float) -> dist.Store:
-    """The store that all processes share, once all have started; LineartimeError naming those that do not start."""
+    """Wait for all processes and return the store they share. Raises LineartimeError naming those that do not start."""
     store = _connect(rank, size, timeout)
     deadline = time.monotonic() + timeout
     missing = list(range(size))
@@ -46,7 +46,7 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> Iterator[None]:
     """Send heartbeats, and turn a failed exchange into a LineartimeError that names the lost process."""
     ended = threading.Event()
-    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits in a store blocks all others that use it
+    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits on a store blocks all others that use it
     threading.Thread(target=_beat, args=(pulse, rank, ended), daemon=True).start()
     try:
         yield
@@ -83,12 +83,12 @@ def _connect(rank: int, size: int, timeout: float) -> dist.Store:
             f"Process {rank} of {size} found no server at {host}:{port} within {timeout:g} s (timeout): process 0, or "
             "torchrun, is not running there; its own output says why."
         ) from None
-    # Processes of an earlier start, since lost, used another prefix.
+    # Processes from before a restart used another prefix.
     return dist.PrefixStore(f"lineartime/{environment.restart_count}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout: float) -> None:
-    """Retry until the server answers, OSError after the timeout; the store itself would try for twice as long."""
+    """Retry until the server answers. Raises OSError after the timeout; the store itself would retry for twice as long."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -104,7 +104,7 @@ def _beat(store: dist.Store, rank: int, ended: threading.Event) -> None:
     try:
         while not ended.wait(_BEAT_SECONDS):
             store.add(f"beat/{rank}", 1)
-    except (RuntimeError, dist.DistError):  # the store is gone; whoever uses it next reports that
+    except (RuntimeError, dist.DistError):  # the store is gone; its next user reports that
         return
 
 

@@ -1,13 +1,13 @@
-"""Muon: momentum, made orthogonal, for the maps inside the layers of a network.
+"""Muon: orthogonalised momentum for the linear maps inside the layers of a network.
 
-For a map W [n, m] with the gradient G and the running mean M of gradients,
+For a map W [n, m] with the gradient G and the running mean of gradients M,
 
     M <- mu M + (1 - mu) G        N = mu M + (1 - mu) G        (Nesterov's momentum)
     W <- (1 - rate * decay) W - rate * 0.2 sqrt(max(n, m)) orthogonal(N)
 
-The factor gives the update a root mean square of about 0.2, as AdamW's has. `torch.optim.Muon` with
-adjust_lr_fn="match_rms_adamw" computes the same, but always in bf16, for one map a matrix, and not for all matrices that FSDP
-has sharded.
+The factor gives the update a root mean square of about 0.2, like an update of AdamW. `torch.optim.Muon` with
+adjust_lr_fn="match_rms_adamw" computes the same, but always in bf16, with one map per matrix, and not for all matrices that
+FSDP has sharded.
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is Scalable for LLM
 Training" (arXiv 2502.16982), for the factor and the decay.
 """
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 RMS = 0.2
-"""About the root mean square of an update at rate 1."""
+"""The approximate root mean square of an update at a learning rate of 1."""
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan et al.: the steepest rise of small singular values; large ones end between 0.7 and 1.2, near enough to 1."""
+"""From Jordan et al.: small singular values rise fastest; large ones end between 0.7 and 1.2, close enough to 1."""
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The nearest orthogonal matrix U V^T of x = U S V^T, [n, m], roughly: by Newton and Schulz, in the precision of x."""
+    """Approximate the nearest orthogonal matrix, U V^T of x = U S V^T [n, m], by Newton-Schulz in the precision of x."""
     a, b, c = COEFFICIENTS
     wide = x.mT if x.shape[0] > x.shape[1] else x  # so that the products x x^T are small
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -37,16 +37,16 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, each of which may hold several maps, one below the other: every map is made orthogonal by itself.
+    """Muon for matrices, each of which may hold several maps, stacked by rows. Every map is orthogonalised separately.
 
-    A matrix that FSDP has sharded is gathered for the update, one after another, by every process; its momentum stays sharded.
+    For the update, every process gathers the matrices that FSDP has sharded, one after another; the momentum stays sharded.
 
     Args:
         maps: the matrices, and the numbers of rows of the maps in each.
         lr: the learning rate.
         momentum: mu.
-        weight_decay: as a share of the weights, at rate 1.
-        bf16: whether to make updates orthogonal in bf16, and not in the precision of the weights.
+        weight_decay: the decay, as a share of the weights at a learning rate of 1.
+        bf16: whether to orthogonalise updates in bf16 instead of the precision of the weights.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update the matrices by their gradients."""
+        """Update the matrices from their gradients."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for parameter in group["params"]:
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _direction(self, mean: Tensor, rows: list[int]) -> Tensor:
-        """The update at rate 1, sharded as the mean gradient is."""
+        """The update at a learning rate of 1, sharded like the mean gradient."""
         whole = mean.full_tensor() if isinstance(mean, DTensor) else mean
         scaled = []
         for part in whole.split(rows):

@@ -1,4 +1,4 @@
-"""The optimiser of a run: AdamW, or Muon for the maps inside layers and AdamW for all else; and its learning rate."""
+"""The optimiser of a run: AdamW, or Muon for the linear maps inside layers and AdamW for the rest; the learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.muon import Muon
 
 COSINE_FLOOR = 0.1
-"""Where a cosine schedule ends, as a share of the peak learning rate."""
+"""The final learning rate of a cosine schedule, as a share of the peak."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Part:
     """An optimiser for some of a model's parameters.
 
     Attributes:
-        name: of its kind, as users know it.
-        rate_name: of its learning rate in metrics.jsonl.
+        name: the name of the algorithm for users.
+        rate_name: the name of its learning rate in metrics.jsonl.
         ratio: its learning rate, as a share of the run's.
-        optimizer: that updates them.
-        moments: the tensors like a parameter that it keeps for each.
+        optimizer: the optimiser that updates the parameters.
+        moments: the names of the tensors that it keeps for each parameter, in the parameter's shape.
     """
 
     name: str
@@ -48,24 +48,24 @@ class ModelOptimizer:
         return [group for part in self._parts for group in part.optimizer.param_groups]
 
     def set_learning_rate(self, rate: float) -> dict[str, float]:
-        """Set the learning rates of the next step, given that of the run; return them by their names in metrics.jsonl."""
+        """Set the learning rates of the next step from the run's rate; return them by their names in metrics.jsonl."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = part.ratio * rate
         return {part.rate_name: part.ratio * rate for part in self._parts}
 
     def step(self) -> None:
-        """Update the parameters by their gradients."""
+        """Update the parameters from their gradients."""
         for part in self._parts:
             part.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         for part in self._parts:
             part.optimizer.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
-        """The running means that it keeps, by name; all of them, if it has taken a step."""
+        """The running means that it keeps, by name; complete after the first step."""
         return {
             f"{moment}.{name}": state[moment]
             for part, name, parameter in self._named()
@@ -75,14 +75,14 @@ class ModelOptimizer:
         }
 
     def start_at(self, step: int) -> None:
-        """Be as after so many steps, with moments of zero, into which those of a checkpoint can be loaded."""
+        """Enter the state after `step` steps, with zero moments into which those of a checkpoint can be loaded."""
         for part, _, parameter in self._named():
             state = part.optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in part.moments}
             if isinstance(part.optimizer, torch.optim.AdamW):
                 state["step"] = torch.tensor(float(step), device=parameter.device)
 
     def summary(self, config: TrainConfig) -> str:
-        """What each part updates, and at which learning rates, in one line."""
+        """One line that states what each part updates, and at which learning rate."""
         texts = []
         for part in self._parts:
             count = sum(parameter.numel() for group in part.optimizer.param_groups for parameter in group["params"])
@@ -98,7 +98,7 @@ class ModelOptimizer:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
-    """The optimiser that the options describe; it decays only the matrices of a model."""
+    """Build the optimiser that the options describe. Weight decay applies only to the matrices of the model."""
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "adamw":
         return ModelOptimizer(model, _adamw(model, list(model.parameters()), config, "learning_rate", 1.0))
@@ -123,13 +123,13 @@ def _adamw(model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig
         lr=ratio * config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
-        fused=all(p.device.type != "mps" for p in parameters),  # whose fused kernels are untested
+        fused=all(p.device.type != "mps" for p in parameters),  # the fused kernels for MPS are untested
     )
     return Part("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """The steps over which the learning rate rises."""
+    """The number of steps over which the learning rate rises."""
     return config.steps // 10 if config.warmup_steps is None else config.warmup_steps
 
 

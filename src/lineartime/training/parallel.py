@@ -1,9 +1,9 @@
-"""How the processes of a run share the work of a step: who holds which weights, and when gradients are exchanged.
+"""How the processes of a run share the work of a step: which weights each holds, and when gradients are exchanged.
 
-The loss of a step is the sum of all losses over the number of all targets, in every process and micro-batch. Each process
-differentiates its own sum times `size` / targets; the mean of these gradients over the processes is the gradient of that loss.
-So the result does not depend on how a step is divided. Where gradients are clipped before they are averaged, each group of
-micro-batches differentiates its own mean. "Local" clipping makes each replica a group, and so depends on their number.
+The loss of a step is the sum of all losses divided by the number of targets, over all processes and micro-batches. Each process
+differentiates its own sum times `size` / targets. The mean of these gradients over the processes is the gradient of that loss,
+so the result does not depend on how a step is divided. If gradients are clipped before they are averaged, each group of
+micro-batches differentiates its own mean loss. Local clipping makes each replica a group, so it depends on their number.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,10 @@ from lineartime.training.distributed import World
 
 
 class Objective(nn.Module):
-    """The sum of a model's losses as the forward pass of a module, which DDP and FSDP wrap.
+    """A module whose forward pass is the sum of a model's losses, to be wrapped by DDP and FSDP.
 
-    `group` is the processes that share each sequence, if several do; ArgumentError for a group and a model other than FLASH.
+    `group` holds the processes that share each sequence, if several do. Raises ArgumentError for a group and a model other
+    than FLASH.
     """
 
     def __init__(self, model: LanguageModel, group: dist.ProcessGroup | None = None) -> None:
@@ -42,15 +43,15 @@ class Objective(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, prefix_lengths: Tensor | None = None
     ) -> Tensor:
-        """A scalar, in nats."""
+        """The sum of the losses: a scalar, in nats."""
         return self.model.total_loss(inputs, targets, None, cu_seqlens, prefix_lengths, context=self._context)
 
 
 class Parallel:
-    """One process, which shares nothing."""
+    """A single process, which exchanges nothing."""
 
     groups = 1
-    """Parts of this process's micro-batches, equal and in order, whose gradients are clipped by themselves."""
+    """The number of equal, consecutive groups of this process's micro-batches whose gradients are clipped separately."""
 
     def __init__(self, objective: Objective, world: World) -> None:
         self.objective: nn.Module = objective
@@ -58,7 +59,7 @@ class Parallel:
         self._world = world
 
     def loss_weight(self, own_targets: int, targets: float) -> float:
-        """The factor of a summed loss before the backward pass.
+        """The factor by which to multiply a summed loss before the backward pass.
 
         Args:
             own_targets: targets in this process's share of the group of micro-batches.
@@ -68,20 +69,20 @@ class Parallel:
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Enclose the forward and backward pass of a micro-batch; gradients may be exchanged in the last one of a step."""
+        """Enclose the forward and backward passes of a micro-batch. Gradients may be exchanged in the last one of a step."""
         yield
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradient of a group down to norm `limit` if it is larger, when it is complete; return its norm before."""
+        """Clip the complete gradient of a group to the norm `limit`; return its norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def finish(self) -> None:
-        """Put the mean gradient of all groups and processes into the parameters, when all groups are clipped."""
+        """After all groups are clipped, store the mean gradient of all groups and processes in the parameters."""
 
 
 class GroupClipped(Parallel):
-    """Every group of micro-batches clips its own gradient before the gradients are averaged."""
+    """Clips the gradient of every group of micro-batches before the gradients are averaged."""
 
     def __init__(self, objective: Objective, world: World, groups: int) -> None:
         super().__init__(objective, world)
@@ -89,11 +90,11 @@ class GroupClipped(Parallel):
         self._total: list[Tensor] = []
 
     def loss_weight(self, own_targets: int, targets: float) -> float:
-        """As for one process, but the gradient is that of the group's own mean loss until it is clipped."""
+        """As for a single process, but the gradient is that of the group's own mean loss until it is clipped."""
         return self._world.context_parallel / max(1, own_targets)
 
     def clip(self, limit: float) -> Tensor:
-        """Clip the gradient of a group and add it to those before; return its norm before."""
+        """Clip the gradient of a group and add it to those of earlier groups; return its norm before clipping."""
         world = self._world
         if world.context_group is not None:  # the processes that share sequences clip together
             self._average(self._gradients(), world.context_group, world.context_parallel)
@@ -149,7 +150,7 @@ class Sharded(Parallel):
     def __init__(self, objective: Objective, world: World, bf16: bool) -> None:
         device = next(objective.parameters()).device
         mesh = init_device_mesh(device.type, (world.size,))
-        # Inputs are not cast: in bf16, the rotations of a layout would lose the digits of large positions.
+        # Inputs are not cast: in bf16, the rotations of a layout would lose precision at large positions.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
@@ -170,7 +171,7 @@ class Sharded(Parallel):
 
 
 def parallelize(objective: Objective, config: TrainConfig, world: World) -> Parallel:
-    """Divide the work on an objective over the run's processes, which all bring the same weights."""
+    """Divide the work on an objective over the run's processes, which must all start with the same weights."""
     if config.clips_locally:
         rows = config.rows(world.data_rank, world.data_ranks)
         return GroupClipped(objective, world, rows.groups // world.data_ranks)
@@ -182,7 +183,7 @@ def parallelize(objective: Objective, config: TrainConfig, world: World) -> Para
 
 
 def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
-    """The part of its sequences that this process reads, on its device."""
+    """The part of a batch's sequences that this process reads, on its device."""
     if world.context_parallel > 1:
         length = batch.inputs.shape[1] // world.context_parallel
         part = slice(world.context_rank * length, (world.context_rank + 1) * length)
@@ -192,5 +193,5 @@ def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; a GPU fetches it from pinned memory, for which the host does not wait."""
+    """Copy a tensor to the device. Copies to a GPU use pinned memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

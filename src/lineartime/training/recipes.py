@@ -1,6 +1,6 @@
 """Training recipes, as defaults for `TrainConfig`: `quick`, for minutes on a laptop, and those of the paper.
 
-Source of the latter: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix B.
+Source of the paper's recipes: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4 and appendix B.
 """
 
 from typing import Any
@@ -43,18 +43,18 @@ _CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c
 
 
 def recipe_preset(recipe: RecipeName) -> str:
-    """The model of a recipe if none is asked for."""
+    """The default model of a recipe."""
     preset: str = _RECIPES[recipe].get("preset", TrainConfig.preset)
     return preset
 
 
 def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
-    """The recipe's options for a preset; override any of them.
+    """The options of a recipe for a preset; any of them can be overridden.
 
     Args:
         recipe: quick, lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity) or mlm-c4.
         preset: the model; the default is the recipe's. In the paper's recipes, it gets the recipe's chunk size unless its
-            system fixes one, and the vanilla Transformer is not clipped.
+            system fixes one, and the gradients of the vanilla Transformer are not clipped.
 
     Raises:
         ArgumentError: for an unknown recipe or preset.

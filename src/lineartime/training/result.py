@@ -1,4 +1,4 @@
-"""What `train` returns."""
+"""The result of `train`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,8 @@ class TrainingResult:
     Attributes:
         run: the run's folder.
         step: steps taken so far.
-        finished: whether these are all steps. False after an interrupt: the run is saved, and `resume=True` continues it.
+        finished: whether all steps were taken. After an interrupt, it is False: the run is saved, and `resume=True` continues
+            it.
     """
 
     run: Path
@@ -26,12 +27,12 @@ class TrainingResult:
 
     @property
     def training_losses(self) -> dict[int, float]:
-        """The loss of each step, in nats per token; OSError if the metrics cannot be read."""
+        """The loss of each step, in nats per token. Raises OSError if the metrics cannot be read."""
         return losses(read_metrics(self.run), "loss")
 
     @property
     def validation_losses(self) -> dict[int, float]:
-        """The loss of each evaluation on held-out text by step, in nats per token; OSError if the metrics cannot be read."""
+        """The loss of each evaluation on held-out text by step, in nats per token. Raises OSError on unreadable metrics."""
         return losses(read_metrics(self.run), "validation_loss")
 
     @property
@@ -45,5 +46,5 @@ class TrainingResult:
         return load(self.checkpoint)
 
     def draw_curve(self) -> Path:
-        """Draw the losses into the run's folder and return the picture's path; LineartimeError without matplotlib."""
+        """Plot the losses into the run's folder and return the path of the image. Raises LineartimeError without matplotlib."""
         return draw_curve(self.run)

@@ -1,7 +1,7 @@
-"""Writing checkpoints in the background of training, and restoring the optimiser's moments.
+"""Write checkpoints in the background of training, and restore the optimiser's moments.
 
-The weights go into one safetensors file, readable by any program. All processes together write the optimiser's moments, each
-its part, through torch.distributed.checkpoint in its safetensors format: any number of processes can read them back.
+The weights go into one safetensors file, which any program can read. Each process writes its part of the optimiser's moments
+with torch.distributed.checkpoint, in its safetensors format, from which any number of processes can read them back.
 """
 
 import os
@@ -32,7 +32,7 @@ from lineartime.training.optimizers import ModelOptimizer
 class CheckpointWriter:
     """Writes the checkpoints of a run in the background, one at a time.
 
-    Every process of the run has a writer; all call `begin` and `finish` together.
+    Every process of the run has a writer. All of them must call `begin` and `finish` together.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def begin(self, state: TrainingState) -> None:
-        """Copy the contents of a checkpoint, and write it while the caller continues; raises as `finish` for the one before."""
+        """Copy the contents of a checkpoint and write it in the background. Raises as `finish` for the previous checkpoint."""
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
@@ -75,7 +75,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk; LineartimeError if it could not be written. Other checkpoints stay."""
+        """Wait until the checkpoint is on disk. Raises LineartimeError if it could not be written; others are kept."""
         if self._thread is None or self._target is None:
             return
         self.wait()
@@ -91,7 +91,7 @@ class CheckpointWriter:
             raise
 
     def wait(self) -> None:
-        """Wait until this process writes nothing; it may be called by one process alone."""
+        """Wait until this process has finished writing. A single process may call this alone."""
         if self._thread is not None:
             self._thread.join()
 
@@ -113,7 +113,7 @@ class CheckpointWriter:
     def _complete(
         self, writing: "Future[Any] | None", weights: dict[str, Tensor], state: TrainingState, partial: Path, target: Path
     ) -> None:
-        """Wait for the parts of all processes; then the main one adds its files and makes the checkpoint visible."""
+        """Wait for the parts of all processes. The main process then adds its files and makes the checkpoint visible."""
         try:
             if writing is not None:
                 writing.result()
@@ -129,7 +129,7 @@ class CheckpointWriter:
 
 
 def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, world: World) -> None:
-    """Load the moments in a checkpoint into an optimiser that has taken `step` steps, each process its part.
+    """Load the moments of a checkpoint into an optimiser that has taken `step` steps. Each process loads its part.
 
     Raises:
         LineartimeError: if they are damaged, or are not those of this optimiser.
@@ -152,7 +152,7 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
     except (
         Exception,
         CheckpointException,
-    ) as error:  # of what a damaged file makes PyTorch and safetensors do, there is no list
+    ) as error:  # damaged files make PyTorch and safetensors raise many kinds of errors
         raise _unusable(checkpoint, next(iter(str(_cause(error)).strip().splitlines()), type(error).__name__)) from None
     for name, moment in moments.items():
         own = moment.to_local() if isinstance(moment, DTensor) else moment
@@ -169,7 +169,7 @@ def _unusable(checkpoint: Path, why: str) -> LineartimeError:
 
 
 def _engine() -> Any:
-    """torch.distributed.checkpoint, imported late because it is slow, without its warning that there is one process."""
+    """Import torch.distributed.checkpoint, late because it is slow, and silence its warning about a single process."""
     from torch.distributed import checkpoint as dcp
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -187,7 +187,7 @@ def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The system's error behind one of torch.distributed.checkpoint or safetensors, which wrap it."""
+    """The system error that an error of torch.distributed.checkpoint or safetensors wraps."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,4 @@
-"""The set-up of a run: its text, its tokenizer and its model, which every process makes alike."""
+"""The setup of a run: its text, tokenizer and model, which every process creates identically."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ from lineartime.training.text import Text
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of before its first step.
+    """The parts of a run before its first step.
 
     Attributes:
-        config: the options, with what "auto" and defaults resolved to.
-        device: where this process computes.
-        tokenizer: of the text.
-        text: to learn from and to evaluate on.
+        config: the options, with "auto" and defaults resolved.
+        device: the device of this process.
+        tokenizer: the tokenizer of the text.
+        text: the text to train on and to evaluate on.
         objective: the model and its loss.
         slice_unit: with context parallelism, the length of a sequence must be a multiple of this.
-        tokens_per_step: over all processes.
+        tokens_per_step: the number of tokens in a step, over all processes.
         why_not_compiled: why the model is not compiled, although it was asked for or would save time; otherwise empty.
     """
 
@@ -50,7 +50,7 @@ class Setup:
         return self.objective.model
 
     def summary(self, world: World) -> str:
-        """The run in one line."""
+        """A one-line summary of the run."""
         config = self.config
         processes = "" if world.size == 1 else f" x {world.size} processes ({config.parallel})"
         if world.context_parallel > 1:
@@ -69,7 +69,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     """Build a run's model, with the weights of a checkpoint `start` if there is one, and open its text.
 
     Raises:
-        LineartimeError: for options that do not fit each other, the text or this machine.
+        LineartimeError: for options that are incompatible with each other, the text or this machine.
     """
     with world.failing_together():
         device = choose_device(config.device, world.local_rank)
@@ -120,7 +120,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
     """Raise ArgumentError for a model or a step that needs more memory than the machine has, before anything is allocated."""
     chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
-    length = -(-config.context_length // chunk_size) * chunk_size  # sequences are filled up to whole chunks
+    length = -(-config.context_length // chunk_size) * chunk_size  # sequences are padded to whole chunks
     with errors_in_override("batch_size"):
         check_memory(
             model_config,
@@ -143,7 +143,7 @@ def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
 
 
 def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
-    """The unit of sequence lengths that processes can share: a whole chunk for each."""
+    """The unit of the length of sequences that processes share: one whole chunk per process."""
     ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(

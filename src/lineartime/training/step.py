@@ -18,12 +18,12 @@ from lineartime.training.parallel import Parallel, part_of
 
 @dataclass(frozen=True)
 class Gradient:
-    """What this process knows after the backward passes of a step; the gradient itself is in the parameters.
+    """The numbers of a step after its backward passes; the gradient itself is in the parameters.
 
     Attributes:
         loss: the sum of this process's losses, in nats.
         targets: the number of targets, over all processes.
-        norm: of the gradient before clipping; where groups are clipped by themselves, the mean over its own.
+        norm: the norm of the gradient before clipping; if groups are clipped separately, the mean over this process's groups.
     """
 
     loss: float
@@ -34,7 +34,7 @@ class Gradient:
 def compute_gradient(
     parallel: Parallel, batches: Sequence[Batch], step: int, config: TrainConfig, world: World, device: torch.device
 ) -> Gradient:
-    """Run the forward and backward passes of a step's micro-batches and clip the gradient; all processes call together."""
+    """Run the forward and backward passes of a step and clip the gradient. All processes must call this together."""
     own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
     [targets] = world.sum(sum(own_targets) / world.context_parallel)  # processes that share a sequence have the same batches
     targets = max(1.0, targets)
@@ -54,6 +54,6 @@ def compute_gradient(
             losses.append(loss.detach())
         norms.append(parallel.clip(config.clip_norm or math.inf))
     parallel.finish()
-    # One copy to the host, at the end: a copy waits for the device, which then has nothing to do until the next pass is queued.
+    # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
     numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
     return Gradient(sum(numbers[: len(losses)]), targets, sum(numbers[len(losses) :]) / len(norms))

@@ -22,16 +22,16 @@ from lineartime.training.config import TrainConfig
 
 
 class Text:
-    """The text of a run, encoded (unless it is streamed) and ready to be read; `rows` are this process's share of a step.
+    """The text of a run, encoded (unless it is streamed) and ready to be read. `rows` are this process's share of a step.
 
     Attributes:
-        loader: of training text.
-        validation: held-out text.
-        is_lossy: whether decoding its tokens does not restore the beginning of the held-out text, up to whitespace at its
-            ends; losses per byte and per word then leave some of it out.
+        loader: the loader of the training text.
+        validation: the held-out text.
+        is_lossy: whether decoding fails to restore the beginning of the held-out text, apart from whitespace at its ends. If
+            so, losses per byte and per word leave out some of the text.
         name: a description of the training text.
         identity: a description that changes with the training text, but not with its path.
-        splits: a line for each split of the text.
+        splits: a line that describes each split of the text.
 
     Raises:
         LineartimeError: for text that cannot be read or is too short.

@@ -1,4 +1,4 @@
-"""The loss on held-out text during training, divided over the processes of the run.
+"""The loss on held-out text during training, computed by all processes of the run.
 
 Shapes: B batch, T tokens of context.
 """
@@ -19,7 +19,8 @@ from lineartime.training.setup import Setup
 class Validation:
     """Evaluates on windows spread evenly over held-out text, the same ones every time.
 
-    `objective` computes the sum of a batch's losses. LineartimeError if the text is shorter than one window.
+    `objective` computes the sum of a batch's losses. A text that is shorter than a window is read as one shorter window. Raises
+    LineartimeError if processes share sequences and the text is too short for a whole chunk for each of them.
     """
 
     def __init__(self, objective: nn.Module, setup: Setup, world: World) -> None:
@@ -61,7 +62,7 @@ class Validation:
         return total / max(1.0, targets)
 
     def _batches(self) -> list[Batch]:
-        """This process's batches; all have the same number, since FSDP needs every process in each forward pass."""
+        """This process's batches. All processes have equally many, since FSDP needs every process in each forward pass."""
         world = self._world
         together = self._setup.config.batch_size * world.data_ranks
         batches = []
@@ -73,7 +74,7 @@ class Validation:
         return batches
 
     def _batch(self, indices: list[int]) -> Batch:
-        """The batch of some windows, which does not depend on the others."""
+        """The batch of some windows, which does not depend on the other windows."""
         setup = self._setup
         text, length = setup.text.validation, self._length + 1
         windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])

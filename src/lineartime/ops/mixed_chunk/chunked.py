@@ -42,11 +42,11 @@ def attend(
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:
-    """The quadratic part: every chunk by itself, [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
+    """The quadratic part, inside each chunk: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
     causal = options.causal
     visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril() if causal else None
     if chunks.real is not None and visible is None:
-        visible = chunks.real[..., None, :]  # causal needs the triangle alone: empty slots stand behind real ones
+        visible = chunks.real[..., None, :]  # causal needs only the triangle: empty slots come after real ones
     weights = attention_weights(
         q @ k.mT,
         d_qk=q.shape[-1],
@@ -61,25 +61,25 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tenso
 def summary_attention(
     q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, options: MixedChunkOptions, *, reach: Reach, elsewhere: int = 0
 ) -> Tensor:
-    """The linear part: every chunk reads k v^T of the chunks in its reach; shapes as for `chunk_attention`.
+    """The linear part: every chunk uses the sum of k v^T over the chunks in its reach; shapes as for `chunk_attention`.
 
-    `elsewhere` counts tokens that other processes hold and add to the sum: the divisor includes them.
+    `elsewhere` is the number of tokens that other processes add to the sum. The divisor includes them.
     """
     summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
     size = chunks.sizes(summaries)[..., None, None]
     if options.counts_whole_chunks:
-        size = (size > 0) * float(options.chunk_size)  # a chunk counts in full, a chunk without a token not at all
+        size = (size > 0) * float(options.chunk_size)  # a chunk counts as full, an empty chunk as zero
     total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
     return q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
 
 
 class ChunkScales(NamedTuple):
-    """The factors that a fused form applies; an empty slot adds nothing, for its values are zero.
+    """The factors that a fused form applies; an empty slot adds nothing, because its values are zero.
 
     Attributes:
-        score: of the products of queries and keys in the quadratic part.
-        row: float32 or better, [B or 1, G or 1, C or 1], of a query's weights in the quadratic part.
-        state: the same dtype, [B or 1, G], of the sums of k v^T that a chunk reads.
+        score: the factor of the products of queries and keys in the quadratic part.
+        row: float32 or better, [B or 1, G or 1, C or 1], the factor of a query's weights in the quadratic part.
+        state: the same dtype, [B or 1, G], the factor of the sums of k v^T that a chunk uses.
     """
 
     score: float
@@ -88,7 +88,7 @@ class ChunkScales(NamedTuple):
 
 
 def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor) -> ChunkScales:
-    """The divisors of both parts, as factors; `like` gives the device and, if it is float64, the dtype."""
+    """The divisors of both parts, as factors; `like` determines the device and, if it is float64, the dtype."""
     chunks, causal = layout.require_chunks(), options.causal
     sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
     tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.counts_whole_chunks else sizes
@@ -96,7 +96,7 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
         score, row = 1 / options.published_length, sizes.new_ones(1, 1, 1)
     else:
         score = d_qk**-0.5
-        # Real tokens stand before empty slots, so that a query's place tells how many keys it sees.
+        # Real tokens come before empty slots, so the slot of a query determines how many keys it sees.
         slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
     read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)

@@ -1,16 +1,16 @@
-"""Mixed chunk attention over a sequence that several processes hold together, a slice each: context parallelism.
+"""Context parallelism: mixed chunk attention over a sequence that is split over several processes, a slice for each.
 
 Shapes: B batch, N processes, T tokens of the slice of each, C chunk size, e value width, s query/key width.
 
-The definition is `gated_mixed_chunk_attention` of all N T tokens. Slices begin where chunks do, so that the quadratic part
-never leaves its process. The linear part is a sum over chunks: of another process it needs a single s x e matrix:
+The result is that of `gated_mixed_chunk_attention` for all N T tokens. Slices begin at chunk boundaries, so the quadratic part
+needs no communication. The linear part is a sum over chunks, so it needs a single s x e matrix from each other process:
 
     own[r]       = sum over the tokens j of slice r of k_lin[j] v[j]^T                                  [B, s, e]
     elsewhere[r] = causal: own[0] + ... + own[r - 1]; otherwise the sum of own over all other processes
-    gated[t]     = U[t] * (what t reads in its own slice  +  q_lin[t] . elsewhere[r] / |R(t)|)
+    gated[t]     = U[t] * (the output of t in its own slice  +  q_lin[t] . elsewhere[r] / |R(t)|)
 
-R(t), as in reference.py, are the tokens of the whole sequence that the linear part of t reads, in this slice and elsewhere.
-Matrices of s x e numbers cross processes once in each pass: forward `own`, backward the gradient of `elsewhere`.
+R(t), as in reference.py, are the tokens of the whole sequence that the linear part of t covers, in this slice and elsewhere.
+Each pass exchanges matrices of s x e numbers once: `own` in the forward pass, the gradient of `elsewhere` in the backward pass.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ def attend(
     layout: Layout,
     options: MixedChunkOptions,
 ) -> Tensor:
-    """Attend to the tokens of this process by the form `here`, and to those of the other processes of the group.
+    """Attend to the tokens of this process with the form `here`, and to those of the other processes of the group.
 
-    Every process of the group calls this with its slice. Gradients flow across processes: each process gets the gradient of its
-    own tokens and its share of the parameters' gradient, which is the sum of the shares.
+    Every process of the group must call this with its slice. Gradients flow across processes. Each process gets the gradient of
+    its own tokens and a share of the parameters' gradient, which is the sum of the shares of all processes.
 
     Returns:
         [B, T, e].
 
     Raises:
-        ValueError: for a slice that is not whole chunks.
+        ValueError: if a slice does not consist of whole chunks.
     """
     _check_slice(projected.tokens.shape[1], options.chunk_size)
     gated = here(projected, bias, layout, options)
@@ -52,7 +52,7 @@ def attend(
         k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, options.chunk_size)) for x in (k_lin, v))
         own = (k_chunks.mT @ v_chunks).to(acc_dtype(v_chunks)).sum(1)
         read = sum_elsewhere(own, group, "before" if causal else "others")
-        # All chunks are full, so that all normalisations count their tokens.
+        # All chunks are full, so every normalisation counts their tokens.
         length = projected.tokens.shape[1]
         place = torch.arange(length, device=v.device)
         in_slice = place - place % options.chunk_size if causal else torch.full_like(place, length)
@@ -63,7 +63,7 @@ def attend(
 
 
 def _check_slice(length: int, chunk_size: int) -> None:
-    """Raise ValueError unless it is whole chunks."""
+    """Raise ValueError unless the slice consists of whole chunks."""
     if length == 0 or length % chunk_size:
         raise ValueError(
             f"This process holds {length} tokens of a sequence, but slices must be made of whole chunks, chunk_size = "

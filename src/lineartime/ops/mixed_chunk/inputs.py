@@ -1,4 +1,4 @@
-"""What every form of mixed chunk attention is given: the values that travel together, and their checks.
+"""The inputs of every form of mixed chunk attention, and their checks.
 
 Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
 """
@@ -17,16 +17,16 @@ from lineartime.ops.positions import over_heads, rotate
 
 @dataclass(frozen=True)
 class MixedChunkOptions:
-    """What is computed.
+    """The options of mixed chunk attention.
 
     Attributes:
         chunk_size: C; T need not be a multiple of it.
-        causal: whether a token reads only itself and earlier tokens.
-        activation: of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" has the published scores q.k / C + bias, and
-            averages K^T V / C over the visible chunks; "paper_sum" has these scores and the linear part of published ports: a
-            causal layer adds up K^T V / C of the chunks before without averaging, so that outputs grow with the position; a
-            bidirectional one divides by the number of tokens, also where the last chunk is not full.
+        causal: whether a token attends only to itself and earlier tokens.
+        activation: the activation of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys. "paper" has the published scores q.k / C + bias, and
+            averages K^T V / C over the visible chunks. "paper_sum" has these scores and the linear part of published ports: a
+            causal layer sums K^T V / C over the previous chunks without averaging, so outputs grow with the position; a
+            bidirectional layer divides by the number of tokens, even if the last chunk is not full.
     """
 
     chunk_size: int
@@ -42,7 +42,7 @@ class MixedChunkOptions:
 
     @property
     def both_ways(self) -> "MixedChunkOptions":
-        """The same, reading in both directions."""
+        """The same options for bidirectional attention."""
         return MixedChunkOptions(self.chunk_size, False, self.activation, self.normalization)
 
     @property
@@ -57,7 +57,7 @@ class MixedChunkOptions:
 
     @property
     def adds_up(self) -> bool:
-        """Whether the linear part divides by C, however many chunks it has read."""
+        """Whether the linear part divides by C, however many chunks it sums over."""
         return self.normalization == "paper_sum" and self.causal
 
     @overload
@@ -65,7 +65,7 @@ class MixedChunkOptions:
     @overload
     def linear_divisor(self, read: int) -> int: ...
     def linear_divisor(self, read: Tensor | int) -> Tensor | int:
-        """What the linear part divides its sum of k v^T by, if it has read so many tokens."""
+        """The divisor of the linear part for a sum of k v^T over `read` tokens."""
         if isinstance(read, int):
             return self.chunk_size if self.adds_up else max(1, read)
         return torch.full_like(read, self.chunk_size) if self.adds_up else read.clamp(min=1)
@@ -88,9 +88,9 @@ class Projected(NamedTuple):
         q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)        i = 1 ... 4
 
     Attributes:
-        tokens: [B, T, 2 e + s], the gate, the values and what queries and keys are made of, all before SiLU.
+        tokens: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
         gamma, beta: [4, s].
-        projection_bias: [2 e + s], which the tokens still lack, or None.
+        projection_bias: [2 e + s], a bias that must still be added to the tokens, or None.
     """
 
     tokens: Tensor
@@ -100,12 +100,12 @@ class Projected(NamedTuple):
 
     @property
     def d_qk(self) -> int:
-        """S."""
+        """The query/key width s."""
         return self.gamma.shape[1]
 
     @property
     def d_value(self) -> int:
-        """E."""
+        """The value width e."""
         return (self.tokens.shape[-1] - self.d_qk) // 2
 
     def with_bias(self) -> "Projected":
@@ -132,7 +132,7 @@ def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor |
 
 
 def check_heads(heads: Heads) -> None:
-    """Raise ValueError unless queries and keys are [B, T, s], with one s, for values [B, T, e]."""
+    """Raise ValueError unless queries and keys are [B, T, s], with the same s, for values [B, T, e]."""
     check_queries_keys_values({name: getattr(heads, name) for name in Heads._fields[:-1]}, heads.v)
 
 

@@ -1,4 +1,4 @@
-"""Mixed chunk attention by its definition, one query at a time: slow, and only there to be believed.
+"""Mixed chunk attention by its definition, one query at a time: slow, a reference for the other forms.
 
     quad:  o_quad[t] = sum over j in L(t) of relu(q_quad[t].k_quad[j] / sqrt(s) + bias[t - j])^2 v[j]  /  max(1, |L(t)|)
     lin:   o_lin[t]  = q_lin[t] . (sum over j in R(t) of k_lin[j] v[j]^T)                              /  max(1, |R(t)|)
@@ -6,7 +6,7 @@
     L(t) = tokens of t's own chunk; causal: those with j <= t
     R(t) = every token of the document; causal: every token of the chunks before t's
 
-With prefixes, a token of a prefix of P tokens reads as in a document that ends there, and a later one as in a causal layer:
+With a prefix of P tokens, its tokens attend as in a document that ends there, and later tokens as in a causal layer:
 
     t < P:   L(t) = the prefix tokens of t's own chunk        R(t) = the P tokens of the prefix
 

@@ -1,7 +1,7 @@
-// What FLASH computes for one more token of each stream: a layer between its two dense maps, or whole layers; see step_native.py.
+// One more token of each stream in FLASH: a layer between its two projections, or whole layers; see step_native.py.
 //
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
-// T is the type of tokens and of the open chunk, A that of the sums and of everything in between.
+// T is the type of tokens and of the open chunk, A the type of the sums and of intermediate values.
 
 #include <type_traits>
 
@@ -14,7 +14,7 @@ struct Stream {
   A *gate, *v, *z, *maps, *weights;  // [e] [e] [s] [4, s] [C]
 };
 
-// Gated attention. The bias of stream b, whose token is in slot i, to slot j is bias[first + b by_stream + i by_slot + j].
+// Gated attention. For stream b with its token in slot i, the bias of slot j is bias[first + b by_stream + i by_slot + j].
 template <class T, class A = typename Type<T>::A>
 struct Attention {
   const T *gamma, *beta;
@@ -29,10 +29,10 @@ struct Attention {
   int64_t* position;
   int64_t streams, c, e, s;
 
-  // What the weights of the visible tokens of the open chunk are multiplied with; a token in slot i sees i + 1 of them.
+  // The factor of the weights of the visible tokens of the open chunk; a token in slot i sees i + 1 of them.
   A share(int64_t slot) const { return published ? A(1) : A(1) / A(slot + 1); }
 
-  // What the sum over the `read` tokens of the chunks before is multiplied with.
+  // The factor of the sum over the `read` tokens of the previous chunks.
   A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(adds_up ? c : read); }
 
   // projected [B, 2 e + s] -> gated [B, e].
@@ -42,7 +42,7 @@ struct Attention {
     const int64_t half = s / 2, key_parts = (c + keys_at_once - 1) / keys_at_once;
     const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 5 * s + c;
     std::vector<A> memory(streams * size);
-    std::vector<int64_t> slots(streams), read(streams);  // where new tokens go, and how many are in the chunks before
+    std::vector<int64_t> slots(streams), read(streams);  // the slots of new tokens, and the number of tokens in previous chunks
     for (int64_t b = 0; b < streams; ++b) {
       slots[b] = (position[b] % c + c) % c;  // inside the chunk, whatever the position is
       read[b] = position[b]++ - slots[b];
@@ -54,7 +54,7 @@ struct Attention {
     const int used = int(std::min(threads, 1 + streams * s * e / 16384));  // starting threads takes as long as reading some memory
 #pragma omp parallel num_threads(used)
     {
-      // The token: U, V and Z, its queries, and its keys and values, which go to their slot of the open chunk.
+      // The token: U, V and Z, its queries, and its keys and values, which are stored in their slot of the open chunk.
 #pragma omp for schedule(static)
       for (int64_t b = 0; b < streams; ++b) {
         const Stream<A> to = of(b);
@@ -66,7 +66,7 @@ struct Attention {
         }
         const A* __restrict cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
         const A* __restrict sine = rotations ? cosine + turns * half : zero.data();
-        // q_quad, q_lin, k_quad, k_lin. Compilers take a loop over pairs apart for each half alone.
+        // q_quad, q_lin, k_quad, k_lin. One loop for each half, because compilers do not vectorise a loop over pairs.
         for (int64_t map = 0; map < 4; ++map) {
           const T* __restrict g = gamma + (map % 2 * 2 + map / 2) * s;
           const T* __restrict o = beta + (map % 2 * 2 + map / 2) * s;
@@ -86,7 +86,7 @@ struct Attention {
         }
         for (int64_t i = 0; i < e; ++i) store(values[(b * c + slots[b]) * e + i], to.v[i]);
       }
-      // The weights of the visible tokens of the chunk. The sums hold them too: their part in these is taken out here.
+      // The weights of the visible tokens of the chunk. The sums contain them too, so their part is subtracted here.
 #pragma omp for schedule(static)
       for (int64_t task = 0; task < streams * key_parts; ++task) {
         const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
@@ -109,13 +109,13 @@ struct Attention {
           at.weights[j] = positive * positive * own - linear * before;
         }
       }
-      // The sums of k_lin v^T, and what the token reads of them and of its chunk.
+      // The sums of k_lin v^T, and the output of the token from them and from its chunk.
 #pragma omp for schedule(static)
       for (int64_t task = 0; task < streams * value_parts; ++task) {
         const int64_t b = task / value_parts, first = task % value_parts * values_at_once;
         const int64_t width = std::min(values_at_once, e - first);
         const Stream<A> at = of(b);
-        const T* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;  // rounded, as what is taken out again
+        const T* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;  // rounded like what is subtracted again
         const T* __restrict value = values + (b * c + slots[b]) * e + first;
         const A before = summary_share(read[b]);
         A out[values_at_once] = {}, v[values_at_once];
@@ -139,15 +139,15 @@ struct Attention {
   }
 };
 
-// What surrounds it. Norms differ in whether they are centred, and whether their weight is one for all features.
+// The rest of a layer. Norms differ in whether they are centred, and in whether all features share one weight.
 template <class T, class A = typename Type<T>::A>
 struct Layer {
   const T* norm_weight;
-  int64_t norm_by;     // from a feature's weight to the next
+  int64_t norm_by;     // the stride of the weights of features
   const T* norm_bias;  // or null
   int64_t centred;
   A eps;
-  T* last;  // [B, shifted], the first normed features of the token before; or null
+  T* last;  // [B, shifted], the first normed features of the previous token; or null
   int64_t shifted;
   const T *to_projected, *projected_bias, *to_output, *output_bias;
   int64_t d;
@@ -181,7 +181,7 @@ struct Layer {
   }
 };
 
-// Layers that differ in nothing but their tensors, whose addresses stand in the order below: x [B, d] -> out [B, d].
+// Layers that differ only in their tensors, whose addresses are in the order below: x [B, d] -> out [B, d].
 template <class T, class A = typename Type<T>::A>
 void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attention, Layer<T> layer, const T* x, T* out,
                  int64_t threads) {
@@ -216,7 +216,7 @@ void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attentio
         KEYS, VALUES, POSITION, streams, c, e, s                                                                               \
   }
 
-// For each type, by names of C.
+// The functions above for each type, with C linkage.
 #define STEPS(NAME, T, A)                                                                                                      \
   void step_##NAME(SHARED(A), const T* gamma, const T* beta, const T* bias, A* sums, T* keys, T* values, int64_t* position,    \
                    const T* projected, T* gated, int64_t threads) {                                                            \

@@ -1,4 +1,4 @@
-"""The step of streams in FLASH by functions in C++: of a layer between its two dense maps, or of whole layers in a row.
+"""The step of FLASH streams by C++ functions: of a layer between its two projections, or of a stack of whole layers.
 
 Shapes: B streams, d model width, C chunk size, e value width, s query/key width.
 """
@@ -32,7 +32,7 @@ def step(
     options: MixedChunkOptions,
     streams: "MixedChunkStreams",
 ) -> Tensor | None:
-    """`step_projected` of stream.py, or None where this form cannot run; `streams` is as it was then."""
+    """`step_projected` of stream.py; return None, and leave `streams` unchanged, if this form cannot run."""
     tokens, gamma, beta = projected.tokens.contiguous(), projected.gamma, projected.beta
     bias = None if bias is None else bias.to(tokens.dtype).contiguous()
     if gamma.dtype != tokens.dtype or beta.dtype != tokens.dtype or not is_plain(gamma, beta, bias):
@@ -53,8 +53,8 @@ class LayerTensors(NamedTuple):
 
     Attributes:
         gamma, beta: [4, s].
-        bias: [2 C - 1], a value for each distance j - i, of which the middle one is for 0; or None.
-        norm_weight: [d], or [1] for all features.
+        bias: [2 C - 1], a value for each offset j - i, with that of 0 in the middle; or None.
+        norm_weight: [d], or [1] if all features share it.
         norm_bias: [d], or None.
         to_projected, projected_bias: [2 e + s, d] and [2 e + s].
         to_output, output_bias: [d, e] and [d].
@@ -72,13 +72,13 @@ class LayerTensors(NamedTuple):
 
 
 class NativeLayers:
-    """Pre-norm FLASH layers in a row that differ in nothing but their parameters.
+    """A stack of pre-norm FLASH layers that differ only in their parameters.
 
     Args:
-        layers: their parameters.
+        layers: the parameters of each layer.
         norm_is_centred: whether norms subtract the mean.
-        norm_eps: what they add to the variance, or to the mean square.
-        options: of their attention.
+        norm_eps: the epsilon that norms add to the variance, or to the mean square.
+        options: the options of their attention.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class NativeLayers:
 
     @property
     def are_where_they_were(self) -> bool:
-        """Whether the parameters are still in the memory that they were in."""
+        """Whether the parameters are still at the same addresses."""
         return self._places_now() == self._places
 
     def step(
@@ -106,14 +106,14 @@ class NativeLayers:
         streams: Sequence["MixedChunkStreams"],
         last: Sequence[Tensor],
     ) -> Tensor | None:
-        """One more token of few streams through all layers, or None where this form cannot run.
+        """Pass one more token of a few streams through all layers; return None if this form cannot run.
 
         Args:
             x: [B, 1, d].
             rotations: [2, B, 1, s / 2], or None.
-            streams: of each layer; updated in place. Their sizes are checked: see `check_streams`.
-            last: [B, shifted] for each layer, the first normed features of the token before; nothing if tokens are not shifted.
-                Updated in place.
+            streams: the streams of each layer, updated in place. The caller has checked their sizes: see `check_streams`.
+            last: [B, shifted] for each layer, the first normed features of the previous token, updated in place; empty
+                without a token shift.
 
         Returns:
             [B, 1, d].
@@ -148,7 +148,7 @@ class NativeLayers:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
 
     def _fits(self, layer: LayerTensors) -> bool:
-        """Whether the parameters of a layer are as the class says, of the sizes and the dtype of the first one."""
+        """Whether the parameters of a layer have the sizes and the dtype of the first layer and can be used from C++."""
         d_model, d_value, d_qk = self._d_model, self._d_value, self._d_qk
         width = 2 * d_value + d_qk
         wanted = (
@@ -168,13 +168,13 @@ def _shared(
     options: MixedChunkOptions,
     streams: Sequence["MixedChunkStreams"],
 ) -> tuple[Argument, ...] | None:
-    """What both functions take first, or None where they cannot run; sizes of streams are checked before."""
+    """The first arguments of both functions, or None if they cannot run; the caller has checked the sizes of streams."""
     dtype, wide = tokens.dtype, acc_dtype(tokens)
     if dtype not in NATIVE_DTYPES or tokens.device.type != "cpu" or options.activation != "relu2" or d_qk % 2:
         return None
     if not is_plain(tokens, rotations, *chain.from_iterable(streams)):
         return None
-    # An exported program, which is not plain, would keep the batch size that is compared here.
+    # Not reached in an exported program, which is not plain: comparing the batch size would fix it there.
     n_streams = len(tokens)
     turns = 0 if rotations is None else rotations.shape[1]
     if rotations is not None and (rotations.shape != (2, turns, 1, d_qk // 2) or turns not in (1, n_streams)):

@@ -1,4 +1,4 @@
-"""Mixed chunk attention of streams, in constant memory: many tokens at once, or one for each of streams at different positions.
+"""Mixed chunk attention of streams, in constant memory: many tokens at once, or one for each stream at different positions.
 
 Shapes: B batch or streams, N new tokens of a stream, C chunk size, s query/key width, e value width.
 The definition is the causal one of reference.py.
@@ -37,7 +37,7 @@ class MixedChunkState(NamedTuple):
 
 
 def mixed_chunk_state(batch_size: int, chunk_size: int, d_qk: int, d_value: int, like: Tensor) -> MixedChunkState:
-    """The state before the first token, on the device of `like` and in its dtype (float32 at the least)."""
+    """The state before the first token, on the device of `like` and in its dtype (at least float32)."""
     dtype = acc_dtype(like)
 
     def zeros(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def mixed_chunk_attention_extend(
         activation, normalization: as for `mixed_chunk_attention`.
 
     Returns:
-        The new tokens' outputs [B, N, e], and the state after them.
+        The new tokens' outputs [B, N, e] and the new state.
     """
     options = MixedChunkOptions(state.v.shape[1], True, activation, normalization)
     return extend(Heads(q_quad, k_quad, q_lin, k_lin, v), bias, options, state)
@@ -78,7 +78,7 @@ def mixed_chunk_attention_extend(
 def extend(
     heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
-    """`mixed_chunk_attention_extend` inside a model: [B, N, e], and the state after N tokens; `state` stays as it is."""
+    """`mixed_chunk_attention_extend` inside a model: [B, N, e] and the new state; `state` is not modified."""
     chunk_size, length = options.chunk_size, heads.v.shape[1]
     compute = matmul_dtype(*heads)
     result_dtype = output_dtype(heads.v, compute)
@@ -99,7 +99,7 @@ def extend(
 def _read_whole_chunks(
     heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
-    """Chunks that begin and end with the new tokens, all at once; no chunk is open."""
+    """Compute whole chunks of new tokens at once; no chunk is open."""
     chunk_size, length = options.chunk_size, heads.v.shape[1]
     q_quad, k_quad, q_lin, k_lin, v = (x.unflatten(1, (-1, chunk_size)) for x in heads)
     weights = _weights(q_quad, k_quad, bias, options, first=0)
@@ -114,7 +114,7 @@ def _read_whole_chunks(
 def _read_open_chunk(
     heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
-    """Tokens that the open chunk has room for."""
+    """Compute new tokens for which the open chunk has room."""
     q_quad, k_quad, q_lin, k_lin, v = heads
     first = state.position % options.chunk_size
     last = first + v.shape[1]
@@ -132,7 +132,7 @@ def _read_open_chunk(
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, options: MixedChunkOptions, first: int) -> Tensor:
-    """The weights of queries [..., N, s], the first of which stands at slot `first`, for the keys [..., K, s] of a chunk."""
+    """The weights of queries [..., N, s], the first of which is at slot `first`, for the keys [..., K, s] of a chunk."""
     new, keys = q.shape[-2], k.shape[-2]
     return attention_weights(
         q @ k.mT,
@@ -145,7 +145,7 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, options: MixedChunkOptio
 
 
 def _fold(state: MixedChunkState) -> MixedChunkState:
-    """Add the open chunk, now full, to the summary and open an empty one."""
+    """Add the open chunk, which is full, to the summary, and open an empty one."""
     summary = state.summary + state.k_lin.mT @ state.v
     return MixedChunkState(
         summary, torch.zeros_like(state.k_quad), torch.zeros_like(state.k_lin), torch.zeros_like(state.v), state.position
@@ -157,13 +157,13 @@ def _fold(state: MixedChunkState) -> MixedChunkState:
 
 
 class MixedChunkStreams(NamedTuple):
-    """What a batch of streams remembers.
+    """What a batch of streams at different positions remembers.
 
     Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens, those of the open chunk included: so every step does the same. In
+        sums: [B, s, e], the sum of k_lin v^T over all tokens, including the open chunk, so that every step does the same; in
             float32 or better.
         keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
-        values: [B, C, e] of the open chunk, as the keys; rows behind its last token are out of date.
+        values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
         position: int [B], the number of tokens that each stream has read.
     """
 
@@ -177,21 +177,21 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | 
     """Join streams.
 
     Args:
-        states: of one or more streams at one position each; they stay as they are.
-        dtype: that of the keys and values, best the one in which they were computed; None for that of the states. A step reads
-            all of them, which takes less time in a narrow dtype.
+        states: the states to join, each of one or more streams at one position; they are not modified.
+        dtype: the dtype of the keys and values, ideally the one in which they were computed; None for the dtype of the states.
+            A step reads all of them, which takes less time in a narrow dtype.
     """
     summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
     keys, values = (x.to(dtype or v.dtype) for x in (torch.stack([k_quad, k_lin], 1), v))
     with without_autocast(v):
-        # Rounded, as what a step takes out of the sums again.
+        # Rounded like the values that a step subtracts from the sums again.
         sums = torch.baddbmm(summary, keys[:, 1].mT.to(summary.dtype), values.to(summary.dtype))
     return MixedChunkStreams(sums, keys, values, torch.tensor(positions, device=v.device))
 
 
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
-    """Raise ArgumentError for streams of a layer of other sizes: a function in C++ would go beyond their memory."""
+    """Raise ArgumentError for streams of a layer of other sizes: a C++ function would read out of bounds."""
     wanted = ((d_qk, d_value), (2, chunk_size, d_qk), (chunk_size, d_value), ())
     for name, tensor, shape in zip(MixedChunkStreams._fields, streams, wanted, strict=True):
         if tensor.shape[1:] != shape:
@@ -204,15 +204,15 @@ def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_valu
 
 
 class OpenChunk(NamedTuple):
-    """Where the next token of each stream stands in its chunk, and what it reads: the same for all layers of a model.
+    """The slot of the next token of each stream in its chunk, and what it attends to: the same for all layers of a model.
 
     Attributes:
-        slots: int64 [C], the places of a chunk.
-        slot: int64 [B], that of the token.
+        slots: int64 [C], the slots of a chunk.
+        slot: int64 [B], the slot of the token.
         visible: bool [B, 1, C], True for the token and those before it in its chunk.
-        share: [B, 1, C], what weights are multiplied with: see `visible_share`.
-        summary_share: [B, 1, 1], what the sum over the chunks before is multiplied with; zero in the first chunk.
-        open_share: [B, 1, C], the same for the visible tokens, which that sum must not hold.
+        share: [B, 1, C], the factor of the weights: see `visible_share`.
+        summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
+        open_share: [B, 1, C], the same factor for the visible tokens, which that sum must not contain.
     """
 
     slots: Tensor
@@ -242,21 +242,21 @@ def step_projected(
     streams: MixedChunkStreams,
     chunk: OpenChunk,
 ) -> Tensor:
-    """Gated attention for one more token of every stream: all of FLASH between its two dense maps.
+    """Gated attention for one more token of every stream: all of FLASH between its two projections.
 
     Args:
         projected: the new tokens, [B, 1, 2 e + s], with gamma and beta.
-        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
+        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] bias of the other forms.
         rotations: [2, B, 1, s / 2], or None.
         options: as for the other forms.
         streams: what came before; updated in place.
-        chunk: where the new tokens stand.
+        chunk: the open chunk of the streams.
 
     Returns:
         [B, 1, e].
 
     Raises:
-        ArgumentError: for streams of a layer of other sizes.
+        ArgumentError: if the streams belong to a layer of other sizes.
     """
     check_streams(streams, options.chunk_size, projected.d_qk, projected.d_value)
     gated = step_native.step(projected, bias, rotations, options, streams)
@@ -280,10 +280,10 @@ def step(
     Args:
         maps: [B, 4, 1, s], the new tokens' q_quad, k_quad, q_lin and k_lin.
         v: [B, 1, e], their values.
-        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] of the other forms.
+        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] bias of the other forms.
         options: as for the other forms.
         streams: what came before; updated in place.
-        chunk: where the new tokens stand, if a layer before has worked it out.
+        chunk: the open chunk of the streams, if an earlier layer has already computed it.
 
     Returns:
         [B, 1, e].
@@ -309,7 +309,7 @@ def step(
             published_length=options.published_length,
             share=chunk.share,
         )
-        # The linear part reads complete chunks: take the open one out of the sums, by way of the weights.
+        # The linear part covers only complete chunks: subtract the open one from the sums, through the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
         out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
         position += 1

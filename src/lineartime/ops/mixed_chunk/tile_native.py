@@ -1,4 +1,4 @@
-"""What the tiled form computes of a tile between matrix products, by the functions of tiles.cpp: each in one pass over memory.
+"""What the tiled form computes for a tile between matrix products, by the functions of tiles.cpp, each in one memory pass.
 
 Shapes: B batch, N chunks of a tile, C chunk size, e value width, s query/key width.
 """
@@ -19,9 +19,9 @@ SOURCE = Path(__file__).with_name("tiles.cpp")
 
 
 def tile_work(projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, *constants: Any) -> TileWork:
-    """What to compute tiles with, of the arguments of `TileWork`: the functions in C++ where they can be built.
+    """The work for tiles, made with the arguments of `TileWork`: by C++ functions if they can be built, else in plain PyTorch.
 
-    They take pairs of features, so an odd width of queries and keys, which is never rotated, is left to plain PyTorch.
+    The C++ functions take pairs of features. An odd width of queries and keys, which is never rotated, needs plain PyTorch.
     """
     fits = gamma.shape[1] % 2 == 0 and projected.dtype in NATIVE_DTYPES
     functions = native_functions(SOURCE) if fits else None
@@ -31,14 +31,14 @@ def tile_work(projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, 
 
 
 class NativeWork(TileWork):
-    """By functions in C++, in as many threads as PyTorch uses."""
+    """The work for tiles by C++ functions, with as many threads as PyTorch uses."""
 
     def __init__(self, functions: NativeFunctions, projected: Tensor, *constants: Any) -> None:
         super().__init__(projected, *constants)
         self._functions = functions
         chunk_size = projected.shape[2]
         most = chunks_at_once(chunk_size)
-        # The same memory for every tile: the system would have to clear fresh memory each time.
+        # The same memory for every tile, because the system would have to clear new memory each time.
         self._active = projected.new_empty(most * chunk_size * 2 * self.d_value)
         self._maps = projected.new_empty(4 * most * chunk_size * self.d_qk)
         self._activated: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -96,17 +96,17 @@ class NativeWork(TileWork):
         )  # fmt: skip
 
     def _bias_and_scales(self, tile: Tile) -> tuple[Tensor | int | float | None, ...]:
-        """The bias, the scale of weights with how far it is from one chunk and slot to the next, and that of products."""
+        """The bias, the factor of weights with its strides by chunk and by slot, and the factor of products."""
         scale = self._weight_scale.of(tile)
         return self.bias, scale, *_by_chunk_and_slot(scale), self.score_scale
 
     def _turns_and_scale(self, tile: Tile) -> tuple[Tensor | int, ...]:
-        """Cosines, sines, and how far they are from one chunk and slot to the next; then the scale of q_lin, [N]."""
+        """Cosines, sines and their strides by chunk and by slot; then the factor of q_lin, [N]."""
         cosines = self._cosines.of(tile)
         return cosines, self._sines.of(tile), *_by_chunk_and_slot(cosines), self.state_scale.of(tile)
 
 
 def _by_chunk_and_slot(x: Tensor) -> tuple[int, int]:
-    """How far [N or 1, C or 1, width] goes from one chunk and slot to the next: not at all where they share."""
+    """The strides of [N or 1, C or 1, width] by chunk and by slot, zero where they share the values."""
     chunks, slots, width = x.shape
     return slots * width if chunks > 1 else 0, width if slots > 1 else 0

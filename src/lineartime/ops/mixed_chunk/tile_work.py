@@ -1,4 +1,4 @@
-"""What the tiled form computes of a tile between matrix products: here in plain PyTorch, in tile_native.py by tiles.cpp.
+"""What the tiled form computes for a tile between matrix products: here in plain PyTorch, in tile_native.py by tiles.cpp.
 
 Shapes: N chunks of a tile, C chunk size, e value width, s query/key width.
 
@@ -18,17 +18,17 @@ from lineartime.ops.precision import acc_dtype
 
 
 class TileWork(ABC):
-    """The constants of a call, and what they make of a tile. `acc_dtype` is the dtype of scores and sums.
+    """The constants of a call, and the work for a tile. `acc_dtype` is the dtype of scores and sums.
 
     Args:
         projected: [B, G, C, 2 e + s], contiguous. Its dtype is that of matrix products.
-        projection_bias: [2 e + s], which is to be added to it first, or None.
+        projection_bias: [2 e + s], a bias to add to `projected` first, or None.
         gamma, beta: [4, s].
         bias: [C, C], or None.
         rotations: [2, B or 1, G, C, s / 2], or None.
-        weight_scale: [B or 1, G or 1, C or 1, C or 1].
-        state_scale: [B or 1, G], of the queries q_lin.
-        score_scale: of the products q_quad.k_quad.
+        weight_scale: [B or 1, G or 1, C or 1, C or 1], the factor of the squared scores.
+        state_scale: [B or 1, G], the factor of the queries q_lin.
+        score_scale: the factor of the products q_quad.k_quad.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TileWork(ABC):
         self.state_scale = Shared(state_scale.to(self.acc_dtype)[..., None, None].expand(*projected.shape[:2], 1, 1))
 
     def start_backward(self) -> None:
-        """Begin the sums that `gradients` returns."""
+        """Set the sums that `gradients` returns to zero."""
         chunk_size = self.projected.shape[2]
         self._d_projected = torch.empty_like(self.projected)
         self._d_chunks = self._d_projected.flatten(0, 1)
@@ -62,19 +62,19 @@ class TileWork(ABC):
 
     @abstractmethod
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """U and V, [N, C, e], and the four maps [4, N, C, s], of which q_lin is scaled; the next call overwrites them."""
+        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled. The next call overwrites them."""
 
     @abstractmethod
     def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, begins: Tensor | None, backwards: bool) -> None:
-        """Give every chunk of a tile the sum over the chunks before it, or backwards behind it, and carry the sum on.
+        """Compute the running sum over the chunks before each chunk of a tile or, if `backwards`, after it.
 
         Args:
-            total: [b, s, e], over all earlier tiles of the b rows; becomes that over this one too.
-            sums: [n, s, e], of the chunks that others read: the last may be missing, or backwards the first.
-            out: [n, s, e], of the chunks of the tile, perhaps without the last.
+            total: [b, s, e], the sum over the previous tiles of the b rows; updated in place to include this tile.
+            sums: [n, s, e], the sums of the chunks; that of the last chunk, or the first if `backwards`, may be missing.
+            out: [n, s, e], the results for the chunks of the tile; that of the last chunk may be missing.
             tile: the chunks.
-            begins: bool [n], for which of them the sum begins anew, or None.
-            backwards: whether sums go from the last chunk to the first.
+            begins: bool [n], whether the sum restarts at a chunk, or None.
+            backwards: whether to sum from the last chunk to the first.
         """
 
     @abstractmethod
@@ -87,21 +87,21 @@ class TileWork(ABC):
 
     @abstractmethod
     def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile, gates_again: bool) -> None:
-        """From the gradients of the gated output, of V and of the maps, not yet scaled, to those of a call.
+        """Compute the gradients of a call from those of the gated output, of V and of the queries and keys, not yet scaled.
 
-        With `gates_again`, d_gated becomes the gated output, which nothing has kept.
+        With `gates_again`, d_gated is overwritten with the gated output, which was not kept.
         """
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of `projected`, its bias, gamma, beta and, if there is one, bias."""
+        """The gradients of `projected`, `projection_bias`, gamma, beta and `bias`, which is empty without a bias."""
         return self._d_projected, self._d_projection_bias, self._d_gamma, self._d_beta, self._d_bias
 
 
 class PlainWork(TileWork):
-    """In plain PyTorch, for any machine.
+    """The work for tiles in plain PyTorch, for any machine.
 
-    The two features of a rotated pair stand side by side in the maps: products of queries and keys do not depend on the order
-    of features, and neighbours are complex numbers.
+    The two features of a rotated pair are adjacent in queries and keys. Their products do not depend on the order of features,
+    and adjacent features can be viewed as complex numbers.
     """
 
     def __init__(self, projected: Tensor, projection_bias: Tensor | None, *constants: Any) -> None:
@@ -115,7 +115,7 @@ class PlainWork(TileWork):
     @override
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
         before = self._before(tile)
-        # The same memory for every tile: the system would have to clear fresh memory each time.
+        # The same memory for every tile, because the system would have to clear new memory each time.
         activated = self._activated.narrow(0, 0, len(before))
         torch.ops.aten.silu.out(before, out=activated)
         gate, v, z = activated.split([self.d_value, self.d_value, self.d_qk], -1)
@@ -158,7 +158,7 @@ class PlainWork(TileWork):
         d_maps[:2].mul_(self.score_scale)
         d_maps[2].mul_(self.state_scale.of(tile))
         turns = self._turns_of(tile)
-        # Not conj(): inside an operator, compiled code loses a conjugation that is not carried out.
+        # Not conj(), which is lazy: inside an operator, compiled code loses a lazy conjugation.
         self._rotate(d_maps, None if turns is None else turns.conj_physical())
         self._d_beta += d_maps.sum((1, 2))
         self._d_gamma += (d_maps * self._z).sum((1, 2))
@@ -198,18 +198,18 @@ class PlainWork(TileWork):
         return (scores if self.bias is None else scores.add_(self.bias)).relu_()
 
     def _turns_of(self, tile: Tile) -> Tensor | None:
-        """The complex numbers [N or 1, C, s / 2] by which a tile's tokens turn."""
+        """The complex numbers [N or 1, C, s / 2] by which a tile's tokens are rotated."""
         return None if self._turns is None else self._turns.of(tile)
 
     @staticmethod
     def _rotate(maps: Tensor, turns: Tensor | None) -> Tensor:
-        """Rotate maps [4, N, C, s], in pairs, in place."""
+        """Rotate queries and keys [4, N, C, s] in place; the features of a pair are adjacent."""
         if turns is not None:
             torch.view_as_complex(maps.unflatten(-1, (-1, 2))).mul_(turns)
         return maps
 
     def _in_pairs(self, x: Tensor) -> Tensor:
-        """[..., s] -> [..., s], with the two halves of a rotated pair side by side, where anything is to be rotated."""
+        """[..., s] -> [..., s], with the two features of each rotated pair adjacent; unchanged without rotations."""
         return x if self.rotations is None else x.unflatten(-1, (2, -1)).mT.flatten(-2)
 
     def _in_halves(self, x: Tensor) -> Tensor:

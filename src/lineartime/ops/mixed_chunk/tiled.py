@@ -1,4 +1,4 @@
-"""Mixed chunk attention of a FLASH layer, a few chunks at a time, for processors: all between the layer's two dense maps.
+"""Mixed chunk attention of a FLASH layer on CPUs, a few chunks at a time: everything between its two projections.
 
 Shapes: B batch, D documents, G chunks of all documents, C chunk size, d model width, e value width, s query/key width.
 
@@ -6,15 +6,15 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, d model w
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                               i = 1 ... 4
     gated = U * (weight_scale * relu(score_scale * q_quad.k_quad + bias)^2 V  +  state_scale * q_lin (sum of k_lin^T V))
 
-Written over whole sequences, each step between two matrix products goes through main memory, which takes as long as the
-products do. A tile stays in the cache. The backward pass keeps only `projected`, the attention's output and the sums that the
-chunks read; it computes queries, keys and scores again. The output map of a layer can be applied too: its gradient needs
-`gated`, which is made again of what is kept, in the memory of its own gradient.
+If each step covered whole sequences, the steps between two matrix products would go through main memory, which takes as long as
+the products. A tile stays in the cache. Only `projected`, the attention's output and the sums that the chunks use are kept for
+the backward pass, which recomputes queries, keys and scores. The output projection of a layer can be applied too. Its gradient
+needs `gated`, which is recomputed in the memory of its own gradient.
 
     tiles.py          how a batch is cut into tiles
     tiled_passes.py   the forward and the backward pass over the tiles, with the matrix products
-    tile_work.py      what lies between the products, in plain PyTorch
-    tile_native.py    the same by the functions of tiles.cpp, which are built at first use where there is a compiler
+    tile_work.py      the work between the products, in plain PyTorch
+    tile_native.py    the same by the functions of tiles.cpp, which are built at first use if there is a compiler
 """
 
 from typing import Any
@@ -36,10 +36,10 @@ from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocas
 def attend(
     projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, output: Tensor | None = None
 ) -> Tensor:
-    """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] by an output map."""
+    """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] with `output`."""
     chunks = layout.require_chunks()
     if chunks.real is not None:
-        projected = projected.with_bias()  # slots that hold no token have zeros behind it
+        projected = projected.with_bias()  # slots without a token must stay zero
     tokens, gamma, beta, projection_bias = projected
     compute = matmul_dtype(tokens, gamma)
     with without_autocast(tokens):
@@ -59,10 +59,10 @@ def attend(
 
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
-# projected: [B, G, C, 2 e + s], zeros in slots that hold no token. projection_bias: [2 e + s], which it lacks, or None.
+# projected: [B, G, C, 2 e + s], zeros in slots without a token. projection_bias: [2 e + s], to be added to it, or None.
 # gamma, beta: [4, s]. bias: [C, C], or None.
-# rotations: [2, B or 1, G, C, s / 2], or None. state_scale: [B or 1, G], of the sums that a chunk reads.
-# weight_scale: [B or 1, G or 1, C or 1, C or 1], of the squared scores; zero where a key is not visible.
+# rotations: [2, B or 1, G, C, s / 2], or None. state_scale: [B or 1, G], the factor of the sums that a chunk uses.
+# weight_scale: [B or 1, G or 1, C or 1, C or 1], the factor of the squared scores; zero where a key is not visible.
 # document: int64 [G], the document of each chunk, or None for a single one. output: [d, e], or None.
 # keep: whether a backward pass will follow.
 
@@ -72,7 +72,7 @@ def _tiled_mixed_chunk(
     rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, document: Tensor | None, output: Tensor | None,
     n_documents: int, score_scale: float, causal: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The result [B, G, C, e or d] and, to be kept, attention's output and the sums that chunks read."""
+    """The result [B, G, C, e or d] and, for the backward pass, the attention's output and the sums that chunks use."""
     with without_autocast(projected):
         work = tile_work(
             projected.contiguous(), projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, score_scale
@@ -100,7 +100,7 @@ def _tiled_mixed_chunk_backward(
         if output is None:
             d_output = gamma.new_empty(0)
         else:
-            gated = d_gated  # by now: see `backward`
+            gated = d_gated  # `backward` has overwritten it
             d_output = (d_out.flatten(0, -2).mT @ gated.flatten(0, -2)).to(output.dtype)
         return d_projected, d_projection_bias, d_gamma, d_beta, d_bias, d_output
 
@@ -141,7 +141,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     _, attended, read = output
     ctx.save_for_backward(attended, read, *tensors)
     ctx.mark_non_differentiable(attended, read)
-    ctx.set_materialize_grads(False)  # nobody reads zeros for these two
+    ctx.set_materialize_grads(False)  # no zeros are needed for these two
     ctx.rest = (n_documents, score_scale, causal)
 
 

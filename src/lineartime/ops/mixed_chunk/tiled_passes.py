@@ -12,7 +12,7 @@ from lineartime.ops.mixed_chunk.tiles import Documents, Tile, part, tiles_of_row
 
 
 def forward(work: TileWork, documents: Documents, causal: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gated result [B, G, C, e] and, to be kept, attention's output and the sums that chunks read."""
+    """The gated result [B, G, C, e] and, for the backward pass, the attention's output and the sums that chunks use."""
     projected = work.projected
     batch, n_chunks, chunk_size, _ = projected.shape
     gated = projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
@@ -59,7 +59,7 @@ def _sums(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _read_by(tile: Tile, read: Tensor, documents: Documents, causal: bool) -> Tensor:
-    """The sums that the chunks of a tile read, [readers, s, e]."""
+    """The sums that the chunks of a tile use, [readers, s, e]."""
     if causal:
         return part(tile.of(read.flatten(0, 1)), tile.readers(causal))
     return documents.spread(read[tile.rows], tile)
@@ -68,16 +68,16 @@ def _read_by(tile: Tile, read: Tensor, documents: Documents, causal: bool) -> Te
 def backward(
     work: TileWork, d_gated: Tensor, attended: Tensor, read: Tensor, documents: Documents, causal: bool, gates_again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `projected`, its bias, gamma, beta and, if there is one, bias.
+    """The gradients of `projected`, its bias, gamma, beta and the bias of the scores.
 
-    With `gates_again`, d_gated becomes the gated output.
+    With `gates_again`, d_gated is overwritten with the gated output.
     """
     projected = work.projected
     batch, n_chunks, chunk_size, _ = projected.shape
     work.start_backward()
     all_d_gated, all_attended = d_gated.flatten(0, 1), attended.flatten(0, 1)
     for tiles in tiles_of_rows(batch, n_chunks, chunk_size):
-        # The gradient of the sums k_lin^T v, from the chunks that read them.
+        # The gradient of the sums k_lin^T v, from the chunks that use them.
         total = projected.new_zeros(tiles[0].n_rows, work.d_qk, work.d_value, dtype=work.acc_dtype)
         if not causal:
             totals = _totals(work, documents, tiles, d_gated)
@@ -94,7 +94,7 @@ def backward(
             torch.bmm(d_scores, k_quad, out=d_q_quad)
             torch.bmm(d_scores.mT, q_quad, out=d_k_quad)
 
-            # Linear part: out = q (sum of k^T v), q being scaled.
+            # Linear part: out = q (sum of k^T v), where q is scaled.
             readers, sources = tile.readers(causal), tile.sources(causal)
             read_here, d_out_here = _read_by(tile, read, documents, causal), part(d_out, readers)
             torch.bmm(d_out_here, read_here.mT, out=part(d_q_lin, readers))

@@ -1,9 +1,9 @@
-// What tile_work.py computes between the matrix products of a tile, in one pass over the memory each.
+// What tile_work.py computes between the matrix products of a tile, each in one pass over the memory.
 //
 // Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
 // T is the type of tensors, A the type that they are computed in.
-// A stride of zero stands for what all chunks, or all slots, share. Work is cut by rows: results depend on the number of threads
-// in the order of the sums d_bias, d_gamma and d_beta alone.
+// A stride of zero means that all chunks, or all slots, share a value. Work is split by rows: the number of threads affects
+// only the order of summation in d_bias, d_gamma and d_beta.
 
 #include <algorithm>
 #include <vector>
@@ -16,14 +16,14 @@ inline A slope(A x, A share) {
   return share * (1 + x * (1 - share));
 }
 
-// Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys turn.
+// Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys are rotated.
 template <class A>
 struct Rotations {
   const A *cosines, *sines;
   int64_t by_chunk, by_slot;
 };
 
-// One token's z gamma + beta, [s], turned by its angles and scaled.
+// One token's z gamma + beta, [s], rotated by its angles and scaled.
 template <class A>
 inline void rotate(const A* __restrict z, const A* __restrict gamma, const A* __restrict beta, const A* __restrict cosine,
                    const A* __restrict sine, A by, A* __restrict to, int64_t half) {
@@ -75,9 +75,9 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
   }
 }
 
-// The sum [m] over the chunks before each of n, or backwards behind it: `total` goes on from one tile to the next.
-// `sums` are of the first n_sums chunks, or backwards of the last; `out` is of the first n_out. The sum begins anew where `begins`
-// says so, which may be null.
+// The sum [m] over the chunks before each of n or, if backwards, after it; `total` carries it from one tile to the next.
+// `sums` has the first n_sums chunks or, if backwards, the last; `out` has the first n_out. The sum restarts at the chunks that
+// `begins` marks, which may be null.
 template <class T, class A = typename Type<T>::A>
 void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out, bool backwards,
               int64_t m, int64_t threads) {
@@ -102,7 +102,7 @@ void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, in
   }
 }
 
-// Products become weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
+// Replaces products by weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
 template <class T, class A = typename Type<T>::A>
 void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, int64_t n, int64_t c,
            int64_t threads) {
@@ -119,7 +119,7 @@ void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t
   }
 }
 
-// `weigh`, and gradients of weights become those of scores; their sum over chunks is added to d_bias [C, C], null if bias is.
+// `weigh`, and replaces gradients of weights by those of scores; adds their sum over chunks to d_bias [C, C], null if bias is.
 template <class T, class A = typename Type<T>::A>
 void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale,
                     A* d_bias, int64_t n, int64_t c, int64_t threads) {
@@ -146,7 +146,7 @@ void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, in
   }
 }
 
-// The gradients of beta, gamma and z grow by those of one token's z gamma + beta, [s].
+// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
 template <class A>
 inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
                           A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
@@ -157,15 +157,15 @@ inline void add_gradients(const A* __restrict d_map, const A* __restrict z, cons
   }
 }
 
-// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; d_bias [W], d_gamma and d_beta
-// [4, s] grow.
-// With `gates_again`, d_gated becomes the gated output.
+// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; adds to d_bias [W], d_gamma
+// and d_beta [4, s].
+// With `gates_again`, d_gated is overwritten with the gated output.
 template <class T, class A = typename Type<T>::A>
 void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
             Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c,
             int64_t e, int64_t s, int64_t threads) {
   const int64_t rows = n * c, half = s / 2, width = 2 * e + s, sums = 8 * s + width;
-  std::vector<A> all_sums(threads * sums, A(0));  // of every thread, which are added in order: the same bits come twice
+  std::vector<A> all_sums(threads * sums, A(0));  // of every thread, added in order, so that results are reproducible
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t thread = 0; thread < threads; ++thread) {
     std::vector<A> memory(3 * s);
@@ -240,7 +240,7 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
 
 }  // namespace
 
-// For each type, the functions above by names of C.
+// The functions above for each type, with C linkage.
 #define FUNCTIONS(NAME, T, A)                                                                                                  \
   void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
                        int64_t turn_by_slot, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \

@@ -1,4 +1,4 @@
-"""How the tiled form cuts a batch into tiles, and which sums go from one to another.
+"""How the tiled form cuts a batch into tiles, and which sums pass from one tile to another.
 
 Shapes: B batch, D documents, G chunks of all documents, C chunk size, e value width, s query/key width; in a tile: b rows of
 the batch, n chunks, N = b n.
@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_TOKENS = 1024
-"""Tokens of a tile: few enough for the cache, and enough that the calls cost little beside the work."""
+"""The number of tokens in a tile: small enough for the cache, and large enough that call overhead is negligible."""
 
 
 class Tile:
-    """Some chunks of one row, or the only chunk of several rows: either way, they follow each other in the batch.
+    """Some chunks of one row, or the only chunks of several rows. In both cases, they are contiguous in the batch.
 
     Attributes:
-        rows, chunks: of the batch, and of each row.
-        n_rows, n: their number b, and that of chunks in all, N.
-        first, last: whether the chunks are the first, and the last, of their row.
+        rows, chunks: the rows of the batch, and the chunks of each row.
+        n_rows, n: the number of rows, b, and of chunks in all rows, N.
+        first, last: whether the chunks include the first, and the last, of their row.
     """
 
     def __init__(self, rows: slice, chunks: slice, n_chunks: int) -> None:
@@ -31,11 +31,11 @@ class Tile:
         self._in_batch = slice(start, start + self.n)
 
     def readers(self, causal: bool) -> slice:
-        """Which of the N chunks read sums: causal, the first of a row has nothing to read."""
+        """Which of the N chunks use sums. If causal, the first chunk of a row does not."""
         return slice(self.n_rows if causal and self.first else 0, self.n)
 
     def sources(self, causal: bool) -> slice:
-        """Which of the N chunks are in sums that are read: causal, the last of a row is in none."""
+        """Which of the N chunks are in sums that are used. If causal, the last chunk of a row is not."""
         return slice(0, self.n - self.n_rows if causal and self.last else self.n)
 
     def of(self, x: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class Tile:
 
 
 def part(x: Tensor, chunks: slice) -> Tensor:
-    """Some chunks of a tile's [N, ...]: without a call where they are all."""
+    """Some chunks of a tile's [N, ...], without indexing if they are all of them."""
     return x if chunks.stop - chunks.start == len(x) else x[chunks]
 
 
 class Shared:
-    """What chunks may share, [B or 1, G or 1, ...]: all rows, all chunks of a row, or both."""
+    """Values [B or 1, G or 1, ...] that all rows share, all chunks of a row, or both."""
 
     def __init__(self, x: Tensor) -> None:
         rows, chunks = x.shape[:2]
@@ -64,12 +64,12 @@ class Shared:
 
 
 def chunks_at_once(chunk_size: int) -> int:
-    """The most chunks of a tile."""
+    """The maximum number of chunks in a tile."""
     return max(1, TILE_TOKENS // chunk_size)
 
 
 def tiles_of_rows(batch: int, n_chunks: int, chunk_size: int) -> Iterator[list[Tile]]:
-    """The tiles of a row, first to last, one row after the other, or of some rows at once if each is but one chunk."""
+    """Yield the tiles of each row in order, or of several rows at once if each row is a single chunk."""
     at_once = chunks_at_once(chunk_size)
     n_rows = at_once if n_chunks == 1 else 1
     parts = [slice(g, min(g + at_once, n_chunks)) for g in range(0, n_chunks, at_once)]
@@ -79,14 +79,14 @@ def tiles_of_rows(batch: int, n_chunks: int, chunk_size: int) -> Iterator[list[T
 
 
 class Documents:
-    """Which chunks are of one document: sums reach no further. `of_chunk` is int64 [G], or None for a single document."""
+    """The document of each chunk; sums do not extend beyond it. `of_chunk` is int64 [G], or None for a single document."""
 
     def __init__(self, of_chunk: Tensor | None, count: int) -> None:
         self.of_chunk, self.count = of_chunk, count
         self._begins = None if of_chunk is None else F.pad(of_chunk.diff(prepend=of_chunk[:1]) != 0, (0, 1))  # bool [G + 1]
 
     def begins(self, tile: Tile, backwards: bool) -> Tensor | None:
-        """Which chunks of a tile are the first of another document than the one before, or backwards the last: bool [n].
+        """Which chunks of a tile are the first of a new document or, if `backwards`, the last of one: bool [n].
 
         None for a single document.
         """
@@ -103,7 +103,7 @@ class Documents:
             totals.index_add_(1, self.of_chunk[tile.chunks], by_row)
 
     def spread(self, totals: Tensor, tile: Tile) -> Tensor:
-        """The totals [b, D, s, e] of the documents that the chunks are of: [N, s, e]."""
+        """The total of the document of each chunk: [b, D, s, e] -> [N, s, e]."""
         if self.of_chunk is None:
             return totals[:, 0].repeat_interleave(tile.n // tile.n_rows, 0)
         return totals[:, self.of_chunk[tile.chunks]].flatten(0, 1)

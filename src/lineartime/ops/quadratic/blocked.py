@@ -16,7 +16,7 @@ from lineartime.ops.quadratic.inputs import QuadraticOptions
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
-    """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens."""
+    """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks real tokens."""
     length, causal = q.shape[1], options.causal
     published_length = options.published_length(length, real)
     if options.divides_bias and bias is not None and published_length is not None:
@@ -43,9 +43,9 @@ def attend(
 
 def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
     """Where the blocks of queries begin and end."""
-    if not causal or torch.compiler.is_exporting():  # a program reads any length, so that it cannot count blocks
+    if not causal or torch.compiler.is_exporting():  # an exported program accepts any length, so it cannot count blocks
         return [(0, length)]
-    # A causal block need not look at keys behind it: with 8 blocks, 7/16 of the work falls away.
+    # A causal block can skip the keys after it: with 8 blocks, this saves 7/16 of the work.
     size = max(256, -(-length // 8))
     return [(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
 
@@ -67,7 +67,7 @@ def attend_visible(
     activation: Activation,
     published_length: float | Tensor | None,
 ) -> Tensor:
-    """All scores at once, [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e]; arguments as for `attention_weights`."""
+    """Compute all scores at once: [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e]; arguments as in `attention_weights`."""
     compute = matmul_dtype(q, k, v)
     with without_autocast(q):
         weights = attention_weights(

@@ -1,4 +1,4 @@
-"""What every form of quadratic attention is given: options, and the checks of the arguments.
+"""The inputs of every form of quadratic attention: the options, and checks of the arguments.
 
 Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 """
@@ -15,14 +15,15 @@ from lineartime.ops.positions import FactoredBias
 
 @dataclass(frozen=True)
 class QuadraticOptions:
-    """What is computed.
+    """The options of quadratic attention.
 
     Attributes:
-        causal: whether a token reads only itself and earlier tokens.
+        causal: whether a token attends only to itself and earlier tokens.
         activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with n the
-            number of real tokens of the row; an integer is that n, fixed, as a causal model needs it: n taken from the current
-            length would let the future change the past. "paper_bias" is "paper" with the bias divided by n, too.
+        normalization: "count" divides by the number of visible keys. "paper" is the published relu(q.k / n + bias)^2, with n
+            the number of real tokens of the row. "paper_bias" is "paper" with the bias divided by n, too. An integer is a fixed
+            n for "paper", which a causal model needs: with n from the current length, later tokens would change earlier
+            outputs.
     """
 
     causal: bool = False
@@ -36,7 +37,7 @@ class QuadraticOptions:
 
     @property
     def both_ways(self) -> "QuadraticOptions":
-        """The same, reading in both directions."""
+        """The same options for bidirectional attention."""
         return QuadraticOptions(False, self.activation, self.normalization)
 
     def published_length(self, length: int, real: Tensor | None) -> float | Tensor | None:
@@ -49,7 +50,7 @@ class QuadraticOptions:
 
     @property
     def divides_bias(self) -> bool:
-        """Whether the bias is divided by the n of the published q.k / n, as the product is; a softmax divides by none."""
+        """Whether the bias is divided by the n of the published q.k / n, like the product. A softmax does not use n."""
         return self.normalization == "paper_bias" and self.activation not in ("softmax", "softmax_plus")
 
 

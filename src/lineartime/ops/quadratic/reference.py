@@ -1,8 +1,8 @@
-"""Quadratic attention by its definition, one query at a time: slow, and only there to be believed.
+"""Quadratic attention by its definition, one query at a time: slow, a reference for the other forms.
 
-    out[t] = sum over visible j of relu(q[t].k[j] / sqrt(s) + bias[t, j])^2 v[j]  /  n        n: how many keys are visible
+    out[t] = sum over visible j of relu(q[t].k[j] / sqrt(s) + bias[t, j])^2 v[j]  /  n        n: the number of visible keys
 
-A key is visible in the query's document; causal: if j <= t, or if both t and j are in the prefix.
+A key j is visible to a query t of its document; causal: if j <= t, or if both t and j are in the prefix.
 
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2.
 """
@@ -26,7 +26,7 @@ def attend(
     options: QuadraticOptions,
     prefix: Tensor | None = None,
 ) -> Tensor:
-    """Every row by itself: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real` and `prefix`, bool [R, L], mark tokens."""
+    """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real` and `prefix`, bool [R, L], mark tokens."""
     table = bias.dense() if isinstance(bias, FactoredBias) else bias
     slots = torch.arange(v.shape[1], device=v.device)
 
@@ -49,7 +49,7 @@ def attend(
 
 
 def _published_length(options: QuadraticOptions, tokens: int) -> float | None:
-    """The n of the published q.k / n for a document of so many tokens; None for "count"."""
+    """The n of the published q.k / n for a document of `tokens` tokens; None for "count"."""
     if options.normalization == "count":
         return None
     return float(tokens if isinstance(options.normalization, str) else options.normalization)

@@ -29,7 +29,7 @@ def scaled_inputs(
         counts = row_scale if real is None else real.to(row_scale.dtype)
         counts = counts.cumsum(1) if options.causal else counts.sum(1, keepdim=True).expand(rows, length)
         row_scale = 1 / counts.clamp(min=1)
-    if isinstance(bias, FactoredBias):  # products add up: s more features of queries and keys
+    if isinstance(bias, FactoredBias):  # a sum of two products is one product of concatenated features
         of_queries, of_keys = (x.expand(rows, -1, -1) for x in bias)
         q, k = torch.cat([q, (of_queries / score_scale).to(q.dtype)], -1), torch.cat([k, of_keys.to(k.dtype)], -1)
         bias = None

@@ -32,7 +32,7 @@ def quadratic_attention_extend(
         activation, normalization: as for `quadratic_attention`.
 
     Returns:
-        The new tokens' outputs [B, N, e], and the state after them.
+        The new tokens' outputs [B, N, e] and the new state.
     """
     state = state.append(k, v)
     out = attend_visible(

@@ -1,4 +1,4 @@
-"""What the tiled form computes of a tile between matrix products, in plain PyTorch or by the functions of tiles.cpp.
+"""What the tiled form computes for a tile between matrix products, in plain PyTorch or by the functions of tiles.cpp.
 
 Shapes: T tokens, s query/key width; of a tile: b rows of the batch, Q queries, K keys.
 
@@ -17,12 +17,12 @@ SOURCE = Path(__file__).with_name("tiles.cpp")
 
 
 class TileWork:
-    """In plain PyTorch, for any machine.
+    """The work for tiles in plain PyTorch, for any machine.
 
     Args:
         bias: [T, T], or None.
-        score_scale: of the products q.k.
-        causal: whether the last query of a tile sees its last key, and each one before it a key less.
+        score_scale: the factor of the products q.k.
+        causal: whether the last query of a tile sees all keys, and each query before it one key less.
         acc_dtype: the dtype of scores.
     """
 
@@ -32,12 +32,12 @@ class TileWork:
         self.d_bias = torch.empty(0, 0, dtype=acc_dtype)
 
     def start_backward(self) -> None:
-        """Begin the sum `d_bias`."""
+        """Set the sum `d_bias` to zero."""
         if self.bias is not None:
             self.d_bias = torch.zeros_like(self.bias)
 
     def weights(self, q: Tensor, k: Tensor, queries: slice) -> Tensor:
-        """[b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are their places."""
+        """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries."""
         scores = self._scores(q, k, queries)
         return scores.mul_(scores).to(q.dtype)
 
@@ -50,21 +50,21 @@ class TileWork:
         return scores.mul_(scores).to(q.dtype), d_scores.mul_(self.score_scale).to(q.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, queries: slice) -> Tensor:
-        """relu(score_scale * q.k + bias) where visible, [b, Q, K]."""
+        """relu(score_scale * q.k + bias) where visible, zero elsewhere, [b, Q, K]."""
         part = None if self.bias is None else self.bias[queries, : k.shape[1]]
         if part is not None and q.dtype == self.acc_dtype:
             scores = torch.baddbmm(part, q, k.mT, alpha=self.score_scale)
         else:
             scores = torch.bmm(q, k.mT).to(self.acc_dtype).mul_(self.score_scale)
             scores = scores if part is None else scores.add_(part)
-        if self.causal:  # of the keys, only the last Q can lie in a query's future
+        if self.causal:  # only the last Q keys can come after a query
             n_queries = q.shape[1]
             scores[..., -n_queries:].mul_(torch.ones(n_queries, n_queries, dtype=self.acc_dtype).tril())
         return scores.relu_()
 
 
 class NativeWork(TileWork):
-    """By functions in C++, in one pass over the scores, in as many threads as PyTorch uses."""
+    """The work for tiles by C++ functions, in one pass over the scores, with as many threads as PyTorch uses."""
 
     def __init__(
         self, functions: NativeFunctions, bias: Tensor | None, score_scale: float, causal: bool, acc_dtype: torch.dtype
@@ -87,13 +87,13 @@ class NativeWork(TileWork):
         return weights, d_products
 
     def _options(self, queries: slice) -> tuple[int, int, float, int]:
-        """Where the bias of the queries begins, how far its rows are apart, the scale of products, and the direction."""
+        """The offset of the bias of the queries, the stride of its rows, the factor of products, and whether it is causal."""
         length = 0 if self.bias is None else self.bias.shape[1]
         return queries.start * length, length, float(self.score_scale), int(self.causal)
 
 
 def tile_work(compute: torch.dtype, bias: Tensor | None, score_scale: float, causal: bool, acc_dtype: torch.dtype) -> TileWork:
-    """What to compute tiles with: the functions in C++ where they can be built, for `compute`, the dtype of products."""
+    """The work for tiles: by C++ functions if they can be built for `compute`, the dtype of products, else in PyTorch."""
     functions = native_functions(SOURCE) if compute in NATIVE_DTYPES else None
     if functions is None:
         return TileWork(bias, score_scale, causal, acc_dtype)

@@ -1,10 +1,10 @@
-"""Quadratic attention some queries at a time, for processors.
+"""Quadratic attention on CPUs, some queries at a time.
 
 Shapes: B batch, T tokens, s query/key width, e value width; of a tile: b rows of the batch, Q queries, K keys.
 
     out[t] = row_scale[t] * sum over visible j of relu(score_scale * q[t].k[j] + bias[t, j])^2 v[j]
 
-The scores of a tile stay in the cache. None are kept: the backward pass computes them again. What lies between the matrix
+The scores of a tile stay in the cache. None are kept for the backward pass, which recomputes them. The work between the matrix
 products is in tile_work.py.
 """
 
@@ -22,13 +22,13 @@ from lineartime.ops.quadratic.scales import scaled_inputs
 from lineartime.ops.quadratic.tile_work import tile_work
 
 QUERIES = 256
-"""Queries of a tile."""
+"""The number of queries in a tile."""
 SCORES = 2**19
-"""Scores of a tile, roughly, if the batch is large enough."""
+"""The approximate number of scores in a tile, if the batch is large enough."""
 
 
 def _tiles(batch: int, length: int, causal: bool) -> Iterator[tuple[slice, slice, int]]:
-    """Rows, queries, and how many keys those queries see."""
+    """The rows and queries of each tile, and the number of keys that its queries see."""
     n_rows = max(1, SCORES // (QUERIES * max(1, length)))
     for row in range(0, batch, n_rows):
         for start in range(0, length, QUERIES):
@@ -39,7 +39,7 @@ def _tiles(batch: int, length: int, causal: bool) -> Iterator[tuple[slice, slice
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
-    """Every row by itself, as the other forms, with activation "relu2"; padding holds zeros. Keeps no scores."""
+    """Attend within each row, like the other forms, with activation "relu2". Padding must be zero. Keeps no scores."""
     compute = matmul_dtype(q, k, v)
     dtype = output_dtype(v, compute)
     q, k, v = (x.to(compute) for x in (q, k, v))
@@ -63,7 +63,7 @@ def _tiled_quadratic(
 
 
 def _first(x: Tensor, rows: slice, n_keys: int) -> Tensor:
-    """What some queries see, [b, K, f], lying as products take it, plain or transposed, without a copy of their own."""
+    """The keys or values that some queries see, [b, K, f], in a memory layout that matrix products take without a copy."""
     seen = x[rows, :n_keys]
     return seen[0][None] if len(seen) == 1 else seen.contiguous()  # [None] gives one row the stride of a row of K keys
 

@@ -1,9 +1,9 @@
-// What tile_work.py computes between the matrix products of a tile, in one pass over memory each.
+// What tile_work.py computes between the matrix products of a tile, each in one pass over memory.
 //
-// Shapes: N rows of the batch, Q queries, K keys. Matrices are contiguous, but for the rows of a bias, which are `bias_by` apart.
+// Shapes: N rows of the batch, Q queries, K keys. Matrices are contiguous, but the rows of a bias have the stride `bias_by`.
 // T is the type of tensors, A the type that they are computed in.
-// Causal, the last of the queries sees all keys, and each one before it a key less. Work is cut by queries: results do not depend
-// on the number of threads.
+// If causal, the last query sees all keys, and each query before it one key less. Work is split by queries, so results do not
+// depend on the number of threads.
 
 namespace {
 
@@ -36,7 +36,7 @@ inline void weigh_query_backward(T* __restrict products, T* __restrict gradients
   }
 }
 
-// Products become weights = relu(score_scale products + bias)^2, [N, Q, K], zero where a key is not visible; bias may be null.
+// Replaces products by weights = relu(score_scale products + bias)^2, [N, Q, K], zero for invisible keys; bias may be null.
 template <class T, class A = typename Type<T>::A>
 void weigh(T* products, const A* bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys,
            int64_t threads) {
@@ -52,7 +52,7 @@ void weigh(T* products, const A* bias, int64_t bias_by, A score_scale, int64_t c
   }
 }
 
-// `weigh`, and gradients of weights become those of products; those of scores are added to d_bias, null if bias is.
+// `weigh`, and replaces gradients of weights by those of products; adds those of scores to d_bias, null if bias is.
 template <class T, class A = typename Type<T>::A>
 void weigh_backward(T* products, T* gradients, const A* bias, A* d_bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n,
                     int64_t queries, int64_t keys, int64_t threads) {
@@ -74,7 +74,7 @@ void weigh_backward(T* products, T* gradients, const A* bias, A* d_bias, int64_t
 
 }  // namespace
 
-// For each type, the functions above by names of C. The bias of a tile begins at `bias_first`.
+// The functions above for each type, with C linkage. The bias of a tile begins at `bias_first`.
 #define FUNCTIONS(NAME, T, A)                                                                                                  \
   void weigh_##NAME(T* products, const A* bias, int64_t bias_first, int64_t bias_by, double score_scale, int64_t causal,       \
                     int64_t n, int64_t queries, int64_t keys, int64_t threads) {                                               \
