@@ -1,8 +1,8 @@
-"""The README's table of quality, from what `lineartime reproduce lm` measured: `python benchmarks/quality.py [FOLDER]`.
+"""Write the tables of quality for the README and docs/experiments.md: `python benchmarks/quality.py [FOLDER]`.
 
-With the folder of an experiment, its report and pictures are copied to `benchmarks/results/reproduce` first. See its
-`report.md` for how all systems were treated alike. `--again` makes the text and pictures of all reports there again, from their
-`report.json`.
+The numbers come from the reports of `lineartime reproduce` in `benchmarks/results/reproduce`. With the folder of an experiment,
+its report and pictures are copied there first. `--again` makes the text and pictures of all reports there again, from their
+`report.json`. A report describes how all systems were treated alike.
 """
 
 import argparse
@@ -22,7 +22,7 @@ REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = REPORTS / "lm-cpu"
 DOCUMENTS = RESULTS.parents[1] / "docs"
 PICTURES = {"lm-cpu": "quality.png", "latency-cpu": "latency.png"}
-"""Those that the documents show."""
+"""The pictures that the documents show."""
 
 
 def main() -> None:
@@ -35,14 +35,17 @@ def main() -> None:
     if options.again:
         for file in sorted(REPORTS.glob("*/report.json")):
             render_again(file.parent)
-    report = json.loads((LANGUAGE_MODELS / "report.json").read_text())
-    table = quality_table(report)
+    table = quality_table(json.loads((LANGUAGE_MODELS / "report.json").read_text()))
     (RESULTS / "quality.md").write_text(table)
-    print(table)
+    others = [file for file in sorted(REPORTS.glob("*/report.json")) if file.parent != LANGUAGE_MODELS]
+    reports = {file.parent.name: json.loads(file.read_text()) for file in others}
+    tables = [test_table(name, report) for name, report in reports.items() if any(map(has_begun, report["settings"]))]
+    (RESULTS / "experiments.md").write_text("\n".join(tables))
+    print(table, *tables, sep="\n")
 
 
 def copy(folder: Path) -> None:
-    """Bring the report of an experiment into the repository, without its runs."""
+    """Copy the report of an experiment into the repository, without its runs."""
     into = REPORTS / folder.resolve().name
     into.mkdir(parents=True, exist_ok=True)
     for file in (folder / "report.json", folder / "report.md", *sorted(folder.glob("*.png"))):
@@ -52,7 +55,7 @@ def copy(folder: Path) -> None:
 
 
 def render_again(folder: Path) -> None:
-    """Make the text and the pictures of a report again, from its data."""
+    """Regenerate the text and the pictures of a report from its data."""
     report = json.loads((folder / "report.json").read_text())
     with TemporaryDirectory() as place:
         plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
@@ -63,7 +66,7 @@ def render_again(folder: Path) -> None:
 
 
 def quality_table(report: dict[str, Any]) -> str:
-    """Each system's test bits per byte, of all seeds, and its speed-up, in every setting; the paper's beside."""
+    """Each system's test bits per byte for all seeds, and its speed-up, in every setting, beside the paper's numbers."""
     settings = [setting for setting in report["settings"] if any(map(measured, setting["rows"]))]
     header = ["model"]
     for setting in settings:
@@ -89,8 +92,24 @@ def quality_table(report: dict[str, Any]) -> str:
     return markdown([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
 
 
+def has_begun(setting: dict[str, Any]) -> bool:
+    """Whether any system of a setting has been trained and tested."""
+    return any("runs" in row and measured(row) for row in setting["rows"])
+
+
+def test_table(name: str, report: dict[str, Any]) -> str:
+    """The test bits per byte of an experiment, of all seeds: a row for each system, a column for each setting."""
+    settings = list(filter(has_begun, report["settings"]))
+    lines = []
+    for index, row in enumerate(settings[0]["rows"]):
+        cells = [" / ".join(f"{bits:.3f}" for bits in measured(setting["rows"][index])) or "-" for setting in settings]
+        if set(cells) != {"-"}:
+            lines.append([row["name"], *cells])
+    return markdown([f"`{name}`", *(setting["name"] for setting in settings)], lines)
+
+
 def measured(row: dict[str, Any]) -> list[float]:
-    """The test bits per byte of all seeds that have ended."""
+    """The test bits per byte of all finished seeds."""
     return [test["bits_per_byte"] for run in row["runs"] for test in run["tests"] if test["name"] == ""]
 
 

@@ -78,6 +78,10 @@ def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
         ("speed", "length"),
         ("speed", "generation"),
         ("speed", "crossover"),
+        ("speed", "step_shares"),
+        ("speed", "int8"),
+        ("training", "optimizers"),
+        ("systems", "switches"),
         ("data", "data"),
         ("context-parallel", "context"),
     ],
@@ -85,6 +89,14 @@ def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
 def test_tables_in_the_documents_are_those_of_the_benchmarks(document: str, result: str) -> None:
     table = (ROOT / "benchmarks" / "results" / f"{result}.md").read_text()
     assert table in (ROOT / "docs" / f"{document}.md").read_text()
+
+
+def test_the_tables_of_experiments_are_those_of_their_reports() -> None:
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    tables = (ROOT / "benchmarks" / "results" / "experiments.md").read_text().strip().split("\n\n")
+    assert len(tables) >= 8
+    for table in tables:
+        assert table in text, table.splitlines()[0]
 
 
 def test_the_tables_of_speed_are_those_of_the_benchmarks() -> None:
