@@ -1,6 +1,10 @@
 """What the benchmarks share: where results go, and how their tables look."""
 
 import json
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,23 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def save(name: str, rows: list[dict[str, Any]], table: str) -> None:
-    """Write the raw results with the machine they are from, and the table for the documents."""
+    """Write the raw results with their machine, command, date and commit, and the table for the documents."""
     RESULTS.mkdir(exist_ok=True)
-    results = {"machine": describe_machine(torch.device("cpu")), "rows": rows}
+    results = {"machine": describe_machine(torch.device("cpu")), **origin(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table)
     print(table)
+
+
+def origin() -> dict[str, str]:
+    """The command that measures, without folders, the date, and the commit that is checked out."""
+    command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *(Path(each).name for each in sys.argv[1:])]
+    commit = ["git", "-C", str(RESULTS), "rev-parse", "HEAD"]
+    return {
+        "command": shlex.join(command),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+    }
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
