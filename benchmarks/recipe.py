@@ -170,7 +170,7 @@ def pieces_table(rows: list[dict[str, Any]]) -> str:
     """Each variant with both seeds, and what it differs from the recipe by."""
     names = [shown for name in VARIANTS for shown in (name, MEANS.get(name)) if shown]
     found = {name: [row for row in rows if row["variant"] == name] for name in names}
-    best = statistics.fmean(row["bits_per_byte"] for row in found["the recipe"])
+    of_recipe = statistics.fmean(row["bits_per_byte"] for row in found["the recipe"])
     lines = []
     for name, seeds in found.items():
         if seeds:
@@ -179,7 +179,7 @@ def pieces_table(rows: list[dict[str, Any]]) -> str:
             fall = statistics.fmean(row["fall"] for row in seeds)
             times = [row["seconds"] for row in seeds if "seconds" in row]
             seconds = f"{min(times):.0f}" if times else "-"
-            lines.append([name, each, f"{statistics.fmean(values) - best:+.3f}", f"{fall:.2f}", seconds])
+            lines.append([name, each, f"{statistics.fmean(values) - of_recipe:+.3f}", f"{fall:.2f}", seconds])
     header = ["recipe `quick` with", "test bits per byte, each seed", "difference", "fall with context, bits a token"]
     return markdown([*header, "seconds of training"], lines)
 

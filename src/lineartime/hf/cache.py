@@ -35,7 +35,7 @@ class Streams(NamedTuple):
         return position
 
 
-class JoinedStreams(NamedTuple):
+class SteppedStreams(NamedTuple):
     """Streams at different positions that are continued together, token by token, and updated in place.
 
     Attributes:
@@ -54,7 +54,7 @@ class Call(NamedTuple):
         mask: bool [B, N], True for real tokens.
     """
 
-    before: "Streams | RaggedState | JoinedStreams | None"
+    before: "Streams | RaggedState | SteppedStreams | None"
     embedded: Tensor
     mask: Tensor
 
@@ -77,7 +77,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.state: Streams | RaggedState | JoinedStreams | None = None
+        self.state: Streams | RaggedState | SteppedStreams | None = None
         self._length = 0
         self._recording = False
         self._calls: list[Call] = []
@@ -126,7 +126,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
         """A cache with the same state; continuing one of the two does not change the other."""
         copy = LineartimeCache()
         copy.state, copy._length, copy._pending = self.state, self._length, self._pending
-        if isinstance(self.state, JoinedStreams):  # all other states are never changed in place
+        if isinstance(self.state, SteppedStreams):  # all other states are never changed in place
             copy.batch_select_indices(torch.arange(self.batch_size, device=next(tensors_of(self.state)).device))
         return copy
 
@@ -137,7 +137,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
             state = Streams(backbone.init_state(len(embedded)))
         if isinstance(state, RaggedState) and not self._recording and not torch.is_grad_enabled() and backbone.steps_in_place:
             state = _joined(backbone, state)
-        if isinstance(state, JoinedStreams):
+        if isinstance(state, SteppedStreams):
             self.state = state
             return _step_tokens(backbone, embedded, mask, state, every)
         read = _prefix_reader(backbone, every) if first and prefix else _reader(backbone, every)
@@ -168,7 +168,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]
 
     def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
         before = self.state
-        if isinstance(before, JoinedStreams):  # the call changes them in place
+        if isinstance(before, SteppedStreams):  # the call changes them in place
             before = take_streams(before, torch.arange(len(embedded), device=embedded.device))
         batch, length = embedded.shape[:2]
         return Call(before, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
@@ -304,15 +304,15 @@ def _prefix_reader(backbone: Backbone, every: bool) -> Read:
     return read
 
 
-def _joined(backbone: Backbone, state: RaggedState) -> JoinedStreams:
+def _joined(backbone: Backbone, state: RaggedState) -> SteppedStreams:
     """Join streams at different positions, in the order of the batch, to continue them together."""
     joined = backbone.join_streams([group.blocks for group in state.states])
     assert not isinstance(joined, GroupedStreams)  # the backbone steps in place
     order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
-    return JoinedStreams(take_streams(joined, order))
+    return SteppedStreams(take_streams(joined, order))
 
 
-def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: JoinedStreams, every: bool) -> Tensor:
+def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: SteppedStreams, every: bool) -> Tensor:
     """Continue joined streams token by token, skipping padding; updates `streams` in place."""
     out = embedded.new_zeros(*embedded.shape[:2], _width(backbone, every) * embedded.shape[-1])
     for place in range(embedded.shape[1]):

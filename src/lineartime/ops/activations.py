@@ -1,4 +1,4 @@
-"""From query-key products to attention weights: the four activations and the two normalisations.
+"""From query-key products to attention weights: the activations and the normalisations.
 
 Shapes: Q queries, K keys; every tensor may have leading batch dimensions.
 """
