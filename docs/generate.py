@@ -218,7 +218,7 @@ def _costs(name: str, system: System) -> str:
 
 
 def _cost_cells(found: Cost) -> tuple[str, str, str]:
-    state = "looks both ways only" if found.state_bytes is None else f"{found.state_bytes / 2**20:,.1f} MiB"
+    state = "bidirectional only" if found.state_bytes is None else f"{found.state_bytes / 2**20:,.1f} MiB"
     return f"{found.parameters / 1e6:,.1f} M", f"{found.flops_per_token / 1e6:,.1f} M", state
 
 

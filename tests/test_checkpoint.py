@@ -348,7 +348,7 @@ def test_a_field_that_this_version_does_not_know_is_named(tmp_path: Path) -> Non
     rewrite(path / "training.json", lambda data: {**data, "colour": "red"})
     with pytest.raises(
         LineartimeError,
-        match=r"training.json cannot be read \(colour is no field of the file, which has step, .*\): use the version of",
+        match=r"training.json cannot be read \(colour is not a field of the file, which has step, .*\): use the version of",
     ):
         checkpoints.read_training_state(path)
 

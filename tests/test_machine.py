@@ -125,7 +125,7 @@ def test_on_a_gpu_of_apple_auto_takes_nothing_that_is_untested_there() -> None:
 
 def test_several_processes_cannot_share_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LineartimeError, match=r"^device is mps, on which one process computes"), join_world(MPS, timeout=1):
+    with pytest.raises(LineartimeError, match=r"^device is mps, which supports only one process"), join_world(MPS, timeout=1):
         pass
 
 

@@ -1,8 +1,8 @@
-"""Dataclasses whose fields are checked against their types and ranges, so that a wrong value is named where it is given.
+"""Check the fields of dataclasses against their types and ranges, so that errors name the wrong value.
 
-`decode` makes them of plain data, as JSON holds it: the one reader of every file that the library writes and reads back. It is
-our own because checkpoints must load where there is torch and safetensors alone, and because an error has to name the value,
-which no library's does.
+`decode` makes dataclasses from plain JSON data. Every file that the library writes and reads back is read with it. It is our
+own because checkpoints must load with only torch and safetensors installed, and because errors must name the wrong value,
+which those of existing libraries do not.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from lineartime.errors import ArgumentError, did_you_mean
 Config = TypeVar("Config")
 
 _SHOWN = 60
-"""The most characters of a value in a message."""
+"""The maximum length of a value in a message, in characters."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Between:
     """The range of a number, in an annotation: `Annotated[int, Between(1, 100)]`. A float must also be finite.
 
     Attributes:
-        least: the smallest number.
-        most: the largest.
-        above: what the number must exceed.
-        below: what it must stay below.
+        least: the smallest allowed number.
+        most: the largest allowed number.
+        above: a limit that the number must exceed.
+        below: a limit that the number must stay below.
     """
 
     least: float | None = None
@@ -40,7 +40,7 @@ class Between:
     below: float | None = None
 
     def allows(self, value: Any) -> bool:
-        """Whether a number is in the range; None, where a type allows it, is."""
+        """Whether a number is in the range. None is always allowed here: types decide on it."""
         return value is None or (
             (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
@@ -55,13 +55,13 @@ class Between:
 
 @dataclass(frozen=True)
 class Matching:
-    """What a text must look like, in an annotation: a regular expression for all of it, and the same in words."""
+    """The form of a text, in an annotation: a regular expression for the whole text, and its description in words."""
 
     pattern: str
     words: str
 
     def allows(self, value: Any) -> bool:
-        """Whether a text matches; None, where a type allows it, does."""
+        """Whether a text matches. None is always allowed here: types decide on it."""
         return value is None or re.fullmatch(self.pattern, value) is not None
 
     def __str__(self) -> str:
@@ -69,18 +69,18 @@ class Matching:
 
 
 Count = Annotated[int, Between(0, 10**15)]
-"""A number of things: steps, tokens, bytes."""
+"""A count, for instance of steps, tokens or bytes."""
 _ANY_NUMBER = Between(-(2**63), 2**64 - 1)
 Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
 
 
 def decode(hint: Any, value: Any, name: str = "") -> Any:
-    """The value of a type that plain data describes: a dataclass for a dictionary, a tuple for a list, a Path for a text.
+    """Convert plain data to a type: a dictionary to a dataclass, a list to a tuple, a text to a Path.
 
     Args:
-        hint: a dataclass, a tuple, a dictionary, a union, a Literal, a plain type or Any, perhaps with a range.
+        hint: a dataclass, a tuple, a dictionary, a union, a Literal, a plain type or Any, optionally with a range.
         value: the plain data.
-        name: what an error calls it; the fields of a dataclass without a name have their own names alone.
+        name: the name of the value in errors. If it is empty, the fields of a dataclass are named by their own names alone.
 
     Raises:
         ArgumentError: naming the field ("processes[2].time"), for anything unknown, missing, of the wrong type or out of range.
@@ -131,7 +131,7 @@ def _decode_union(hint: Any, value: Any, name: str) -> Any:
 
 
 def _fits_shallowly(value: Any, hint: Any) -> bool:
-    """Whether a value is of the kind that a hint states, whatever its parts are."""
+    """Whether a value has the outer type of a hint, regardless of its parts."""
     base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if dataclasses.is_dataclass(base) or get_origin(base) is dict:
         return isinstance(value, dict)
@@ -146,22 +146,22 @@ def _decode_fields(cls: Any, value: Any, name: str) -> Any:
     for field in value:
         if field not in hints:
             like = did_you_mean(field, hints)
-            raise ArgumentError(_inside(name, field), f"is no field of {where}{like}, which has {', '.join(hints)}.")
+            raise ArgumentError(_inside(name, field), f"is not a field of {where}{like}, which has {', '.join(hints)}.")
     _check_complete(cls, value, where)
     values = {field: decode(hints[field], item, _inside(name, field)) for field, item in value.items()}
     try:
         return cls(**values)
-    except ArgumentError as error:  # of the dataclass itself
+    except ArgumentError as error:  # raised by the dataclass itself
         raise ArgumentError(_inside(name, error.argument), *error.predicate) from None
 
 
 def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config:
-    """Make a dataclass of its fields; ArgumentError, naming the field, for one that is unknown, missing or of the wrong type.
+    """Make a dataclass from its fields. Raises ArgumentError, naming a field that is unknown, missing or of the wrong type.
 
     Args:
         cls: the dataclass.
         values: its fields by name.
-        where: what an error calls the whole: "the model", for instance.
+        where: the name of the whole in errors, for instance "the model".
     """
     check_names(values, _hints(cls), where)
     _check_complete(cls, values, where)
@@ -171,9 +171,9 @@ def from_fields(cls: type[Config], values: dict[str, Any], where: str) -> Config
 
 
 def check_fields(config: Any) -> None:
-    """Raise ArgumentError, naming the field, unless every value of a dataclass has the type its field states.
+    """Raise ArgumentError, naming the field, unless every value of a dataclass has the type of its field.
 
-    A text or a path must be one that a file can hold.
+    Texts and paths must also be ones that a file can hold.
     """
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
@@ -183,7 +183,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise ArgumentError, naming the field, unless every value of a dataclass is in the range its field states."""
+    """Raise ArgumentError, naming the field, unless every value of a dataclass is in the range of its field."""
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         check_limits(name, value, [limit for part in _parts(hint) for limit in getattr(part, "__metadata__", ())])
@@ -198,20 +198,20 @@ def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> N
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raise ArgumentError, naming the argument, unless its value has the type that an annotation states."""
+    """Raise ArgumentError, naming the argument, unless its value has the type of an annotation."""
     _check(_fits(value, hint), name, value, hint)
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut if it is long."""
+    """Format a value for a message, shortened if it is long."""
     try:
         return _short(repr(value))
-    except (ValueError, RecursionError):  # a number of thousands of digits, or lists within lists without end
+    except (ValueError, RecursionError):  # a number with thousands of digits, or endlessly nested lists
         return f"a {type(value).__name__} that is too long to be shown"
 
 
 def describe(hint: Any) -> str:
-    """What a type allows, in words."""
+    """Describe in words what a type allows."""
     if get_origin(hint) is Annotated:
         base, *limits = get_args(hint)
         return ", ".join([describe(base), *map(str, limits)])
@@ -232,7 +232,7 @@ def describe(hint: Any) -> str:
 
 
 def _number(limit: float) -> str:
-    """A limit in words: powers of two that nobody knows by heart as such."""
+    """Format a limit; a large power of two is written as a power."""
     whole = int(limit)
     return f"2^{whole.bit_length() - 1}" if whole > 10**12 and whole & (whole - 1) == 0 else f"{limit:,}"
 
@@ -254,7 +254,7 @@ def _names(cls: Any) -> str:
 
 
 def _inside(name: str, field: str) -> str:
-    """The name of a field within another; one that cannot be printed is shown as a text."""
+    """The name of a field within another field; an unprintable name is shown in quotes."""
     own = _short(field if field and field.isprintable() else repr(field))
     return f"{name}.{own}" if name else own
 
@@ -276,12 +276,12 @@ def _check(right: bool, name: str, value: Any, hint: Any) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise ArgumentError for a text or a path with the character zero or a half of a character, which no file can hold."""
+    """Raise ArgumentError for a text or path with a null character or a lone surrogate, which no file can hold."""
     if not isinstance(value, (str, Path)):
         return
     text = str(value)
     try:
-        text.encode("utf-8", "surrogateescape")  # as Python writes bytes in paths that are no UTF-8
+        text.encode("utf-8", "surrogateescape")  # as Python represents bytes in paths that are not UTF-8
     except UnicodeEncodeError:
         raise ArgumentError(name, f"is {shown(text)}, but must be a text that UTF-8 can hold.") from None
     if "\0" in text:
@@ -289,7 +289,7 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def check_limits(name: str, value: Any, limits: Iterable[Any]) -> None:
-    """Raise ArgumentError, naming the argument, unless its value is finite and within limits."""
+    """Raise ArgumentError, naming the argument, unless its value is finite and within the limits."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ArgumentError(name, f"is {value}, but must be a finite number.")
     for limit in limits:
@@ -298,7 +298,7 @@ def check_limits(name: str, value: Any, limits: Iterable[Any]) -> None:
 
 
 def _check_plain(value: Any, name: str) -> None:
-    """Raise ArgumentError for plain data of any form that holds a number which nothing we write holds."""
+    """Raise ArgumentError if nested plain data holds a number that is not finite or too large for 64 bits."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_plain(item, _inside(name, key))
@@ -312,7 +312,7 @@ def _check_plain(value: Any, name: str) -> None:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A hint and, of a union, its options."""
+    """A hint and, for a union, its options."""
     yield hint
     if get_origin(hint) in (Union, UnionType):
         yield from get_args(hint)

@@ -1,4 +1,4 @@
-"""JSON files that the library writes and reads back: bounded in size and depth, and never believed before they are checked."""
+"""Read the JSON files that the library writes: size and depth are limited, and values are checked before they are used."""
 
 import errno
 import json
@@ -14,11 +14,11 @@ from lineartime.fields import decode, shown
 Content = TypeVar("Content")
 
 LARGEST = 1 << 26
-"""The most bytes of a JSON file."""
+"""The maximum size of a JSON file, in bytes."""
 DEEPEST = 40
-"""The most lists and objects within each other."""
+"""The maximum nesting depth of lists and objects."""
 _DIGITS = 40
-"""The most digits of a whole number; every field allows far fewer."""
+"""The maximum number of digits of a whole number; every field allows far fewer."""
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -33,13 +33,13 @@ class DamagedFileError(LineartimeError):
 
     def __init__(self, file: Path, what: str, advice: str = "restore it from a copy") -> None:
         super().__init__(f"{file} is damaged ({what}): {advice}.")
-        self.args = (file, what, advice)  # from which a copy is made in another process
+        self.args = (file, what, advice)  # used to copy the error to another process
         self.file = file
         self.what = what
 
 
 def read_file(file: Path, content: type[Content], advice: str = "restore it from a copy") -> Content:
-    """A JSON file as a dataclass.
+    """Read a JSON file as a dataclass.
 
     Args:
         file: the file.
@@ -58,7 +58,7 @@ def read_file(file: Path, content: type[Content], advice: str = "restore it from
 
 
 def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
-    """The object in a JSON file, of which no field is checked; raises as `read_file`."""
+    """Read the object in a JSON file without checking its fields. Raises as `read_file`."""
     with reporting("read", file), open_regular(file) as opened:
         content = opened.read(LARGEST + 1)
     try:
@@ -73,17 +73,17 @@ def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, 
 
 
 def open_regular(file: Path) -> IO[bytes]:
-    """Open a file for reading; OSError for a pipe or a device, which could keep us waiting or never end."""
+    """Open a file for reading. Raises OSError for a pipe or a device, which could block or never end."""
     kind = file.stat().st_mode
-    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # what a folder is, `open` says
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # `open` reports a folder
         raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(file))
     return file.open("rb")
 
 
 def parse(content: bytes) -> Any:
-    """The value in a JSON text; ValueError, saying in a clause what is wrong, for anything else.
+    """Parse a JSON text. Raises ValueError, with a clause that says what is wrong, for anything else.
 
-    Infinities and NaN pass, for `decoded` to name their field.
+    Infinities and NaN are accepted here, so that `decoded` can name their fields.
     """
     try:
         text = content.decode("utf-8")
@@ -96,11 +96,11 @@ def parse(content: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
     except RecursionError:
-        raise ValueError(f"it has more than {DEEPEST} lists and objects within each other") from None
+        raise ValueError(f"it has lists and objects nested more than {DEEPEST} levels deep") from None
 
 
 def decoded(content: type[Content], plain: Any) -> Content:
-    """Plain data as a dataclass; ValueError for anything else: a clause that names field, value and what is allowed."""
+    """Convert plain data to a dataclass. Raises ValueError, with a clause that names field, value and what is allowed."""
     try:
         found: Content = decode(content, plain)
     except ArgumentError as error:
@@ -113,7 +113,7 @@ def _check_depth(text: str) -> None:
     for token in _TOKENS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
         if depth > DEEPEST:
-            raise ValueError(f"it has more than {DEEPEST} lists and objects within each other")
+            raise ValueError(f"it has lists and objects nested more than {DEEPEST} levels deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

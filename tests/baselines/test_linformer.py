@@ -51,7 +51,7 @@ def test_causal_is_refused_with_the_reason() -> None:
 
 def test_streaming_is_refused_with_the_reason() -> None:
     layer = Linformer(16, n_heads=2)
-    message = "causal is False, so that Linformer cannot stream, nor can it be built with causal=True: every landmark"
+    message = "causal is False, so that Linformer cannot stream and does not support causal=True: every landmark"
     with pytest.raises(ValueError, match=message):
         layer.init_state(1)
     with pytest.raises(ValueError, match=message):

@@ -147,7 +147,7 @@ def test_every_parameter_is_learned() -> None:
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("n_buckets", 7, "n_buckets is 7, but must be even: every direction of a hash has a bucket at each of its ends"),
+        ("n_buckets", 7, "n_buckets is 7, but must be even: each hash direction defines two buckets"),
         ("n_buckets", 0, "n_buckets is 0"),
         ("n_rounds", 0, "n_rounds is 0"),
         ("chunk_size", 0, "chunk_size is 0"),

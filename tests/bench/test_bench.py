@@ -312,7 +312,7 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"presets": ("flash-giant",)}, "preset is 'flash-giant', which is no preset"),
+        ({"presets": ("flash-giant",)}, "preset is 'flash-giant', which is not a preset"),
         ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it in peers"),
         ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use task='mlm'"),
         ({"presets": ()}, "^presets is empty"),
@@ -373,7 +373,7 @@ def test_metrics_files_that_do_not_fit_are_named(options: Callable[..., BenchCon
     for text, message in (
         ("[1]", "is not JSON of the form"),
         ('{"flash-tiny": "good"}', "is not JSON of the form"),
-        ('{"gau-tiny": 2}', "is about gau-tiny, but none of this is measured here"),
+        ('{"gau-tiny": 2}', "has results for gau-tiny, but none of these models is measured"),
     ):
         file.write_text(text)
         with pytest.raises(LineartimeError, match=message):
@@ -401,7 +401,7 @@ def test_the_quality_of_a_run_is_that_of_its_best_evaluation_and_of_its_own_mode
     smaller = resolve("flash-tiny", d_qk=8, vocab_size=999, dropout=0.1)
     with pytest.raises(ArgumentError, match=r"vocab_size is 258 there and 999 here, mixer.d_qk is 64 there and 8 here; "):
         read_quality([tmp_path], {"flash-tiny": smaller})
-    with pytest.raises(ArgumentError, match="is about flash-tiny, but none of this is measured here"):
+    with pytest.raises(ArgumentError, match="has results for flash-tiny, but none of these models is measured"):
         read_quality([tmp_path], {"gau-tiny": measured})
 
 

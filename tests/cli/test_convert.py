@@ -37,7 +37,7 @@ def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, 
     there = str(tmp_path / "there")
     assert main(["convert", str(folder / "run"), there]) == 0
     for command in (["generate", there], ["eval", there]):
-        fails(command, "there holds a model of transformers: make one of lineartime of it with `lineartime convert`.")
+        fails(command, "there holds a transformers model: convert it to lineartime with `lineartime convert`.")
 
 
 def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:

@@ -70,7 +70,7 @@ def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
     model.mkdir()
     for name in ("model.safetensors", "model.json", "tokenizer.json", *(["manifest.json"] if with_manifest else [])):
         (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
-    message = "is missing, but .*model has no training.json, which tells what the model was trained on: give "
+    message = "is missing, but .*model has no training.json, which records what the model was trained on: give "
     fails(["eval", str(model)], f"--data {message}--data and --context-length")
     fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}--context-length")
     losses = []
@@ -94,7 +94,7 @@ def test_all_of_a_text_is_measured_if_it_is_asked_for_or_is_a_test_split(
         (line,) = shown.out.splitlines()  # what the splits are is said elsewhere
         assert json.loads(line)["tokens"] == 1501
         assert "1 document, 1,501 tokens" in shown.err
-    message = "--data is .*my_test.txt, which by its names has a test split and no validation split: choose a split"
+    message = "--data is .*my_test.txt, which, judging by its file names, has a test split but no validation split: choose an"
     fails([*arguments, str(folder / "my_test.txt"), "--split", "validation"], message)
 
 

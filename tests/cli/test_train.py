@@ -78,7 +78,7 @@ def test_training_says_what_the_splits_are_and_refuses_text_for_testing(
     (tmp_path / "test" / "a.txt").write_text((folder / "text.txt").read_text())
     arguments = [*options[: options.index("--data")], "--data", "test", "--out", str(tmp_path / "other")]
     fails(
-        ["train", *arguments], "--data is .*/test, which by its names has a test split and no train split: give text to train"
+        ["train", *arguments], "--data is .*/test, which, judging by its file names, has a test split but no train split: give"
     )
 
 

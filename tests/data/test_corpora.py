@@ -151,9 +151,9 @@ def test_a_text_that_is_a_test_split_is_all_of_it_and_nothing_else(tmp_path: Pat
     file.write_text("line\n" * 100)
     corpus = load_corpus(tmp_path / given)
     assert documents(corpus, "test") == documents(corpus, "all") == ["line\n" * 100]
-    with pytest.raises(LineartimeError, match=r"^data is .*, which by its names has a test split and no train split: give"):
+    with pytest.raises(LineartimeError, match=r"^data is .*, which, .* file names, has a test split but no train split: give"):
         corpus.identity("train")
-    with pytest.raises(LineartimeError, match=r"no validation split: choose a split that there is, or all"):
+    with pytest.raises(LineartimeError, match=r"but no validation split: choose an existing split, or all"):
         list(corpus.documents("validation"))
 
 
@@ -175,7 +175,7 @@ def test_names_of_splits_that_are_ignored_are_said_to_be(tmp_path: Path) -> None
     for name in ("notes.txt", "test.txt", "train.txt"):
         (tmp_path / name).write_text(name)
         lines = describe_splits(load_corpus(tmp_path))
-        ignored = "are ignored, because notes.txt has none: rename it, or leave it out, to use them." in lines[0]
+        ignored = "are ignored, because notes.txt does not name a split: rename it, or leave it out, to use them." in lines[0]
         assert ignored == (name != "notes.txt")
     (tmp_path / "notes.txt").unlink()
     assert describe_splits(load_corpus(tmp_path)) == [

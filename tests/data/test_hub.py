@@ -272,7 +272,7 @@ def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(stories: Path
     with pytest.raises(LineartimeError, match=r"^text_column is text, but hub:org/stories has the columns body: name the one"):
         read(load_corpus("hub:org/stories"), "validation")
     write(stories / "org/chat/train.parquet", [{"text": ["a", "b"]}])
-    with pytest.raises(LineartimeError, match=r'^The column "text" of hub:org/chat has no text, but \[.*: choose another'):
+    with pytest.raises(LineartimeError, match=r'^hub:org/chat has \[.* in "text" instead of a text: choose another column'):
         read(load_corpus("hub:org/chat"), "all")
 
 

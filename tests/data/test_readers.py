@@ -95,7 +95,7 @@ def test_an_array_is_encoded_again_where_an_earlier_version_took_it_for_text(tmp
     [
         ("[1]", r"a.json, record 1, is 1, but must be an object with a \"text\""),
         ('[{"text": "a"}, {"body": "b"}]', "text_column is text, but .*a.json, record 2, has the columns body: name"),
-        ('[{"text": null}]', r'a.json, record 1, has no text in "text", but None'),
+        ('[{"text": null}]', r'a.json, record 1, has None in "text" instead of a text'),
         ('[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
         (
             '{"version": 1, "data": [{"text": "a"}]}',
@@ -190,8 +190,8 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
         (b"{oops", r"line 3, is not JSON \(Expecting property name.*\): correct it, or leave it out"),
         (b'["text"]', r"line 3, is \['text'\], but must be an object"),
         (b'{"txt": "a", "id": 1}', "line 3, has the columns txt, id: name the one that holds the text"),
-        (b'{"text": 3}', 'line 3, has no text in "text", but 3'),
-        (b'{"text": "\\ud800"}', "line 3, has half a character in its text"),
+        (b'{"text": 3}', 'line 3, has 3 in "text" instead of a text'),
+        (b'{"text": "\\ud800"}', "line 3, has an incomplete character in its text"),
         (b"[" * 100_000, r"line 3, is not JSON"),
         (b'{"text": "caf\xe9"}', r"line 3, is not UTF-8 text \(byte 0xe9 at offset 45\)"),
     ],
@@ -205,7 +205,7 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, messag
 def test_parquet_without_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"text_column is text, but .*a.parquet has the columns body, id: name the one"):
         read(Part(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
-    with pytest.raises(LineartimeError, match=r'b.parquet, row 1, has no text in "text", but None'):
+    with pytest.raises(LineartimeError, match=r'b.parquet, row 1, has None in "text" instead of a text'):
         read(Part(write_parquet(tmp_path / "b.parquet", text=["x", None])))
 
 

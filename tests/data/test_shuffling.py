@@ -60,5 +60,5 @@ def test_a_stream_resumes_after_any_document(block_size: int) -> None:
     ],
 )
 def test_a_position_that_is_none_is_named(state: State) -> None:
-    with pytest.raises(LineartimeError, match="The position in numbers that the checkpoint tells is none in this text"):
+    with pytest.raises(LineartimeError, match="The checkpoint's position in numbers does not exist in this shuffled text"):
         read(10, 4, (1, 2), state)

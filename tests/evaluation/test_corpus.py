@@ -60,7 +60,7 @@ def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run:
     in_memory = evaluate(model, run.parent / "text.txt", tokenizer=TOKENIZER, **given)
     saved = lineartime.save(model, TOKENIZER, tmp_path / "changed")
     assert evaluate(saved, run.parent / "text.txt", **given) == in_memory != evaluate(run, **given)
-    with pytest.raises(ArgumentError, match=r"data is missing, but .* has no training.json, which tells what the model"):
+    with pytest.raises(ArgumentError, match=r"data is missing, but .* has no training.json, which records what the model"):
         evaluate(saved)
     with pytest.raises(ArgumentError, match=r"context_length is missing, but .*changed has no training.json"):
         evaluate(saved, run.parent / "text.txt")
@@ -83,7 +83,7 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
         (run, {"context": "all"}, "context is 'all', but must be one of 'windowed', 'carried'"),
         (run, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
         (run, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
-        (run, {"stride": "3"}, "stride is '3', but must be a whole number"),
+        (run, {"stride": "3"}, "stride is '3', but must be an integer"),
         (run, {"precision": "fp8"}, "precision is 'fp8', but must be one of 'auto'"),
         (run, {"device": "tpu"}, "device is 'tpu', but must be one of 'auto'"),
         (

@@ -54,8 +54,8 @@ def test_a_file_that_becomes_many_times_its_size_is_refused(suffix: str, kind: s
     WRITERS[suffix](BOMBS[kind], file)
     with pytest.raises(ArgumentError) as caught:
         read(file, 2)
-    what = f"max_expansion is 2, but {file} holds more than so many times its size: "
-    assert str(caught.value) == what + "give a larger number if it is what it should be, or leave it out."
+    what = f"max_expansion is 2, but {file} expands to more than that many times its size: "
+    assert str(caught.value) == what + "give a larger number if the file is correct, or leave it out."
     assert read(file, 10**6) == SIZE
 
 

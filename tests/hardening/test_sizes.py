@@ -91,8 +91,8 @@ TOO_LARGE: list[tuple[str, str, str]] = [
         }.items()
         for value in values
     ],
-    (f"train --batch-size {2**25}", "--batch-size makes", "GB"),
-    (f"train --batch-size 1 --context-length {2**29}", "--batch-size makes", "GB"),
+    (f"train --batch-size {2**25}", "--batch-size puts", "GB"),
+    (f"train --batch-size 1 --context-length {2**29}", "--batch-size puts", "GB"),
     *[
         (f"eval RUN --{name} {value}", f"--{name} is {value}", "must be")
         for name in ("batch-size", "context-length", "stride", "max-tokens", "threads")
@@ -211,11 +211,11 @@ WEIGHTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "one more": (weights_changed(lambda w: w.update({"x": torch.zeros(1)})), "but a model of n_blocks = 1 has"),
     "another name": (
         weights_changed(lambda w: w.update({"x": w.pop(NAME)})),
-        "has the tensor 'x', which is none of the model's",
+        "has the tensor 'x', which the model does not have",
     ),
     "another block": (
         weights_changed(lambda w: w.update({"backbone.blocks.7.mixer.gamma": w.pop("backbone.blocks.0.mixer.gamma")})),
-        "'backbone.blocks.7.mixer.gamma', which is none",
+        "'backbone.blocks.7.mixer.gamma', which the model does not have",
     ),
     "nothing": (lambda folder: (folder / "model.safetensors").write_bytes(b"") and None, "model.safetensors: "),
     "rubbish": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99) and None, "model.safetensors: "),

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "no JSON": ("{", "it is not JSON"),
     "a list": ("[]", "it is [], but must be an object"),
     "a field twice": ('{"normalizer": {"type": "NFC", "type": "Precompiled"}}', "it has the field 'type' twice"),
-    "deep": ('{"normalizer": ' + "[" * 50_000, "more than 40 lists and objects"),
+    "deep": ('{"normalizer": ' + "[" * 50_000, "lists and objects nested more than 40 levels deep"),
     "nothing in it": ("{}", "is not a tokenizer file"),
     "a stage that is a number": (definition(decoder=3), "is not a tokenizer file"),
     "a stage of an unknown type": (definition(normalizer={"type": "Magic"}), "is not a tokenizer file"),
@@ -110,7 +110,7 @@ def test_a_panic_of_the_library_is_a_sentence_and_nothing_is_printed(
     file.write_text(definition(**PANICS[case]))
     with pytest.raises(LineartimeError) as caught:
         read_tokenizer(file)
-    ends = "broke down, or needed more than 4 GiB" if "gigabytes" in case else "fails on it: "
+    ends = "crashed, or needed more than 4 GiB" if "gigabytes" in case else "fails on it: "
     check(file, str(caught.value), f"is not a tokenizer file that can be used (the tokenizers library {ends}")
     assert capfd.readouterr() == ("", "")
 

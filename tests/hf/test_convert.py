@@ -196,10 +196,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "mixer.kind is 'none'",
     ),
     "wrong type": (lambda f: _change(f / "config.json", d_model="16"), "describes no model .*d_model is '16'"),
-    "absurd width": (lambda f: _change(f / "config.json", d_model=10**6), "but its config.json tells of"),
+    "absurd width": (lambda f: _change(f / "config.json", d_model=10**6), "but its config.json specifies"),
     "absurd depth": (
         lambda f: _change(f / "config.json", n_blocks=10**5),
-        "2 blocks, but .* of 100000",
+        "2 blocks, but its config.json specifies 100000",
     ),
     "absurd vocabulary": (
         lambda f: _change(f / "config.json", vocab_size=2 * 10**9),
@@ -223,11 +223,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a path out of the folder": (
         lambda f: _index(f, "../elsewhere.safetensors"),
-        "'../elsewhere.safetensors', which is no",
+        "'../elsewhere.safetensors', which is not a weight file",
     ),
     "a pickle in the index": (
         lambda f: _index(f, "pytorch_model.bin"),
-        "'pytorch_model.bin', which is no file of",
+        "'pytorch_model.bin', which is not a weight file",
     ),
     "an empty index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "names no files of weights"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "Cannot read .*tokenizer.json"),
@@ -249,7 +249,7 @@ def test_a_damaged_or_hostile_folder_ends_in_one_sentence(damage: str, folder: P
 @pytest.mark.parametrize("change", [{"n_blocks": 10**6}, {"n_blocks": 500}])
 def test_transformers_does_not_build_what_its_files_cannot_hold(change: dict[str, int], folder: Path) -> None:
     _change(folder / "config.json", **change)
-    with pytest.raises(LineartimeError, match=f"tells of {change['n_blocks']} blocks: it is damaged"):
+    with pytest.raises(LineartimeError, match=f"specifies {change['n_blocks']} blocks: it is damaged"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -262,8 +262,8 @@ def test_forward_is_compiled_as_one_graph(causal: LineartimeForCausalLM) -> None
         ({"input_ids": torch.tensor([[41]])}, "ids holds 41, but must be from 0 to vocab_size - 1 = 39"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask has shape \[2, 1, 4, 4\]"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask has shape \[2, 5\]"),
-        ({"position_ids": torch.arange(3, 7)[None]}, "position_ids holds other positions than the model counts"),
-        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids holds other positions.*in a batch of one row"),
+        ({"position_ids": torch.arange(3, 7)[None]}, "position_ids differs from the model's own positions, which"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids differs from .* packed into a single unpadded row"),
         ({"position_ids": torch.arange(3)[None]}, r"position_ids has shape \[1, 3\]"),
         ({"output_attentions": True}, "output_attentions is True"),
         ({"past_key_values": "cache"}, "past_key_values is a str, but must be a LineartimeCache"),
@@ -289,5 +289,5 @@ def test_models_of_the_wrong_task_are_refused(tiny: Tiny) -> None:
         AutoModelForCausalLM.from_config(tiny(task="mlm"))
     with pytest.raises(ValueError, match="task is 'clm', but must be 'mlm' for a masked language model"):
         AutoModelForMaskedLM.from_config(tiny())
-    with pytest.raises(ValueError, match="use_cache is given, but a masked language model reads both ways"):
+    with pytest.raises(ValueError, match="use_cache is given, but a masked language model is bidirectional"):
         LineartimeModel(tiny(task="mlm"))(ids_of(1, 4), use_cache=True)

@@ -1,11 +1,14 @@
 """No dead flag: every argument of every layer changes what the layer computes."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lineartime.baselines.cosformer import CosFormer
+from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.linformer import Linformer
 from lineartime.baselines.reformer import Reformer
@@ -13,6 +16,7 @@ from lineartime.baselines.sparse import Sparse
 from lineartime.layers import FLASH, GAU, MLP, Attention
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import ResidualLayer
 from lineartime.models.layer_config import KINDS
 
 # For each argument, another value than its default and the other arguments it needs to matter.
@@ -91,6 +95,30 @@ def test_every_argument_changes_something(layer: type[nn.Module], name: str) -> 
 def test_an_unknown_argument_is_named(layer: type[nn.Module]) -> None:
     with pytest.raises(TypeError, match="chunck_size"):
         layer(D_MODEL, chunck_size=3)
+
+
+def left_out_of(layer: type[nn.Module]) -> dict[str, Any]:
+    """The arguments, with their defaults, that the bases of a layer have and the layer does not."""
+    bases = [base for base in layer.__mro__ if issubclass(base, ResidualLayer) and "__init__" in vars(base)]
+    parameters = [parameter for base in bases for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()]
+    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    return {name: default for name, default in named.items() if name not in constructor_options(layer)}
+
+
+LEFT_OUT = [(layer, name, default) for layer in LAYERS for name, default in left_out_of(layer).items()]
+LEFT_OUT_NAMES = [f"{layer.__name__}-{name}" for layer, name, _ in LEFT_OUT]
+
+
+def test_arguments_of_bases_that_a_layer_leaves_out_are_found() -> None:
+    found = {(layer, name) for layer, name, _ in LEFT_OUT}
+    assert {(CosFormer, "rotated"), *((FLASHGlobal, name) for name in ("rotary_width", "initial_scores", "bias_form"))} <= found
+
+
+@pytest.mark.parametrize(("layer", "name", "default"), LEFT_OUT, ids=LEFT_OUT_NAMES)
+def test_an_argument_of_a_base_that_a_layer_leaves_out_is_refused(layer: type[nn.Module], name: str, default: Any) -> None:
+    for value in (default, OTHER[name][0]):
+        with pytest.raises(TypeError, match=f"'{name}'"):
+            layer(D_MODEL, **{name: value})
 
 
 @pytest.mark.parametrize("activation", ["relu2", "softmax", "softmax_plus", "laplace"])

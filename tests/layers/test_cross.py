@@ -133,7 +133,7 @@ def test_values_that_are_not_allowed_are_named(arguments: dict[str, Any], messag
     [
         ({"x": torch.zeros(2, 6, 7)}, r"x has shape \[2, 6, 7\]"),
         ({"source": torch.zeros(2, 9, 7)}, r"source has shape \[2, 9, 7\], but must be \[B, S, d_model\] with d_model = 8"),
-        ({"x": torch.zeros(1, 6, 8)}, "x has batch size 1, but its source was read for 2"),
+        ({"x": torch.zeros(1, 6, 8)}, "x has batch size 1, but the source has batch size 2"),
         ({"mask": torch.ones(2, 9, dtype=torch.bool)}, r"mask has shape \[2, 9\], but must be \[B, T\] = \[2, 6\]"),
         (
             {"source_mask": torch.ones(2, 6, dtype=torch.bool)},

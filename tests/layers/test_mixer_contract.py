@@ -434,15 +434,15 @@ def test_a_mixer_that_cannot_be_causal_says_why(name: str) -> None:
         ((torch.zeros(3, D_MODEL),), "x has shape"),
         (([[[0.0]]],), "x is a list, but must be a tensor"),
         ((torch.zeros(2, 3, D_MODEL), torch.ones(3, 2, dtype=torch.bool)), r"mask has shape \[3, 2\]"),
-        ((torch.zeros(2, 3, D_MODEL), 2 * torch.ones(2, 3, dtype=torch.long)), "mask holds other numbers than 0 and 1"),
+        ((torch.zeros(2, 3, D_MODEL), 2 * torch.ones(2, 3, dtype=torch.long)), "mask has values other than 0 and 1"),
         (
             (torch.zeros(2, 3, D_MODEL), torch.ones(2, 3)),
-            "mask has dtype torch.float32, but must be torch.bool, or whole numbers",
+            "mask has dtype torch.float32, but must be torch.bool or integers 0 and 1",
         ),
         ((torch.zeros(1, 3, D_MODEL), None, torch.tensor([0, 4])), r"cu_seqlens is \[0, 4\]"),
         (
             (torch.zeros(1, 3, D_MODEL), None, torch.tensor([0, 2, 1, 3])),
-            r"cu_seqlens is \[0, 2, 1, 3\], but must rise from 0 to",
+            r"cu_seqlens is \[0, 2, 1, 3\], but must be nondecreasing from 0 to",
         ),
         (
             (torch.zeros(2, 3, D_MODEL), None, torch.tensor([0, 3])),

@@ -105,7 +105,7 @@ def test_a_prefix_is_read_in_both_directions_by_gau_too() -> None:
 
 def test_a_mixer_whose_attention_has_no_weights_says_why() -> None:
     mixer, x = build("combiner", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
-    with pytest.raises(LineartimeError, match="Combiner has no weights to show: it makes the keys of its summaries of values"):
+    with pytest.raises(LineartimeError, match="Combiner cannot show attention weights: the keys of its summaries depend on"):
         opened(mixer, x)
 
 

@@ -138,7 +138,7 @@ def test_mistakes_in_the_cross_attention_are_named() -> None:
 
 def test_inputs_that_do_not_fit_are_named() -> None:
     model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
-    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, as source_ids"):
+    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, like source_ids"):
         model(source, target[:1])
     with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[B, T\] = \[2, 9\]"):
         model(source, target, torch.ones(2, 7, dtype=torch.bool))

@@ -147,7 +147,7 @@ def test_joined_streams_know_their_positions_and_their_number(name: str) -> None
     model.step(torch.zeros(3, 1, dtype=torch.long), streams)
     assert (streams if isinstance(streams, GroupedStreams) else streams[0]).position.tolist() == [5, 5, 4]
     for shape in ((2, 1), (3, 2)):
-        with pytest.raises(ArgumentError, match=r"ids has shape .*, but must be \[3, 1\], a token each"):
+        with pytest.raises(ArgumentError, match=r"ids has shape .*, but must be \[3, 1\], one token per stream"):
             model.step(torch.zeros(shape, dtype=torch.long), streams)
 
 
@@ -169,11 +169,11 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
         (None, "state is of type NoneType, but must be a state, as init_state and extend return it"),
         (torch.zeros(1), "state is of type Tensor"),
         ((1, 2), "state is of type tuple"),
-        (other.init_state(1), "state is of a model with 3 blocks, but this model has 2"),
+        (other.init_state(1), "state belongs to a model with 3 blocks, but this model has 2"),
     ):
         with pytest.raises(ArgumentError, match=message):
             some.extend(ids, state)
-    with pytest.raises(ArgumentError, match="streams is of a model with 3 blocks"):
+    with pytest.raises(ArgumentError, match="streams belongs to a model with 3 blocks"):
         some.step(ids, other.join_streams([other.init_state(1)]))
     with pytest.raises(ArgumentError, match="states is empty"):
         some.join_streams([])
@@ -185,7 +185,7 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
 
 
 def test_ids_that_are_no_ids_are_named() -> None:
-    with pytest.raises(ValueError, match=r"ids has dtype torch.float32, but must be whole numbers"):
+    with pytest.raises(ValueError, match=r"ids has dtype torch.float32, but must be torch.int64 or torch.int32"):
         causal("flash-tiny")(torch.zeros(2, 3))
     for token in (-1, 50):
         with pytest.raises(ValueError, match=f"ids holds {token}, but must be from 0 to vocab_size - 1 = 49"):

@@ -193,9 +193,9 @@ def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),
         ({"mask": torch.ones(1, 4)}, "mask has dtype torch.float32, but must be torch.bool"),
         ({"cu_seqlens": [0, 4]}, "cu_seqlens is a list, but must be a tensor"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must rise from 0 to the 4 tokens"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "must rise from 0"),
-        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens has dtype torch.float32, but must be whole numbers"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must be nondecreasing from 0 to the 4 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, "must be nondecreasing from 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens has dtype torch.float32, but must be torch.int64 or"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:

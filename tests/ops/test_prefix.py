@@ -136,7 +136,7 @@ def test_a_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everythin
         ({"prefix_lengths": [1, 2]}, "prefix_lengths is a list, but must be a tensor"),
         (
             {"prefix_lengths": torch.ones(3)},
-            "prefix_lengths has dtype torch.float32, but must be whole numbers",
+            "prefix_lengths has dtype torch.float32, but must be torch.int64 or torch.int32",
         ),
         (
             {"prefix_lengths": torch.tensor([3, 6])},
@@ -163,5 +163,5 @@ def test_documents_need_a_length_each_and_a_divisor_that_is_the_same_everywhere(
         quadratic_attention(q, k, v, causal=True, cu_seqlens=ends, prefix_lengths=torch.tensor([1]))
     with pytest.raises(ArgumentError, match=r"prefix_lengths is \[0, 4\], but must be .* real tokens of each document"):
         quadratic_attention(q, k, v, causal=True, cu_seqlens=ends, prefix_lengths=torch.tensor([0, 4]))
-    with pytest.raises(ArgumentError, match="normalization is 'paper', which would divide by another length inside a prefix"):
+    with pytest.raises(ArgumentError, match="is 'paper', which would use a different divisor inside and after the prefix"):
         quadratic_attention(q, k, v, causal=True, normalization="paper", prefix_lengths=torch.tensor([1]))

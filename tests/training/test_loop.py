@@ -252,7 +252,7 @@ def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoin
     broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0, max_skipped=3, eval_every=50)
     with pytest.raises(
         LineartimeError,
-        match=r"in a row that changed nothing .*the last checkpoint is .*step-0000.*: .*learning_rate below 1e\+30",
+        match=r"consecutive skipped steps .*the last checkpoint is .*step-0000.*: .*learning_rate below 1e\+30",
     ):
         trained(broken)
     model = lineartime.load(broken.run_directory)
@@ -552,7 +552,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"optimizer": "muon", "adamw_ratio": 0.0}, "adamw_ratio is 0.0, but must be above 0"),
         ({"adamw_ratio": 0.5}, "is 0.5, but is not used with optimizer='adamw': use optimizer='muon' or adamw_ratio=1.0"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, but must be at least 0"),
-        ({"preset": "flash-giant"}, "preset is 'flash-giant', which is no preset"),
+        ({"preset": "flash-giant"}, "preset is 'flash-giant', which is not a preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
         (

@@ -96,9 +96,9 @@ def _override(recipe: RecipeName, preset: str) -> tuple[str, ...]:
 
 
 def test_an_unknown_preset_is_named(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="preset is 'flash-giant', which is no preset"):
+    with pytest.raises(ValueError, match="preset is 'flash-giant', which is not a preset"):
         recipe_config("lm-pg19", "flash-giant")
-    with pytest.raises(LineartimeError, match="preset is 'flash-giant', which is no preset"):
+    with pytest.raises(LineartimeError, match="preset is 'flash-giant', which is not a preset"):
         train(recipe="lm-pg19", preset="flash-giant", data=str(text), out=tmp_path / "run", tokenizer="bpe-300")
 
 

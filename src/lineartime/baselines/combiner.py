@@ -4,9 +4,9 @@ Shapes: B batch, T tokens, N new tokens of a stream, R documents, H heads, L tok
 G chunks, d = H h model width.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
 
-A document is a grid: row r is chunk r, column l the place inside a chunk, x the normed input of the layer.
+A document is a grid: row r is chunk r, column l is the place inside a chunk. x is the normed input of the layer.
 
-    o[r,l]     = sum over l' of softmax(q[r,l].k[r,l'] / sqrt(h)) v[r,l'], never causal: row r as column l sees it
+    o[r,l]     = sum over l' of softmax(q[r,l].k[r,l'] / sqrt(h)) v[r,l'], always bidirectional: a summary of row r for column l
     k_sum[r,l] = W2 layernorm(x[r,l] + W1 o[r,l] + b1) + b2, rotated by the position of (r,l)         W1 mixes the heads
     out[r,l]   = one softmax of q[r,l] over the keys k[r,l'] of its row (causal: l' <= l), with values v[r,l'],
                  and over k_sum[r',l] of its column in the other rows (causal: r' < r), with values o[r',l]
@@ -37,7 +37,7 @@ KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]
 def combiner_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, key_summary: KeySummary, *, chunk_size: int, causal: bool = False
 ) -> Tensor:
-    """The definition for one document, one query at a time: [H, T, h] three times and x [T, d] -> [H, T, h]."""
+    """The definition for one document, one query at a time: q, k, v [H, T, h] and x [T, d] -> [H, T, h]."""
     length, scale = q.shape[1], q.shape[2] ** -0.5
     row_of = [[j for j in range(length) if j // chunk_size == t // chunk_size] for t in range(length)]
 
@@ -72,7 +72,7 @@ def combiner_attention(
     causal: bool = False,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Attend in time T (C + T / C): [R, H, L, h] three times and x [R, L, d] -> [R, H, L, h].
+    """Attend in time T (C + T / C): q, k, v [R, H, L, h] and x [R, L, d] -> [R, H, L, h].
 
     `real`, bool [R, L], is False for the padding at the end of shorter documents.
     """
@@ -133,7 +133,7 @@ class CombinerState(NamedTuple):
 def combiner_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: CombinerState, key_summary: KeySummary
 ) -> tuple[Tensor, CombinerState]:
-    """Continue a causal document by N tokens: [B, H, N, h] three times and x [B, N, d] -> [B, H, N, h], and the state."""
+    """Continue a causal document by N tokens: q, k, v [B, H, N, h] and x [B, N, d] -> [B, H, N, h], and the state."""
     chunk_size = state.k.shape[-2]
     q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, x))
     outputs = [v[..., :0, :]]
@@ -159,7 +159,7 @@ def combiner_attention_extend(
 
 
 def _close_row(state: CombinerState, key_summary: KeySummary) -> CombinerState:
-    """The state once its open row is full: with the summaries of that row, and an empty one."""
+    """Add the summaries of the open row, which is full, to the state, and begin an empty row."""
     chunk_size = state.k.shape[-2]
     o = scaled_products(state.q, state.k).softmax(-1).to(state.v.dtype) @ state.v
     positions = torch.arange(state.position - chunk_size, state.position, device=o.device)
@@ -181,12 +181,12 @@ def _close_row(state: CombinerState, key_summary: KeySummary) -> CombinerState:
 class Combiner(ChunkedHeads[CombinerState]):
     """Combiner, rowmajor-axial.
 
-    A head reads the tokens of its own chunk, and the other chunks as its column sees them: [B, T, d] -> [B, T, d]. Options are
-    those of `ChunkedHeads`.
+    A token attends to the tokens of its own chunk, and to the summaries of the other chunks for its column: [B, T, d] ->
+    [B, T, d]. The options are those of `ChunkedHeads`.
     """
 
     name = "combiner"
-    why_not_opened = "it makes the keys of its summaries of values, so that no weights apply to values alone"
+    why_not_opened = "the keys of its summaries depend on the values, so its output is not linear in the values"
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)
@@ -195,19 +195,19 @@ class Combiner(ChunkedHeads[CombinerState]):
         self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys, and values with the normed tokens, cut into heads, behind them: [B, H, T, h] twice, [B, H, T, 2 h]."""
+        """Queries and keys [B, H, T, h], and values followed by the normed tokens, split into heads, [B, H, T, 2 h]."""
         q, k, v = super().project(x, layout)
         return q, k, torch.cat([v, self.split_heads(x)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention over tokens and summaries, [R, H, L, h] twice and [R, H, L, 2 h] -> [R, H, L, h]."""
+        """Attend to tokens and summaries: q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""
         v, x = v.chunk(2, -1)
         return combiner_attention(
             q, k, v, merge_heads(x), self.key_summary, chunk_size=self.chunk_size, causal=self.causal, real=real
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState) -> tuple[Tensor, CombinerState]:
-        """Attend to the open row and the summaries before it, and the state N tokens later."""
+        """Attend to the open row and the summaries before it; return the outputs and the new state."""
         v, x = v.chunk(2, -1)
         return combiner_attention_extend(q, k, v, merge_heads(x), state, self.key_summary)
 
@@ -226,5 +226,5 @@ class Combiner(ChunkedHeads[CombinerState]):
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The map in the dtype of x, which autocast would choose, were it on."""
+    """Apply a linear layer in the dtype of x, because autocast is off here."""
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))

@@ -1,4 +1,4 @@
-"""cosFormer: linear attention with features relu(x), weighed by the cosine of the distance.
+"""cosFormer: linear attention with features relu(x), weighted by the cosine of the distance.
 
 Shapes: T tokens, h head width, f features, M the longest sequence allowed; tensors may have leading dimensions.
 Source: "cosFormer: Rethinking Softmax in Attention" (arXiv 2202.08791).
@@ -9,7 +9,8 @@ Source: "cosFormer: Rethinking Softmax in Attention" (arXiv 2202.08791).
     cos(a - b) = cos(a) cos(b) + sin(a) sin(b), so that s is a product of 2 h features that are not negative:
     relu(x[i]) cos(pi / 2 i / M) and relu(x[i]) sin(pi / 2 i / M)
 
-M is the length of the sequence in the source. Here, it is a constant: a causal model must not change when its text grows.
+In the source, M is the length of the sequence. Here it is a constant, because the outputs of a causal model must not change
+when its text grows.
 """
 
 import math
@@ -27,7 +28,7 @@ from lineartime.ops.precision import acc_dtype
 
 
 def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: int, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: [T, h] three times -> [T, h]."""
+    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
     rows = []
     for t in range(len(v)):
         visible = range(t + 1 if causal else len(v))
@@ -40,7 +41,7 @@ def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: i
 
 
 def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
-    """Features [..., T, f] of tokens from position `first` on -> [..., T, 2 f]: times the cosine, then times the sine."""
+    """Multiply the features [..., T, f] of tokens from position `first` on by the cosine and by the sine: [..., T, 2 f]."""
     positions = torch.arange(first, first + features.shape[-2], dtype=acc_dtype(features), device=features.device)
     angles = (math.pi / 2 / max_length * positions)[:, None]
     return torch.cat([features * angles.cos().to(features.dtype), features * angles.sin().to(features.dtype)], -1)
@@ -50,16 +51,17 @@ class CosFormer(KernelAttention):
     """cosFormer: features relu, weighed by distance.
 
     Args:
-        max_length: M, the distance at which a token would weigh nothing, and the largest number of tokens in a sequence; a
-            longer one is an error, also while streaming.
-        **options: those of `MultiHeadMixer`. It has no rotated features: where no feature of a query meets one of a key, their
-            sum would be divided by nothing.
+        max_length: M, the distance at which the weight of a token would be zero, and the maximum number of tokens in a
+            sequence. A longer sequence raises an error, also in streaming.
+        **options: the options of `MultiHeadMixer`. Rotated features are not among them: where a query and the keys share no
+            nonzero feature, the numerator would not be zero, but the denominator would.
     """
 
     name = "cosformer"
 
     def __init__(self, d_model: int, *, max_length: int = 1024, **options: Unpack[HeadOptions]) -> None:
-        super().__init__(d_model, **options)
+        # Passed explicitly, so that a caller who passes it gets a TypeError.
+        super().__init__(d_model, rotated="inputs", **options)
         check_positive(max_length=max_length)
         self.max_length = max_length
 

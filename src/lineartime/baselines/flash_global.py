@@ -1,4 +1,4 @@
-"""FLASH global-only: the linear part alone. A causal token reads nothing of its own chunk, which is therefore small.
+"""FLASH global-only: the linear part alone. A causal token does not attend to its own chunk, so chunks are small.
 
 Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
@@ -49,7 +49,8 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        **options: those of `FLASH`, without activation and relative_bias: they belong to the quadratic part.
+        **options: the options of `FLASH`, except rotary_width and those of the quadratic part: activation, relative_bias,
+            bias_form and initial_scores.
     """
 
     name = "flash-global"
@@ -58,10 +59,19 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
 
     def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
         # Passed explicitly, so that a caller who passes them gets a TypeError.
-        super().__init__(d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, **options)
+        super().__init__(
+            d_model,
+            chunk_size=chunk_size,
+            activation="relu2",
+            relative_bias=False,
+            bias_form="auto",
+            rotary_width=None,
+            initial_scores="small",
+            **options,
+        )
 
     def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState, layout: Layout) -> tuple[Tensor, FLASHGlobalState]:
-        """Attend to the summary of all complete chunks, and the state N tokens later."""
+        """Attend to the summary of all complete chunks; return the outputs and the new state."""
         compute = matmul_dtype(maps, v)
         q, k = maps.unbind(1)
         outputs = [v[:, :0].to(output_dtype(v, compute))]

@@ -1,18 +1,18 @@
 """Reformer: attention among tokens that a random hash puts into the same bucket, with one vector for query and key.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, n buckets, P rounds of hashing, C chunk size,
-G chunks of a round, R rows (one for each document), L tokens of the longest.
+G chunks of a round, R rows (one for each document), L tokens of the longest row.
 Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), with chunks that are cut inside each bucket.
 
     bucket(i) = argmax of [x[i] W; -x[i] W]        W random [h, n / 2], another one for every round; x before rotary positions
     k[j] = sqrt(h) q[j] / |q[j]|                   q = rope(x)
     o[i] = sum over j in A(i) of softmax over j (s[i, j]) v[j]        s[i, j] = q[i].k[j] / sqrt(h), but s[i, i] = -100,000
 
-    A(i) = the tokens that in any round are in i's bucket and stand in i's chunk or the one before, where the tokens of a
-           bucket, in their order, are cut into chunks of C; causal: those with j <= i
+    A(i) = the tokens that, in any round, are in i's bucket and in i's chunk or the previous one, where the tokens of a
+           bucket, in order, are cut into chunks of C; causal: those with j <= i
 
-The published chunks are cut from all tokens sorted by bucket. Their borders depend on the number of tokens in earlier buckets,
-future tokens included, so that a causal token reads something of the future. Chunks inside a bucket do not leak.
+The published chunks are cut from all tokens sorted by bucket. Their boundaries depend on the number of tokens in earlier
+buckets, including future tokens, so a causal token receives information from the future. Chunks inside a bucket do not leak.
 """
 
 from typing import NamedTuple
@@ -30,10 +30,10 @@ from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
 
 SELF_SCORE = -1e5
-"""The published score of a token with itself: it reads itself only if there is no other token to read."""
+"""The published score of a token with itself: it attends to itself only if there is no other token to attend to."""
 
 COMPARED = 2**20
-"""Pairs of a new and a cached token that a stream compares at a time; it bounds the memory for a long prompt."""
+"""The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -73,15 +73,15 @@ def reformer_attention(
     causal: bool,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Attend inside buckets, with 2 C scores for a token and round.
+    """Attend inside buckets, with 2 C scores per token and round.
 
     Args:
-        q: [R, H, L, h], queries, and keys too once they have length sqrt(h).
+        q: [R, H, L, h], the queries; scaled to length sqrt(h), they are also the keys.
         v: [R, H, L, e].
         buckets: int64 [R, H, P, L], from 0 to n - 1.
         n_buckets: n.
         chunk_size: C.
-        causal: whether a token reads only itself and earlier tokens.
+        causal: whether a token attends only to itself and earlier tokens.
         real: bool [R, L], False for the padding at the end of shorter rows; None if there is none.
 
     Returns:
@@ -92,18 +92,18 @@ def reformer_attention(
     # An upper bound that needs no device sync: at most the last chunk of a bucket is not full.
     n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
     slots = _slots(buckets, n_buckets, chunk_size)  # [R, H, P, L]
-    cells = (slots // chunk_size + buckets)[..., None]  # numbers the chunks, and leaves a number out between two buckets
+    cells = (slots // chunk_size + buckets)[..., None]  # numbers the chunks, skipping a number between two buckets
     slots = slots[..., None]
 
     def chunked(x: Tensor) -> Tensor:
-        """[R, H, P, L, f], or what expands to it, -> [R, H, P, G, C, f], with zeros in empty slots."""
+        """[R, H, P, L, f], or a tensor that expands to it -> [R, H, P, G, C, f], with zeros in empty slots."""
         index = slots.expand(*slots.shape[:-1], x.shape[-1])
         empty = x.new_zeros(*slots.shape[:-2], n_slots, x.shape[-1])
         chunks: Tensor = empty.scatter(-2, index, x.expand_as(index)).unflatten(-2, (-1, chunk_size))
         return chunks
 
     def readable(x: Tensor) -> Tensor:
-        """Every chunk, with the previous one before it: [..., G, C, f] -> [..., G, 2 C, f]."""
+        """Concatenate every chunk with the previous one: [..., G, C, f] -> [..., G, 2 C, f]."""
         return torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], -2)
 
     def unchunked(x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def reformer_attention(
         visible = visible & (token >= readable(token).mT)
     itself = token == readable(token).mT
 
-    # A pair that several rounds put together counts once: each of them has its share (equation 4 and what follows it).
+    # A pair that meets in several rounds counts once: each round has an equal share (equation 4 and what follows it).
     rounds = torch.zeros_like(visible, dtype=torch.int32)
     for cell in cells.unbind(2):
         behind = chunked(cell[:, :, None])
@@ -130,7 +130,7 @@ def reformer_attention(
     scores = masked_products(chunked(q[:, :, None]), keys, visible)
     scores = (scores - rounds.clamp(min=1).to(scores.dtype).log()).masked_fill(itself & visible, SELF_SCORE)
     weights = scores.softmax(-1)
-    # The logsumexp, from the largest weight, which is exp(largest score - logsumexp): exp is slow where it underflows.
+    # The logsumexp, from the largest weight, exp(largest score - logsumexp), because exp is slow where it underflows.
     log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
     attended = weights.to(v.dtype) @ readable(chunked(v[:, :, None]))
     # The softmax over all rounds is the mean of the softmax of each round, weighted by their sums of exponentials.
@@ -139,7 +139,7 @@ def reformer_attention(
 
 
 def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
-    """The slot of each token; every bucket starts a new chunk: int64 [..., L] -> [..., L]."""
+    """The slot of each token, where every bucket starts a new chunk: int64 [..., L] -> [..., L]."""
     sizes = buckets.new_zeros(*buckets.shape[:-1], n_buckets).scatter_add(-1, buckets, torch.ones_like(buckets))
     order = buckets.argsort(dim=-1, stable=True)
     place = torch.arange(buckets.shape[-1], device=buckets.device).expand_as(order)
@@ -149,8 +149,8 @@ def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
 
 
 def _keys(q: Tensor) -> Tensor:
-    """The keys [..., h]: queries at length sqrt(h), computed in float32 or better."""
-    # Below 1e-6 a query is left shorter, for the gradient of its direction would grow without bound.
+    """The keys [..., h]: queries scaled to length sqrt(h), computed in float32 or better."""
+    # A query shorter than 1e-6 keeps a shorter key, because the gradient of its direction would grow without bound.
     keys: Tensor = F.normalize(q.to(acc_dtype(q)), dim=-1, eps=1e-6) * q.shape[-1] ** 0.5
     return keys.to(q.dtype)
 
@@ -192,7 +192,7 @@ def reformer_attention_extend(
 
 
 def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
-    """All new tokens against the whole cache, with N T scores."""
+    """Compare all new tokens with the whole cache, with N T scores."""
     tokens = torch.arange(state.position + q.shape[2], device=q.device)
     new = tokens[state.position :, None]
     all_buckets = torch.cat([state.buckets, buckets], -1)
@@ -220,10 +220,10 @@ class Reformer(MultiHeadMixer[ReformerState]):
     up to rounding, unless rounding moves a token to another bucket.
 
     Args:
-        n_buckets: n, the number of buckets of a hash; even.
+        n_buckets: n, the number of buckets of a hash, which must be even.
         n_rounds: P, the number of hashes: two tokens that one hash separates may share a bucket in another.
-        chunk_size: C, the size of the chunks of a bucket; a token reads its own chunk and the previous one.
-        **options: those of `MultiHeadMixer`; rotary positions come after the hash.
+        chunk_size: C, the size of the chunks of a bucket; a token attends to its own chunk and the previous one.
+        **options: the options of `MultiHeadMixer`; rotary positions are applied after hashing.
 
     The published model also has reversible blocks, which this layer leaves out.
     """
@@ -242,7 +242,7 @@ class Reformer(MultiHeadMixer[ReformerState]):
     ) -> None:
         super().__init__(d_model, **options)
         check_positive(n_buckets=n_buckets, n_rounds=n_rounds, chunk_size=chunk_size)
-        check_even("every direction of a hash has a bucket at each of its ends", n_buckets=n_buckets)
+        check_even("each hash direction defines two buckets", n_buckets=n_buckets)
         self.n_buckets = n_buckets
         self.chunk_size = chunk_size
         self.n_rounds = n_rounds
@@ -256,19 +256,19 @@ class Reformer(MultiHeadMixer[ReformerState]):
         nn.init.normal_(self.directions)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The vectors that are query and key in one, [B, H, T, h], turned by their positions, and as they were."""
+        """The shared query/key vectors, [B, H, T, h], rotated by their positions, and the same vectors unrotated."""
         rotated, _ = super().rotate(q, k, rotations)
         return rotated, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention inside buckets, [R, H, L, h] three times -> [R, H, L, h]; k is what is hashed."""
+        """Attend inside buckets: q, k, v [R, H, L, h] -> [R, H, L, h]; k is hashed."""
         buckets = reformer_buckets(k, self.directions)
         return reformer_attention(
             q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real
         )
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState) -> tuple[Tensor, ReformerState]:
-        """Attend with the cache of all earlier tokens, and the cache grown by N tokens."""
+        """Attend to the cache of all earlier tokens; return the outputs and the cache extended by N tokens."""
         return reformer_attention_extend(q, v, reformer_buckets(k, self.directions), state, chunk_size=self.chunk_size)
 
     def init_own_state(self, batch_size: int) -> ReformerState:

@@ -1,4 +1,4 @@
-"""One benchmark, from its options to its files. Every case is saved as soon as it is measured."""
+"""Run a benchmark: plan it, measure every case, and write the results. Every case is saved as soon as it is measured."""
 
 import dataclasses
 import logging
@@ -57,7 +57,7 @@ def _run_plan(config: BenchConfig, plan: Plan) -> None:
     results.save()
     with _Progress(plan) as progress:
         try:
-            with _quiet(), separate_compilations(), freed_memory_kept():  # as in training
+            with _quiet(), separate_compilations(), freed_memory_kept():  # freed memory is kept as in training
                 _Run(config, plan, results, progress).all_cells()
         except KeyboardInterrupt:
             progress.say(f"interrupted: what was measured is in {folder / RESULTS_FILE}")
@@ -91,7 +91,7 @@ class _Progress(Progress):
         self.update(self._task, description=f"{entry.case}: {entry.subject}, {what}")
 
     def done(self, case: Case, subjects: Sequence[Subject]) -> None:
-        """Count the subjects of a case as measured."""
+        """Advance the bar by the subjects of a measured case."""
         self.advance(self._task, len(subjects))
         if not self.console.is_terminal:
             self.say(f"measured {case}")
@@ -111,7 +111,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Run:
-    """All cases of a plan, one after another."""
+    """Measures all cases of a plan, one after another."""
 
     def __init__(self, config: BenchConfig, plan: Plan, results: Results, progress: _Progress) -> None:
         self._config, self._plan, self._results, self._progress = config, plan, results, progress
@@ -119,9 +119,9 @@ class _Run:
         self._clock = partial(synchronized, plan.device)
 
     def all_cells(self) -> None:
-        """Measure every case between two measurements of the peaks."""
+        """Measure the peaks, then every case, then the peaks again."""
         if any(subject.mode == "compiled" for subject in self._plan.subjects):
-            torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # pay for what only the first compilation needs
+            torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # the first compilation has a fixed cost
         self._measure_peaks()
         for case, subjects in self._plan.cells:
             self._cell(case, subjects)
@@ -136,19 +136,19 @@ class _Run:
 
     def _cell(self, case: Case, subjects: Sequence[Subject]) -> None:
         entries = [Entry(case, subject, flops_per_token=self._flops_per_token(subject, case)) for subject in subjects]
-        self._results.entries += entries  # now, so that an interrupt keeps the finished rounds
+        self._results.entries += entries  # added now, so that an interrupt keeps the finished rounds
         if self._config.memory and case.measure != "decode" and self._device.type == "cpu":
             for entry in entries:
                 self._memory_in_process(entry)
         left = [entry for entry in entries if entry.problem is None]
         self._together(left)
-        for entry in left if len(left) > 1 else []:  # those that did not fit beside the others
+        for entry in left if len(left) > 1 else []:  # retry alone what did not fit beside the others
             if entry.problem == OUT_OF_MEMORY:
                 entry.problem, entry.alone = None, True
                 self._together([entry])
 
     def _together(self, entries: Sequence[Entry]) -> None:
-        """Time several entries in turn."""
+        """Time several entries in turn, round by round."""
         steps = {index: (step, entry.calls) for index, entry in enumerate(entries) if (step := self._warm(entry)) is not None}
         for index, seconds in interleaved(steps, self._config.rounds, self._clock):
             entry = entries[index]
@@ -161,7 +161,7 @@ class _Run:
         forget(self._device)
 
     def _warm(self, entry: Entry) -> Callable[[], object] | None:
-        """A step that is ready to be timed, and in the entry how often to call it; None if the step fails."""
+        """Prepare a step, warm it up and set `entry.calls`; return None if the step fails."""
         self._progress.doing(entry, "warming up")
         try:
             ready = prepare(entry.subject, entry.case, self._device)
@@ -191,10 +191,10 @@ class _Run:
         except memory.OutOfMemoryError:
             entry.problem = OUT_OF_MEMORY
         except RuntimeError as error:
-            self._progress.say(f"{entry.case}: no memory of {entry.subject}: {error}")
+            self._progress.say(f"{entry.case}: cannot measure the memory of {entry.subject}: {error}")
 
     def _flops_per_token(self, subject: Subject, case: Case) -> float | None:
-        """Operations of the model for a token; a backward pass has twice those of a forward pass."""
+        """FLOPs of the model per token; a backward pass counts as two forward passes."""
         if case.measure == "decode":
             return None
         forward = forward_flops_per_token(dataclasses.replace(subject, mode="eager"), case.length)

@@ -1,4 +1,4 @@
-"""How good models are, for the plot of quality against cost."""
+"""The quality of models, for the plot of quality against cost."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from lineartime.runs.summary import summarize
 
 
 def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> dict[str, float]:
-    """Bits per byte by the name of a measured model.
+    """Read bits per byte, by the name of a measured model.
 
     Args:
-        sources: folders of runs, of which the best evaluation counts, or JSON files of {name: bits per byte}.
-        models: what is measured, by name. A run counts for the model that it trained, as its checkpoint describes it.
+        sources: folders of runs, whose best evaluation is used, or JSON files of {name: bits per byte}.
+        models: the measured models by name. A run counts for its preset, and must have trained exactly the measured model.
 
     Raises:
-        LineartimeError: for a source that cannot be read, for a run that trained its preset with another description than the
-            one measured, or if no source is about a measured model.
+        LineartimeError: for a source that cannot be read, for a run that trained another model than the one measured, or if
+            no source is about a measured model.
     """
     quality: dict[str, float] = {}
     strangers: list[str] = []
@@ -35,12 +35,13 @@ def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> 
             else:
                 strangers.append(name)
     if sources and not quality:
-        raise ArgumentError("metrics", f"is about {', '.join(strangers) or 'nothing'}, but none of this is measured here.")
+        models_named = ", ".join(strangers) or "no model"
+        raise ArgumentError("metrics", f"has results for {models_named}, but none of these models is measured.")
     return quality
 
 
 def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
-    """The bits per byte of a run by its preset; ArgumentError if the preset is measured with another description."""
+    """The bits per byte of a run, by its preset; raises ArgumentError if another model is measured under this preset."""
     summary, problems = summarize(run, run.name)
     preset = summary.options.get("preset")
     if summary.bits_per_byte is None or preset is None:
@@ -62,14 +63,14 @@ def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
 
 
 def _differences(trained: ModelConfig, measured: ModelConfig) -> list[str]:
-    """What differs between two models, in words."""
+    """The differences between two models, in words."""
     there, here = _flat(trained.to_dict()), _flat(measured.to_dict())
     names = [name for name in dict.fromkeys([*there, *here]) if there.get(name) != here.get(name)]
     return [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names]
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model and the options of its layers, these as mixer.d_qk."""
+    """The fields of a model and the options of its layers, which are named like mixer.d_qk."""
     fields: dict[str, Any] = {}
     for name, value in description.items():
         fields |= {f"{name}.{option}": its for option, its in value.items()} if isinstance(value, dict) else {name: value}

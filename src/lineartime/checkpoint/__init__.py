@@ -1,13 +1,13 @@
-"""Checkpoints: what a trained model is saved as, and how it is loaded.
+"""Checkpoints: how a trained model is saved and loaded.
 
-A run's folder contains checkpoints step-00000100, .... Each is written under a hidden name and renamed when all its bytes are
-on the disk, so that a process killed at any moment leaves only complete checkpoints. Which one is the last and which the best
-is not stored anywhere, but read from the folder.
+A run's folder contains checkpoints named step-00000100, ... Each is written under a hidden name and renamed when all its bytes
+are on the disk, so that a process killed at any moment leaves only complete checkpoints. The last and the best checkpoint are
+not stored anywhere, but determined from the folder.
 
     model.safetensors  model.json  tokenizer.json       what `load` needs
-    optimizer/*.safetensors  training.json              what resuming the run needs, too
+    optimizer/*.safetensors  training.json              what resuming the run also needs
     manifest.json                                       the SHA-256 of each of these files, which every reader checks
-    validation.json                                     the validation loss, if it was measured only after this was written
+    validation.json                                     the validation loss, if it was measured after the rest was written
 """
 
 import shutil
@@ -39,7 +39,7 @@ from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
 from lineartime.files import TOKENIZER_FILE
 
-if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
 
     from lineartime.data import Tokenizer
@@ -89,8 +89,8 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
 
     Args:
         path: the folder.
-        device: where the model goes.
-        checkpoint: of a run: "best" (the default), with the lowest validation loss, "last", or the step of one.
+        device: the device to load the model to.
+        checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
 
     Raises:
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
@@ -100,7 +100,7 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode and its tokenizer, both of one checkpoint."""
+    """A model in evaluation mode and its tokenizer, both from the same checkpoint."""
 
     checkpoint: Path
     model: "CausalLM | MaskedLM"
@@ -120,12 +120,12 @@ def load_with_tokenizer(path: str | Path, device: "str | torch.device" = "cpu", 
 
 
 def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | None = None) -> Content:
-    """What is read of a checkpoint of a run, of another one if it is removed meanwhile, as a run in training does.
+    """Read from a checkpoint. If a run in training removes it meanwhile, read from another one.
 
     Args:
         path: the folder of a run, or of one checkpoint.
         read: reads a checkpoint; called again for another one.
-        which: of a run, as for `load`.
+        which: which checkpoint of a run, as for `load`.
 
     Raises:
         LineartimeError: as `find_checkpoint` and `read`.
@@ -143,7 +143,7 @@ def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | 
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """The tokenizer of a run, of a checkpoint, or in a tokenizer.json.
+    """Load the tokenizer of a run or of a checkpoint, or from a tokenizer.json.
 
     Raises:
         LineartimeError: if there is none, or it cannot be read.
@@ -157,7 +157,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def last_checkpoint(run: str | Path) -> Path:
-    """The latest checkpoint in a run's folder; LineartimeError if there is none."""
+    """The latest checkpoint in a run's folder. Raises LineartimeError if there is none."""
     run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
@@ -167,9 +167,9 @@ def last_checkpoint(run: str | Path) -> Path:
 
 
 def best_checkpoint(run: str | Path) -> Path:
-    """The checkpoint with the lowest validation loss, or the last if no loss was measured; LineartimeError if there is none.
+    """The checkpoint with the lowest validation loss, or the last if no loss was measured.
 
-    The untrained model of step 0 is the best only where it is the only one.
+    The untrained model of step 0 is the best only if it is the only one. Raises LineartimeError if there is no checkpoint.
     """
     last = last_checkpoint(run)
     trained = [checkpoint for checkpoint in reversed(list_checkpoints(run)) if checkpoint_step(checkpoint) > 0]
@@ -188,15 +188,15 @@ def _loss_unless_removed(checkpoint: Path) -> float | None:
 
 
 def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
-    """The path itself if it is a checkpoint, or a checkpoint of the run there: the best one by default.
+    """Return the path itself if it is a checkpoint, otherwise a checkpoint of the run at the path: by default, the best one.
 
     Raises:
         LineartimeError: if there is no such checkpoint.
-        ArgumentError: naming `checkpoint`, if `which` is wrong, or is given though the path is a checkpoint.
+        ArgumentError: naming `checkpoint`, if `which` is invalid, or is given although the path is a checkpoint.
     """
     path = Path(path)
     if (path / "config.json").exists() and not (path / "model.json").exists() and not list_checkpoints(path):
-        raise LineartimeError(f"{path} holds a model of transformers: make one of lineartime of it with ", Call("convert"), ".")
+        raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with ", Call("convert"), ".")
     if is_checkpoint(path):
         if which is not None:
             raise ArgumentError(
@@ -218,7 +218,7 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
 
 
 def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:
-    """The latest checkpoint that is not damaged, and what is wrong with those after it; LineartimeError if there is none."""
+    """The latest undamaged checkpoint, and what is wrong with later ones. Raises LineartimeError if there is none."""
     wrong: dict[Path, str] = {}
     checkpoints = list_checkpoints(run) or [last_checkpoint(run)]
     for checkpoint in reversed(checkpoints):
@@ -242,9 +242,9 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def prune(run: Path, keep_every: int | None = None) -> None:
-    """Delete all checkpoints but the best, the last, and the one before it, in case the last is damaged later.
+    """Delete all checkpoints except the best, the last, and the one before it, in case the last is damaged later.
 
-    Those whose step is a multiple of `keep_every` stay, and so do checkpoints that cannot be read or deleted.
+    Checkpoints whose step is a multiple of `keep_every` are kept. If one cannot be read or deleted, the rest are kept too.
     """
     try:
         keep = {best_checkpoint(run), *list_checkpoints(run)[-2:]}

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint: compared with the description of the model before memory is taken, and checked when read."""
+"""The weights in a checkpoint: compared with the model's config before memory is allocated, and checked when read."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lineartime.fields import shown
 from lineartime.files import utf8_path
 
-if TYPE_CHECKING:  # what a run holds is listed without PyTorch
+if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.models.config import ModelConfig
     from lineartime.models.heads import LanguageModel
 
@@ -14,7 +14,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class UnfitWeightsError(ValueError):
-    """Weights that are not those of the model; the message is a clause."""
+    """Weights that do not fit the model. The message is a clause."""
 
 
 def check_weights(file: Path, config: "ModelConfig") -> None:
@@ -22,7 +22,7 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
 
     Raises:
         UnfitWeightsError: naming the tensor that differs, or if the file cannot be read.
-        ArgumentError: for a model that is larger than any tensor.
+        ArgumentError: for a model that is too large for PyTorch.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -38,7 +38,7 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
             for name in sorted(names):
                 wanted = size.tensor(name)
                 if wanted is None:
-                    raise UnfitWeightsError(f"{file.name} has the tensor {shown(name)}, which is none of the model's")
+                    raise UnfitWeightsError(f"{file.name} has the tensor {shown(name)}, which the model does not have")
                 found = opened.get_slice(name)
                 shape, dtype = list(found.get_shape()), found.get_dtype()
                 if shape != list(wanted.shape):

@@ -1,7 +1,7 @@
-"""The command line: arguments in, calls of the library, results out.
+"""The command line: parse the arguments, call the library, and print the results.
 
 Each command is a module with a dataclass `Options`, whose fields are the command's options and whose docstrings are its help,
-and a function `run`. Only this room knows that there is a command line: the library names arguments, which become flags here.
+and a function `run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
 """
 
 import os
@@ -25,7 +25,7 @@ from lineartime.screen import SCREEN, discard, open_standard_streams
 
 INTERRUPTED = 130
 _NARROWEST = 20
-"""Columns of the narrowest terminal that is written for: below, tyro looks for a way to fold its help and finds no end."""
+"""The minimum terminal width in columns: at smaller widths, tyro's help formatter does not terminate."""
 _COMMANDS = (
     "train",
     "eval",
@@ -41,14 +41,14 @@ _COMMANDS = (
     "reproduce",
     "info",
 )
-"""The modules of this room. Each is imported only for its command, or for a list of all commands.
+"""The modules of this package. Each is imported only for its own command, or to list all commands.
 
-They import what computes (PyTorch, matplotlib) in `run`: help has to appear at once.
+They import slow packages (PyTorch, matplotlib) inside `run`, so that help appears at once.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for an error that is shown, 130 for an interrupt."""
+    """Run one command and return its exit status: 0, 1 for a reported error, 130 for an interrupt."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options: Any = None
     open_standard_streams()
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _command(arguments[0]).run(options, arguments[1:])
         else:
             _command(arguments[0]).run(options)
-        sys.stdout.flush()  # so that an output nobody reads fails here
+        sys.stdout.flush()  # so that a closed output fails here
     except ReportedError:
-        time.sleep(3)  # torchrun ends all processes when one ends: the one that reports the error must be first
+        time.sleep(3)  # torchrun ends all processes when one ends: let the one that reports the error end first
         return 1
     except LineartimeError as error:
         return _fail(error.message(partial(_written, options=options, arguments=arguments)))
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None:
             return _fail(str(cannot("use", error.filename, error)))
-        discard(sys.stdout)  # which is what it was, most likely
+        discard(sys.stdout)  # most likely, this is what failed
         return _fail(str(cannot("write", "the output or a file", error)))
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
@@ -88,15 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """The `Options` of the command that the arguments name; exits with status 2 and a message if they are wrong."""
+    """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
     if arguments and arguments[0] in _COMMANDS:
         options = _command(arguments[0]).Options
         return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
     if arguments and not arguments[0].startswith("-"):
-        _fail(f"{arguments[0]} is no command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
+        _fail(f"{arguments[0]} is not a command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
         sys.exit(2)
     commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007
-    version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # which `main` does
+    version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # `main` does it
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),
         ("version", Annotated[bool, tyro.conf.FlagCreatePairsOff, version], False),
@@ -110,7 +110,7 @@ def _command(name: str) -> Any:
 
 
 def _check(arguments: Sequence[str]) -> None:
-    """Raise LineartimeError for arguments that would be read as something else than was meant."""
+    """Raise LineartimeError for arguments that tyro would accept but misread."""
     if arguments.count("--override") > 1:
         raise LineartimeError("--override is given twice: give all values after one, --override NAME=VALUE NAME=VALUE.")
     for option, value in pairwise(arguments):
@@ -119,9 +119,9 @@ def _check(arguments: Sequence[str]) -> None:
 
 
 def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
-    """What an error names, as it is written on the command line.
+    """The command-line spelling of an argument or a call that an error names.
 
-    Advice may name an option of `train`; an argument that neither command has is named as in Python.
+    Advice may name an option of `train`. An argument that neither command has keeps its name in Python.
     """
     if isinstance(part, Call):
         return f"`lineartime {part.name}`"
@@ -140,7 +140,7 @@ def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> s
 
 
 def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> str:
-    """The name that the user gave an option which has several: its `flag`, or one of the aliases in its annotations."""
+    """The spelling of an option that the user chose: its `flag`, or one of the aliases in its annotations."""
     aliases = [alias for each in annotations for alias in getattr(each, "aliases", None) or ()]
     given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     return next((alias for alias in aliases if alias in given), flag)

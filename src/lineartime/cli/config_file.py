@@ -1,6 +1,6 @@
-"""Options of a command in a file: the names are those of the options, and what is given on the command line wins.
+"""Read options of a command from a file, by their names; the command line takes precedence.
 
-preset = "flash-tiny"          # TOML; YAML and JSON look as usual
+preset = "flash-tiny"          # TOML; YAML and JSON work as well
 data = ["books/", "wiki.txt"]
 learning-rate = 0.003          # or learning_rate
 """
@@ -18,20 +18,20 @@ from lineartime.fields import shown
 from lineartime.json_files import parse
 
 _LARGEST = 2**20
-"""Bytes of a file of options: more is another file, given by mistake."""
+"""The maximum size of an options file in bytes: a larger file was given by mistake."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The options in a TOML, YAML or JSON file, by the names of the fields of a dataclass.
+    """Read the options in a TOML, YAML or JSON file, by the names of the fields of a dataclass.
 
     Args:
-        file: its suffix tells its format.
+        file: the file; its suffix determines the format.
         cls: the dataclass of the options.
-        aliases: other names of fields.
+        aliases: alternative names of fields.
 
     Raises:
-        LineartimeError: naming the file, if it cannot be read, or has something that is no option. Types are not checked here.
+        LineartimeError: naming the file, if it cannot be read, or has an unknown option. Types are not checked here.
     """
     with reporting("read", file):
         if file.stat().st_size > _LARGEST:
@@ -39,7 +39,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
         text = file.read_bytes()
     try:
         values = _parse(file, text.decode())
-    except (ValueError, RecursionError) as error:  # of all three parsers, and of bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # from any of the parsers, or bytes that are not UTF-8
         what = " ".join(str(error).split())
         raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
     if not isinstance(values, dict):
@@ -50,7 +50,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
         name = str(given).replace("-", "_")
         name = aliases.get(name, name)
         if name not in known:
-            raise LineartimeError(f"{file} has {shown(given)}, which is no option{did_you_mean(name, known)}.")
+            raise LineartimeError(f"{file} has the unknown option {shown(given)}{did_you_mean(name, known)}.")
         if name in found:
             raise LineartimeError(f"{file} has {name} twice, under two names: keep one.")
         found[name] = tuple(value) if isinstance(value, list) else value
@@ -71,7 +71,7 @@ def _parse(file: Path, text: str) -> Any:
             yaml: Any = import_module("yaml")
         except ImportError:
             raise missing_extra("PyYAML", "data", f"{file}, a YAML file,") from None
-        loader: Any = type("Loader", (yaml.SafeLoader,), {})  # which also takes 1e-3 for a number, as everybody means it
+        loader: Any = type("Loader", (yaml.SafeLoader,), {})  # PyYAML alone reads 1e-3 as a string, not as a number
         loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
         try:
             return yaml.load(text, loader)
@@ -81,7 +81,7 @@ def _parse(file: Path, text: str) -> Any:
 
 
 def to_toml(options: Mapping[str, Any]) -> str:
-    """Plain options as TOML, one a line; those without a value are left out, for TOML has no word for none."""
+    """Format plain options as TOML, one per line, without those that are None, which TOML cannot express."""
     return "".join(
         f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in options.items() if value is not None
     )

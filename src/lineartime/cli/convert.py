@@ -1,4 +1,4 @@
-"""`lineartime convert`: a model for transformers or FLASH-pytorch, and from these and GAU-alpha."""
+"""`lineartime convert`: convert models to and from transformers and FLASH-pytorch, and from GAU-alpha."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +12,24 @@ from lineartime.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Options:
-    """Convert a trained model for another library, or a model of another library into one of lineartime."""
+    """Convert a trained model for another library, or a model of another library for lineartime."""
 
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
-    """Folder of a run, of a checkpoint, of a model that transformers saved, or of GAU-alpha; or weights of FLASH-pytorch."""
+    """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
-    """Folder to write; a file for FLASH-pytorch."""
+    """Folder to write, or the file for FLASH-pytorch."""
     checkpoint: Which | None = None
-    """Checkpoint of the run: best, last, or the step of one; the default is the best, by validation loss."""
+    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     to: Literal["auto", "flash-pytorch"] = "auto"
-    """What to write: auto is transformers for a model of lineartime, and lineartime for others."""
+    """Format to write: auto is transformers for a model of lineartime, and lineartime for all others."""
     flash_pytorch: tuple[str, ...] = ()
-    """Arguments NAME=VALUE that a model of FLASH-pytorch was built with, if not its defaults: causal=true group_size=128."""
+    """Arguments NAME=VALUE with which a model of FLASH-pytorch was built, if not its defaults: causal=true group_size=128."""
     tokenizer: str | None = None
     """Tokenizer of a model of FLASH-pytorch: bytes, hub:NAME, or the path of a tokenizer.json."""
 
 
 def run(options: Options) -> None:
-    """Convert the model, and say how to load it."""
+    """Convert the model, and print how to load it."""
     from lineartime.data.progress import Progress
 
     with Progress(f"converting {options.source}"):
@@ -38,7 +38,7 @@ def run(options: Options) -> None:
 
 
 def _convert(options: Options) -> str:
-    """Convert the model: what was written, and how to load it."""
+    """Convert the model; return what was written and how to load it."""
     if options.to == "flash-pytorch":
         return _write_flash_pytorch(options)
     from lineartime.foreign import is_foreign
@@ -76,11 +76,11 @@ def _write_flash_pytorch(options: Options) -> str:
 
 
 def _refuse(options: Options, *names: str) -> None:
-    """Raise ArgumentError for options that this conversion does not read."""
+    """Raise ArgumentError for options that this conversion does not use."""
     for name in names:
         value = getattr(options, name)
         if value:
-            raise ArgumentError(name, f"is given, but converting {options.source} needs none: leave it out.")
+            raise ArgumentError(name, f"is given, but converting {options.source} does not use it: leave it out.")
 
 
 def _ours(folder: Path) -> str:
@@ -91,7 +91,7 @@ def _ours(folder: Path) -> str:
 
 
 def _read(item: str) -> tuple[str, Any]:
-    """The name and the value in NAME=VALUE: a whole number, true or false."""
+    """Parse NAME=VALUE, where the value is a whole number, true or false."""
     name, _, text = item.partition("=")
     words = {"true": True, "false": False}
     if text.lower() in words:

@@ -16,18 +16,18 @@ from lineartime.screen import SCREEN, output_console
 
 @dataclass(frozen=True)
 class Options:
-    """List the models that can be built by name, with what they cost."""
+    """List the models that can be built by name, and what they cost."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Parts of names: show only presets that contain one of them, such as tiny."""
+    """Show only presets whose names contain one of these parts, such as tiny."""
     context_length: int = 4096
-    """Tokens of context for which operations and memory are counted."""
+    """Context length, in tokens, for which operations and memory are counted."""
     verify: bool = False
-    """Instead, build every model whose size the paper states, and compare the numbers of parameters."""
+    """Instead, build every model whose size the paper states, and compare the parameter counts."""
 
 
 def run(options: Options) -> None:
-    """Print the presets; LineartimeError for a name that none contains, or a size that differs from the paper's."""
+    """Print the presets; raises LineartimeError if no name matches, or if a size differs from the paper's."""
     from lineartime.layers.checks import check_positive
     from lineartime.models.presets import PRESETS
 
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
         raise LineartimeError(
-            f"No preset has {' or '.join(options.names)} in its name{did_you_mean(options.names[0], PRESETS)}: leave the names "
+            f"No preset name contains {' or '.join(options.names)}{did_you_mean(options.names[0], PRESETS)}: leave the names "
             "out to see all of them."
         )
     if options.verify:
@@ -71,7 +71,7 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
     console.print(table)
     for line in (
         f"MFLOP/token  matrix products of a forward pass over {context_length:,} tokens (*: over as many as it reads)",
-        "state        memory of a stream after them, in float32 (none: the model only looks both ways, for --task mlm)",
+        "state        memory of a stream after them, in float32 (none: the model is bidirectional only, for --task mlm)",
     ):
         console.print(line, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Any data set of the Hugging Face hub that the datasets library reads, with its text in one column."""
+"""Any data set on the Hugging Face hub that the datasets library can read, with its text in one column."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +17,14 @@ _PREFIX = "hub:"
 
 
 def names_hub(data: str) -> bool:
-    """Whether this names a data set of the hub."""
+    """Whether `data` names a data set on the hub."""
     return data.startswith(_PREFIX)
 
 
 def hub_dataset(name: str, column: str) -> "HubDataset | HubCorpus":
-    """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one of no organisation.
+    """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one without an organisation.
 
-    The rows of WikiText, in any configuration, are lines and are put together to articles, as in the corpus wikitext.
+    The rows of WikiText, in any configuration, are lines. They are joined into articles, as in the corpus wikitext.
     """
     parts = name.removeprefix(_PREFIX).split("/")
     if not all(parts) or len(parts) > 3:
@@ -38,15 +38,15 @@ def hub_dataset(name: str, column: str) -> "HubDataset | HubCorpus":
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set of the hub, or of the mirror.
+    """A data set on the hub or in the mirror.
 
-    Its splits are those whose names tell a split (`named_split`), or one split of any other name, for training. A missing split
-    takes 5% of the training documents, chosen by a hash of their text.
+    Published splits are recognised by their names (`named_split`). If there is only one split, with any other name, it is used
+    for training. A missing split takes 5% of the training documents, chosen by a hash of their text.
 
     Attributes:
         name: its name in messages.
         repository: ORG/NAME.
-        config: one of its configurations; None for the only one, or the default.
+        config: the name of one of its configurations; None for the only or the default one.
         column: the column with the text.
     """
 
@@ -61,7 +61,7 @@ class HubDataset:
         return (self,)
 
     def describe(self, split: Split) -> str | None:
-        """The published splits that a split is read from; without a network, only the name of the data set."""
+        """The published splits from which a split is read; without a network, only the name of the data set."""
         try:
             published, missing = self._published, self._missing
         except ArgumentError:
@@ -78,7 +78,7 @@ class HubDataset:
         return f"{'' if share == 1 else f'{share:.0%} of '}split {' and '.join(names)} of {self.name}"
 
     def identity(self, split: Split) -> str:
-        """The repository, its revision and the column; for a mirror, the paths, sizes and dates of all files."""
+        """The repository, its revision and the column; for a mirror, the paths, sizes and modification times of all files."""
         folder = in_mirror(self.repository)
         if folder is None:
             version = newest_revision(self.repository, ".gitattributes")  # which every repository has
@@ -114,12 +114,12 @@ class HubDataset:
         return self._load(self._published["train"]).filter(belongs)
 
     def texts(self, example: Example) -> list[str]:
-        """The text of a row; a row without a value has none."""
+        """The text of a row, as a list; empty for a row without a value."""
         if self.column not in example:
             raise missing_column(self.column, self.name, example)
         text = example[self.column]
         if text is not None and not isinstance(text, str):
-            raise LineartimeError(f'The column "{self.column}" of {self.name} has no text, but {text!r:.40}: choose another.')
+            raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')
         return [] if text is None else [text]
 
     def _load(self, names: list[str]) -> Any:
@@ -131,7 +131,7 @@ class HubDataset:
 
     @cached_property
     def _place(self) -> tuple[str, dict[str, Any]]:
-        """What `load_dataset` reads, and with which options."""
+        """The path and the options for `load_dataset`."""
         folder = in_mirror(self.repository)
         if folder is None:
             return self.repository, {"name": self.config, "revision": newest_revision(self.repository, ".gitattributes")}
@@ -141,7 +141,7 @@ class HubDataset:
 
     @cached_property
     def _published(self) -> dict[Split, list[str]]:
-        """The names of the published splits of each split."""
+        """The names of the published splits that make up each split."""
         datasets = datasets_library(f"Reading {self.name}")
         path, options = self._place
         revision = options.get("revision")

@@ -1,4 +1,4 @@
-"""Local files as bytes, plain or compressed, and the errors of reading them."""
+"""Read local files as bytes, plain or compressed, and report errors."""
 
 import gzip
 import io
@@ -14,7 +14,7 @@ from lineartime.choices import MAX_EXPANSION
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 _SMALL = 1 << 26
-"""Bytes that any compressed file may become."""
+"""The bytes to which any compressed file may expand, however small it is."""
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
 _BUFFER = 1 << 18
 
@@ -26,7 +26,7 @@ def format_suffix(path: Path) -> str:
 
 
 def file_version(path: Path) -> tuple[int, int]:
-    """The size and date of a file, which change when it does."""
+    """The size and modification time of a file, which change when the file does."""
     try:
         facts = path.stat()
     except OSError as error:
@@ -36,11 +36,12 @@ def file_version(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def open_bytes(path: Path, most_expansion: int = MAX_EXPANSION) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file.
+    """Open a file for reading its decompressed bytes.
 
     Raises:
-        LineartimeError: naming the file, if they cannot be read.
-        ArgumentError: naming `max_expansion`, while reading, if they are more than so many times the file, and not few.
+        LineartimeError: naming the file, if it cannot be read.
+        ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `most_expansion` times its
+            size. Up to 64 MiB are always allowed.
     """
     with _open_bytes(path) as stream:
         if path.suffix.lower() in COMPRESSED:
@@ -49,7 +50,7 @@ def open_bytes(path: Path, most_expansion: int = MAX_EXPANSION) -> Iterator[IO[b
 
 
 class Expansion:
-    """Counts what a compressed file has become, so that one of a few bytes does not fill a disk."""
+    """Counts the decompressed bytes of a file, so that a tiny compressed file cannot fill a disk."""
 
     def __init__(self, path: Path, most: int) -> None:
         self._path = path
@@ -57,13 +58,13 @@ class Expansion:
         self._left = max(_SMALL, most * file_version(path)[0])
 
     def count(self, n_bytes: int) -> None:
-        """Count so many more bytes; ArgumentError if there are too many."""
+        """Count `n_bytes` more bytes. Raises ArgumentError if there are too many in total."""
         self._left -= n_bytes
         if self._left < 0:
             raise ArgumentError(
                 "max_expansion",
-                f"is {self._most:,}, but {self._path} holds more than so many times its size: give a larger number if it is "
-                "what it should be, or leave it out.",
+                f"is {self._most:,}, but {self._path} expands to more than that many times its size: give a larger number if "
+                "the file is correct, or leave it out.",
             )
 
 
@@ -95,7 +96,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def skip(stream: IO[bytes], count: int) -> None:
-    """Skip `count` bytes."""
+    """Skip the first `count` bytes of a stream."""
     if stream.seekable():
         stream.seek(count)
         return
@@ -117,14 +118,14 @@ def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
 
 
 def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Decompress frame after frame, and notice a file that is cut off, as the zstandard package's own reader does not."""
+    """Decompress frame by frame. Unlike the zstandard package's own reader, this detects a file that is cut off."""
     try:
         import zstandard
     except ImportError:
         raise missing_extra("zstandard", "data", f"Reading {path}") from None
     frame: Any = None
     compressed = b""
-    while compressed := compressed or raw.read(1 << 14):  # few, because they may expand by a factor of thousands
+    while compressed := compressed or raw.read(1 << 14):  # few bytes, because they may expand by a factor of thousands
         frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         try:
             yield frame.decompress(compressed)
@@ -137,7 +138,7 @@ def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that is counted as it is read."""
+    """A stream whose bytes are counted as they are read."""
 
     def __init__(self, stream: IO[bytes], expansion: Expansion) -> None:
         self._stream: Any = stream
@@ -153,7 +154,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Reader(io.RawIOBase):
-    """Blocks of bytes, of which empty ones are skipped, as a file."""
+    """An iterator of byte blocks as a file; empty blocks are skipped."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = filter(None, blocks)

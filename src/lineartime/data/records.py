@@ -16,7 +16,7 @@ _PEEK = 1 << 16  # bytes that tell an array from JSON lines
 
 
 def file_format(path: Path, column: str = TEXT_COLUMN, most_expansion: int = MAX_EXPANSION) -> Format:
-    """How a file holds its text; anything but "text" has records.
+    """The format of a file; all formats except "text" hold records.
 
     A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
 
@@ -78,7 +78,7 @@ def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentE
 
 
 def read_records(path: Path, file_format: Format, column: str, most_expansion: int = MAX_EXPANSION) -> Iterator[str]:
-    """The texts of a file of records in order; LineartimeError, naming file and place, for what cannot be read."""
+    """Yield the texts of a file of records. Raises LineartimeError, naming file and place, on unreadable text."""
     match file_format:
         case "json lines":
             return _json_lines(path, column, most_expansion)
@@ -100,7 +100,7 @@ def _json_lines(path: Path, column: str, most_expansion: int) -> Iterator[str]:
 
 
 def _json(path: Path, column: str, most_expansion: int) -> Iterator[str]:
-    """The records of an array, or the one record that the file is; all of it is in memory at a time."""
+    """The records of an array, or the single record of a file. The whole file is read into memory."""
     with open_bytes(path, most_expansion) as stream:
         whole = _loaded(str(path), stream.read(), 0)
     if isinstance(whole, dict):
@@ -135,12 +135,14 @@ def _text(where: str, record: Any, column: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         reason = error.reason
-        raise LineartimeError(f"{where} has half a character in its text ({reason}): correct it, or leave it out.") from None
+        raise LineartimeError(
+            f"{where} has an incomplete character in its text ({reason}): correct it, or leave it out."
+        ) from None
     return text
 
 
 def _no_text(where: str, column: str, value: object) -> LineartimeError:
-    return LineartimeError(f'{where} has no text in "{column}", but {value!r:.40}: correct it, or leave it out.')
+    return LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
 
 
 def _parquet(path: Path, column: str, most_expansion: int) -> Iterator[str]:

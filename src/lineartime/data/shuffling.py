@@ -1,8 +1,8 @@
-"""A shuffle of a stream that a run can resume anywhere: documents change places within blocks.
+"""Shuffle a stream so that a run can resume anywhere: documents are permuted within blocks.
 
-A block is the next N documents, which are read into memory. They come out in an order that depends on the seed and the number
-of the block alone. The state is where the block begins and how many of its documents have come out. A shuffle buffer that
-refills one by one mixes further, but its state would be all documents in it.
+A block is the next N documents, which are read into memory. Their order depends only on the seed and the number of the block.
+The state is the start of the block and the number of its documents that have been yielded. A shuffle buffer that is refilled
+one document at a time would mix over longer distances, but its state would be all documents in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,26 +15,26 @@ from lineartime.errors import LineartimeError
 
 State = dict[str, Any]
 Documents = Iterator[tuple[list[str], State]]
-"""The documents of one example after the other, each with the state after it as plain JSON."""
+"""For each example, its documents and the state after it as plain JSON."""
 
 
 def shuffled(
     read: Callable[[State | None], Documents], block_size: int, seed: Sequence[int], state: State | None, name: str
 ) -> Documents:
-    """The examples of a stream, shuffled in blocks.
+    """Shuffle the examples of a stream in blocks.
 
     Args:
-        read: the stream from a state on; None is its beginning.
-        block_size: N, the examples of a block.
-        seed: numbers from which the order follows.
+        read: reads the stream from a state; None is the beginning.
+        block_size: N, the number of examples in a block.
+        seed: numbers that determine the order.
         state: where to continue, from an earlier pass; None for the beginning.
-        name: of the text, for messages.
+        name: the name of the text in messages.
 
     Yields:
-        What `read` yields, in another order, with states of its own.
+        The documents of the examples that `read` yields, in another order and with states of this function.
 
     Raises:
-        LineartimeError: for a state that is none of this stream, and what `read` raises.
+        LineartimeError: for a state that does not belong to this stream; also whatever `read` raises.
     """
     number, done, begin = _position(state, name)
     stream = read(begin)
@@ -52,7 +52,7 @@ def shuffled(
 
 
 def _position(state: State | None, name: str) -> tuple[int, int, State | None]:
-    """The number of a block, how many of its examples have come out, and where it begins."""
+    """The number of a block, the number of its examples that have been yielded, and the state at its start."""
     match state:
         case None:
             return 0, 0, None
@@ -63,6 +63,6 @@ def _position(state: State | None, name: str) -> tuple[int, int, State | None]:
 
 def _no_position(name: str) -> LineartimeError:
     return LineartimeError(
-        f"The position in {name} that the checkpoint tells is none in this text, shuffled as it is: restore the checkpoint "
-        "from a copy, or train again."
+        f"The checkpoint's position in {name} does not exist in this shuffled text: restore the checkpoint from a copy, or "
+        "train again."
     )

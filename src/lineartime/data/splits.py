@@ -1,4 +1,4 @@
-"""How local files are divided into splits: by the names of files and folders, by file, or within files."""
+"""Divide local files into splits: by the names of files and folders, by file, or within files."""
 
 import hashlib
 import os
@@ -22,26 +22,26 @@ Files = dict[Split, list[Part]]
 
 
 def named_split(name: str) -> Split | None:
-    """The split that a name tells, or None: a whole word between characters that are no letters, as in wiki_train.txt.
+    """The split that a name states as a whole word, as in wiki_train.txt; None if it states none.
 
-    The words are train and training; val, valid, validation and dev; test and testing. A name with words of two splits
-    tells none.
+    The words are train and training; val, valid, validation and dev; test and testing. A word must not be next to another
+    letter. A name with words of two splits states none.
     """
     found = {SPLITS[(match.lastindex or 1) - 1] for match in _WORDS.finditer(name)}
     return found.pop() if len(found) == 1 else None
 
 
 def split_of_path(relative: PurePath) -> Split | None:
-    """The split that the name of a file tells, or else that of the nearest folder with such a name."""
+    """The split that the name of a file states, or else the name of the nearest folder that states one."""
     return next((split for name in reversed(relative.parts) if (split := named_split(name))), None)
 
 
 def by_name(root: Path, parts: Iterable[Part]) -> tuple[Files | None, str]:
-    """The splits by the names of files, and of the folders below `root` they are in.
+    """Divide files into splits by their names, and by the names of their folders below `root`.
 
     Returns:
-        the splits that occur, or None unless every file but README and LICENSE has the name of one; and a sentence if some
-        files have such names in vain.
+        The splits that occur, or None unless all file names state a split, except for README and LICENSE files; and a note
+        if some names state a split but are ignored, otherwise an empty text.
     """
     splits: Files = {}
     others = []
@@ -53,12 +53,15 @@ def by_name(root: Path, parts: Iterable[Part]) -> tuple[Files | None, str]:
             others.append(relative)
     if not others:
         return {split: splits[split] for split in SPLITS if split in splits} or None, ""
-    note = f"The names of splits in {root} are ignored, because {others[0]} has none: rename it, or leave it out, to use them."
+    note = (
+        f"The split names in {root} are ignored, because {others[0]} does not name a split: rename it, or leave it out, to use "
+        "them."
+    )
     return None, note if splits else ""
 
 
 def completed(named: Files) -> Files:
-    """Named splits with those that are missing, which take 5% of each training file; without training files, as they are."""
+    """Add the missing splits, each of which takes 5% of every training file; without training files, add nothing."""
     missing = [split for split in SPLITS if split not in named]
     if not missing or "train" in missing:
         return named
@@ -78,21 +81,23 @@ class _Described(Protocol):
 
 
 def missing_split(corpus: _Described, split: Split) -> ArgumentError:
-    """The error for a split that a corpus does not have, with those that it has."""
+    """The error for a split that a corpus does not have. It lists the splits that the corpus has."""
     there = " and a ".join(each for each in SPLITS if corpus.describe(each))
-    advice = "give text to train on as well" if split == "train" else "choose a split that there is, or all"
+    advice = "give text to train on as well" if split == "train" else "choose an existing split, or all"
     return ArgumentError(
-        "data", f"is {corpus.name}, which by its names has a {there} split and no {split} split: {advice}, or rename the files."
+        "data",
+        f"is {corpus.name}, which, judging by its file names, has a {there} split but no {split} split: {advice}, or rename "
+        "the files.",
     )
 
 
 def within_files(parts: Sequence[Part]) -> Files:
-    """All splits from within each file."""
+    """Take all splits from within each file."""
     return {split: [replace(part, split=split) for part in parts] for split in SPLITS}
 
 
 def by_file(root: Path, parts: Iterable[Part]) -> Files:
-    """Distribute files in an order that depends only on their names, up to the shares of bytes of test and validation."""
+    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes."""
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
@@ -115,7 +120,7 @@ def by_file(root: Path, parts: Iterable[Part]) -> Files:
 
 
 def describe_parts(parts: Iterable[Part]) -> str:
-    """A list of parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
     shares: dict[Path, float] = {}
     for part in parts:
         shares[part.path] = shares.get(part.path, 0.0) + (1.0 if part.split is None else SHARES[part.split])

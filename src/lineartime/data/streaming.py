@@ -1,8 +1,8 @@
 """Streaming: documents of corpora too large to encode beforehand are encoded as they are read, in independent lanes.
 
 A corpus is divided into a fixed number of lanes, and row i of a run comes from lane i % lanes, so that the order of the text
-does not depend on the number of processes. Lanes start in different files, which mixes the documents. Those of a lane can be
-shuffled in blocks: the datasets library has a shuffle buffer, but cannot restore it.
+does not depend on the number of processes. Lanes start in different files, which mixes the documents. The documents of a lane
+can also be shuffled in blocks. The shuffle buffer of the datasets library is not used, because it cannot be restored.
 """
 
 from collections import deque
@@ -30,14 +30,14 @@ State = dict[str, Any]
 def stream_documents(
     corpus: Corpus, split: Split, lane: int, lanes: int, state: State | None
 ) -> Iterator[tuple[list[str], State]]:
-    """One pass over a lane's share of a split. Of several corpora put together, each lane starts with another.
+    """Make one pass over a lane's share of a split. In a joined corpus, the lanes start with different sources.
 
-    With at least as many files as lanes, each lane has its own files. With fewer, several lanes read the same file, and take
-    turns with its documents.
+    With at least as many files as lanes, each lane has its own files. With fewer files, several lanes read the same file and
+    take turns with its documents.
 
     Args:
         corpus: the text.
-        split: the part of it.
+        split: the part of the text to read.
         lane: the share, from 0 to lanes - 1.
         lanes: the number of shares.
         state: where to continue, from an earlier pass; None for the beginning.
@@ -73,7 +73,7 @@ def _documents(source: Source, split: Split, lane: int, lanes: int, state: State
         if state is not None:
             try:
                 dataset.load_state_dict(state)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # it is not the state of this text
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # not a state of this text
                 raise _no_position(source) from None
         for example in dataset:
             yield source.texts(example), dataset.state_dict()
@@ -81,8 +81,8 @@ def _documents(source: Source, split: Split, lane: int, lanes: int, state: State
 
 def _no_position(source: Source) -> LineartimeError:
     return LineartimeError(
-        f"The position in {source.name} that the checkpoint tells is none in this text: restore the checkpoint from a copy, or "
-        "train again."
+        f"The checkpoint's position in {source.name} does not exist in this text: restore the checkpoint from a copy, or train "
+        "again."
     )
 
 
@@ -105,7 +105,7 @@ class _Mark(NamedTuple):
 
 
 class _Lane:
-    """The endless tokens of one share of the text; every token comes once an epoch. `shuffle` is as for `StreamingLoader`."""
+    """An endless stream of one share of the text, with every token once per epoch. `shuffle`: see `StreamingLoader`."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, lane: int, lanes: int, shuffle: int = 0, seed: int = 0) -> None:
         self._corpus = corpus
@@ -124,7 +124,7 @@ class _Lane:
         self._tokens = self._read(state["epoch"], state["source"])
 
     def state(self) -> State:
-        """The state for `restore`: where the oldest unfinished example starts, and how many of its tokens are used."""
+        """The state for `restore`: where the oldest unfinished example starts, and how many of its tokens have been used."""
         place = self._place + self._used
         while len(self._marks) > 1 and self._marks[1].place <= place:
             self._marks.popleft()
@@ -176,21 +176,22 @@ class _Lane:
 
 
 class StreamingLoader:
-    """Encodes the training split of a corpus while it is read: row i is the next window of lane i % lanes.
+    """Encodes the training split of a corpus while reading it: row i is the next window of lane i % lanes.
 
     A process reads only the lanes of its rows. A lane that ends starts again, independently of the others.
 
     Args:
-        corpus: of the hub, or JSON lines, JSON or Parquet.
-        make: makes batches of windows.
+        corpus: a corpus on the hub, or of JSON lines, JSON or Parquet files.
+        make: makes batches from windows.
         context_length: T.
         rows: the rows of this process.
-        lanes: a multiple of the number of processes.
-        shuffle: how many documents of a lane are shuffled together, in an order that depends on the seed of `make`; 0 for none.
+        lanes: the number of lanes, a multiple of the number of processes.
+        shuffle: the number of documents of a lane that are shuffled together, in an order that depends on the seed of `make`;
+            0 for no shuffling.
 
     Raises:
-        LineartimeError: if lanes are not a multiple of the processes, for a corpus that cannot be streamed, and while reading
-            for text that cannot be read.
+        LineartimeError: if `lanes` is not a multiple of the number of processes; for a corpus that cannot be streamed; and
+            during reading, for text that cannot be read.
     """
 
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int, shuffle: int = 0) -> None:
@@ -220,7 +221,7 @@ class StreamingLoader:
         return batches
 
     def state(self) -> State:
-        """The number of rows handed out to all processes, and where each lane of this one stands."""
+        """The number of rows that all processes have read, and the state of each lane of this process."""
         lanes = {str(number): lane.state() for number, lane in self._lanes.items()}
         return {"rows": self._rows_read, "of": self._count, "lanes": lanes}
 

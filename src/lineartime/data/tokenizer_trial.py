@@ -1,7 +1,7 @@
-"""What a definition of a tokenizer may ask of the Rust library behind it, checked before this process loads it.
+"""Check the definition of a tokenizer before this process loads it with the Rust library.
 
-The library trusts its files: some make it panic, take all memory or never end. How much a text can grow is computed from the
-definition. One that is not made of parts known to be harmless is tried in a process of its own first, with limits.
+The library trusts its files: some make it panic, use all memory or never finish. How much a text can grow is computed from the
+definition. A definition with parts that are not known to be harmless is first tried in a separate process with limits.
 """
 
 import base64
@@ -20,13 +20,13 @@ from lineartime.fields import shown
 from lineartime.json_files import parse
 
 LARGEST = 1 << 28
-"""The most bytes of a definition."""
+"""The maximum size of a definition, in bytes."""
 MOST_GROWTH = 32
-"""The most characters that one character of a text may become; U+FDFA becomes 18 in Unicode itself."""
+"""The maximum number of characters that one character may become; U+FDFA becomes 18 in Unicode itself."""
 _SECONDS = 10
-"""The most time of a trial, and as much again for each 2^24 bytes of the definition."""
+"""The time limit of a trial, plus the same again for each 2^24 bytes of the definition."""
 _MEMORY = 1 << 32
-"""The most address space of a trial, and 64 bytes more for each of the definition."""
+"""The limit on the address space of a trial, plus 64 bytes for each byte of the definition."""
 
 _HARMLESS = {
     *("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents", "BertNormalizer"),
@@ -34,7 +34,7 @@ _HARMLESS = {
     *("ByteLevel", "Metaspace", "Sequence", "Replace", "Prepend", "ByteFallback", "Fuse"),
     *("BPE", "Unigram", "WordLevel"),
 }
-"""The parts that have no option with which they fail; all but BPE with a prefix, which counts in bytes."""
+"""The parts that no option can make fail, except for BPE with a prefix, which counts in bytes."""
 
 _TRIAL = """
 import sys
@@ -64,15 +64,15 @@ except BaseException as error:
     print(ascii(str(error).partition("\\n")[0][:200])[1:-1])
     sys.exit(3)
 """
-"""What the trial does. Errors that the library means to raise are none of its business: they come again, and are caught."""
+"""The code of the trial. It ignores regular errors of the library: they are raised and caught when this process loads it."""
 
 
 @contextmanager
 def no_panics(source: str) -> Iterator[None]:
-    """Turn a panic of the Rust library in a block into a LineartimeError that names the tokenizer."""
+    """Turn a panic of the Rust library in a `with` block into a LineartimeError that names the tokenizer."""
     try:
         yield
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a panic is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         raise _unusable(source, f"the tokenizers library fails on it: {str(error).splitlines()[0]:.200}") from None
@@ -81,7 +81,7 @@ def no_panics(source: str) -> Iterator[None]:
 def check_definition(definition: str, source: str) -> None:
     """Raise LineartimeError, naming the `source`, for a definition that is unsafe to load.
 
-    What is merely wrong, the library says itself when it loads it.
+    Invalid but safe definitions pass: the library reports them when it loads them.
     """
     what = _problem(definition)
     if what:
@@ -94,7 +94,7 @@ def _unusable(source: str, what: str) -> LineartimeError:
 
 @lru_cache(maxsize=16)
 def _problem(definition: str) -> str:
-    """Why a definition is unsafe to load, as a clause; empty if it is not."""
+    """Why a definition is unsafe to load, as a clause; empty if it is safe."""
     try:
         plain = parse(definition.encode())
     except ValueError as error:
@@ -114,7 +114,7 @@ def _problem(definition: str) -> str:
 
 
 def _parts(stage: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a stage; those of a sequence one by one."""
+    """The parts of a stage, with sequences flattened."""
     if stage is None:
         return
     if not isinstance(stage, dict):
@@ -132,7 +132,7 @@ def _is_harmless(part: dict[str, Any]) -> bool:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """The most characters that a part makes of one."""
+    """The maximum number of characters that a part makes of one character."""
     match part:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(pattern)}} if pattern:
             return max(1.0, len(content) / len(pattern))
@@ -144,17 +144,17 @@ def _growth(part: dict[str, Any]) -> float:
 
 
 def _longest_of_map(encoded: str) -> float:
-    """The characters of the longest text in a map of characters: a trie and, after its size, texts that end in zero."""
+    """The length of the longest text in a character map: the size of a trie, the trie, and zero-terminated texts."""
     try:
         content = base64.b64decode(encoded)
     except ValueError:
-        return 1.0  # the library says what is wrong
+        return 1.0  # the library reports what is wrong
     texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
     return max([1.0, *(float(len(text.decode(errors="replace"))) for text in texts)])
 
 
 def _try(definition: bytes) -> str:
-    """Load and use a definition in a process of its own; a clause that says what went wrong, or nothing."""
+    """Load and use a definition in a separate process; return a clause that says what went wrong, or an empty text."""
     found = find_spec("tokenizers")
     if not sys.executable or found is None or found.origin is None:
         return ""
@@ -170,5 +170,5 @@ def _try(definition: bytes) -> str:
     if done.returncode == 3:
         return f"the tokenizers library fails on it: {done.stdout.decode(errors='replace').strip()}"
     if done.returncode < 0 or b"MemoryError" in done.stderr:
-        return f"the tokenizers library broke down, or needed more than {memory >> 30} GiB of memory"
+        return f"the tokenizers library crashed, or needed more than {memory >> 30} GiB of memory"
     return ""

@@ -20,7 +20,7 @@ from lineartime.ops.activations import check_choice
 
 
 def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
-    """A checkpoint, and the options its run was started with, none if it does not tell."""
+    """Read a checkpoint, and the options with which its run was started; empty if unknown."""
     trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
     return load_with_tokenizer(checkpoint), trained
 
@@ -48,27 +48,27 @@ def evaluate(
 
     Args:
         model: the folder of a run, of a checkpoint or of a saved model; or a model in memory.
-        data: name of a corpus, or a file or folder, which is split as for training, or several of them; the default is what a
-            run was trained on.
-        checkpoint: of a run: "best" (the default), with the lowest validation loss, "last", or the step of one.
-        text_column: the column of JSON, Parquet and data sets of the hub that holds the text; the default is "text", and for
-            the text of a run as in its training.
-        max_expansion: the most bytes of text for each byte of a compressed file; the default is as in training.
-        tokenizer: the model's own; the folder of a run holds it.
+        data: name of a corpus, or a file or folder, which is split as for training, or several of these; the default is the
+            text that a run was trained on.
+        checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
+        text_column: the column that holds the text in JSON, Parquet and hub data sets; the default is "text", or, for the text
+            of a run, the column used in training.
+        max_expansion: the maximum number of bytes of text per byte of a compressed file; the default is as in training.
+        tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
-        context: "windowed" for independent windows, or "carried" for the split as one sequence, every token having all earlier
-            ones as context.
-        context_length: tokens in a window, or read at a time if carried; the default is the context of a run's training.
+        context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all
+            earlier tokens as context.
+        context_length: tokens in a window, or read at a time with carried context; the default is that of a run's training.
         stride: tokens from one window to the next; the default is a whole window.
         max_tokens: measure only on this many tokens from the beginning of the split.
         batch_size: windows computed at once.
         device: where to load the model of a run; a model in memory stays where it is.
         precision: of matrix products.
         cache: folder for encoded text; the default is lineartime in the user's cache folder.
-        say: is given lines about the splits of the text, before anything is measured.
+        say: called with lines that describe the splits of the text, before the measurement.
 
     Raises:
-        LineartimeError: for anything the user can fix, such as a text that is missing or too short.
+        LineartimeError: for errors that the user can fix, such as a text that is missing or too short.
     """
     sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
     for name, size in sizes.items():
@@ -84,9 +84,9 @@ def evaluate(
         check_choice(name, choice, get_args(allowed))
     measured: Path | None = None
     trained: dict[str, Any] = {}
-    untold = "a model in memory does not tell"
+    untold = "a model in memory does not record"
     if isinstance(model, (str, Path)):
-        untold = f"{model} has no training.json, which tells"
+        untold = f"{model} has no training.json, which records"
         loaded, trained = read_from(model, _read, checkpoint)
         measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
         model = loaded.model.to(choose_device(device))

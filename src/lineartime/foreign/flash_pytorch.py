@@ -1,7 +1,7 @@
-"""FLASH-pytorch 0.1.9: its GAU, its FLASH and its FLASHTransformer as ours, from their state dicts.
+"""Import GAU, FLASH and FLASHTransformer of FLASH-pytorch 0.1.9 from their state dicts.
 
-What differs from our defaults is an option of our layers: scores divided by a constant and sums of chunks that are not averaged
-("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift, logits of their own.
+Each difference from our defaults is an option of our layers: scores divided by a constant and chunk sums that are not averaged
+("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift, and untied logits.
 Its norm divides by max(rms(x), 1e-5) and ours by sqrt(mean(x^2) + 1e-10), which is the same to 1e-10 unless all x are tiny.
 
 Shapes: d model width, e value width, s query/key width, V vocabulary.
@@ -28,11 +28,11 @@ from lineartime.ops.positions import N_BUCKETS
 
 PACKAGE = "FLASH-pytorch"
 ROTATED = 32
-"""The most features that FLASHTransformer rotates."""
+"""The maximum number of features that FLASHTransformer rotates."""
 NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
-"""The epsilon of our norm that stands for theirs."""
+"""The epsilon of our norm that corresponds to theirs."""
 MAPS = [0, 2, 1, 3]
-"""Where its quadratic queries, linear queries, quadratic keys and linear keys are among ours."""
+"""The indices of its quadratic queries, linear queries, quadratic keys and linear keys among ours."""
 
 
 def is_model(weights: Mapping[str, Tensor]) -> bool:
@@ -51,18 +51,19 @@ def from_flash_pytorch(
     add_residual: bool = True,
     sequence_length: int | None = None,
 ) -> CausalLM | MaskedLM | FLASH | GAU:
-    """The model or layer that a state dict of FLASH-pytorch is of, in evaluation mode.
+    """Build the model or layer of a FLASH-pytorch state dict, in evaluation mode.
 
     Args:
         weights: the state dict of a FLASHTransformer, a FLASH or a GAU.
-        causal, group_size, shift_tokens, laplace_attn_fn, reduce_group_non_causal_attn, add_residual: what it was built with,
-            with the defaults of FLASH-pytorch; weights do not tell. shift_tokens is True by default for a FLASHTransformer.
-        sequence_length: of a causal GAU: it divides scores by the length of what it reads, with which the future changes the
-            past. Ours divides by this number, and is the same for sequences of this length.
+        causal, group_size, shift_tokens, laplace_attn_fn, reduce_group_non_causal_attn, add_residual: the arguments it was
+            built with, by default those of FLASH-pytorch; the weights do not contain them. shift_tokens is True by default
+            for a FLASHTransformer.
+        sequence_length: for a causal GAU, the divisor of the scores. FLASH-pytorch divides by the length of the input, so that
+            later tokens change earlier outputs; our GAU divides by this number, and agrees for inputs of this length.
 
     Raises:
         ArgumentError: for arguments that our layers cannot reproduce.
-        LineartimeError: for weights of something else.
+        LineartimeError: for weights of any other model or layer.
     """
     state = StateDict(weights, PACKAGE)
     switches = {"causal": causal, "laplace_attn_fn": laplace_attn_fn, "add_residual": add_residual}
@@ -107,7 +108,7 @@ def from_flash_pytorch(
         ).to(own["gamma"].dtype)
         built.load_state_dict(own)
     else:
-        raise LineartimeError(f"The weights are of no model or layer of {PACKAGE}: they lack token_emb.weight.")
+        raise LineartimeError(f"The weights do not belong to a model or layer of {PACKAGE}: they lack token_emb.weight.")
     state.finish()
     return built.eval()
 
@@ -125,7 +126,7 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
         "lm_head.weight": state.take("to_logits.1.weight", vocab_size, d_model),
         "lm_head.bias": state.take("to_logits.1.bias", vocab_size),
     }
-    state.drop("abs_pos_emb.inv_freq")  # of the sinusoid, which is computed
+    state.drop("abs_pos_emb.inv_freq")  # the frequencies of the sinusoid, which we compute
     found = []
     for block in range(n_blocks):
         options, own = _flash(state, f"layers.{block}.")
@@ -151,14 +152,14 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
 
 
 def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The options that the weights of a FLASH tell, and its weights by our names."""
+    """The options that the weights of a FLASH determine, and its weights under our names."""
     frequencies = f"{prefix}rotary_pos_emb.freqs"
     rotated = 2 * state.shape(frequencies, 1)[0] if frequencies in state else 0
     options, own = _gated(state, prefix, "qk_offset_scale", MAPS, "to_out", rotated)
     if rotated:
         found = state.take(frequencies, rotated // 2)
         if not torch.allclose(found, rotary_frequencies(rotated).to(found), rtol=1e-4):
-            raise LineartimeError(f"{frequencies} holds other frequencies than rotary positions have.")
+            raise LineartimeError(f"{frequencies} does not hold the standard rotary frequencies.")
     own["bias.values"] *= options["d_qk"] ** 0.5
     rotary_width = rotated if 0 < rotated < options["d_qk"] else None
     return {**options, "rope": rotated > 0, "rotary_width": rotary_width, "normalization": "paper_sum"}, own
@@ -167,7 +168,7 @@ def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Ten
 def _gated(
     state: StateDict, prefix: str, scales: str, maps: list[int], output: str, rotated: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The sizes of a gated unit, and its weights by our names; `maps` says where its queries and keys are among ours."""
+    """The sizes of a gated unit, and its weights under our names; `maps` locates its queries and keys among ours."""
     d_qk, d_model = state.shape(f"{prefix}to_qk.0.weight", 2)
     width = state.shape(f"{prefix}to_hidden.0.weight", 2)[0] // 2
     if width % d_model or d_qk % 2 or rotated > d_qk:
@@ -196,5 +197,5 @@ def _gated(
 
 
 def rotary_frequencies(rotated: int) -> Tensor:
-    """The frequencies of rotary positions of so many features, float32 [rotated / 2]."""
+    """The frequencies of rotary positions for `rotated` features, float32 [rotated / 2]."""
     return 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)

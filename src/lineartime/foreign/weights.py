@@ -1,4 +1,4 @@
-"""Files of weights that other packages saved, of which nothing is believed."""
+"""Read weight files of other packages, without trusting their contents."""
 
 import re
 import zipfile
@@ -13,16 +13,16 @@ from lineartime.errors import LineartimeError, reporting
 from lineartime.fields import shown
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""How the names of files of weights end."""
+"""The suffixes of weight files."""
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""The names under which training scripts keep the weights in a file with other things."""
+"""The keys under which training scripts store the weights in a file with other data."""
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors in a file of weights by their names, on the CPU: of safetensors or of torch.save, without running code.
+    """Read the tensors in a weight file by name, on the CPU, from safetensors or torch.save, without running code.
 
     Raises:
-        LineartimeError: if the file cannot be read, or holds something else.
+        LineartimeError: if the file cannot be read, or does not hold weights.
     """
     with reporting("read", file):
         size = file.stat().st_size
@@ -34,7 +34,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise LineartimeError(f"{file} holds {shown(name)}, which is no tensor: save the state_dict() of the model alone.")
-        if tensor.numel() * tensor.element_size() > size:  # one number that says it is millions
+        if tensor.numel() * tensor.element_size() > size:  # an expanded view: one stored number claims to be millions
             raise LineartimeError(f"{file} is damaged: {shown(name)} is larger than the file.")
         if not torch.isfinite(tensor).all():
             raise LineartimeError(f"{file} is damaged: {shown(name)} holds numbers that are not finite.")
@@ -52,7 +52,7 @@ def _read_safetensors(file: Path) -> object:
 
 
 def _read_pickle(file: Path, size: int) -> object:
-    """What torch.save wrote. Only archives without compression are opened: others could take memory beyond their size."""
+    """Read what torch.save wrote. Only uncompressed archives are opened: others could take more memory than their size."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -66,13 +66,13 @@ def _read_pickle(file: Path, size: int) -> object:
         return torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # the reader of pickles raises whatever a damaged one makes it run into
+    except Exception as error:  # a damaged pickle can raise any error
         reason = "it holds objects besides tensors" if "weights_only" in str(error) else first_line(error)
         raise LineartimeError(f"{file} cannot be read safely ({reason}): save the state_dict() of the model alone.") from None
 
 
 class StateDict:
-    """Named tensors of another package, taken one by one: `finish` tells of those that nobody took."""
+    """Named tensors of another package, taken one by one; `finish` reports those that were not taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor], package: str) -> None:
         self._left = dict(tensors)
@@ -82,12 +82,12 @@ class StateDict:
         return name in self._left
 
     def count(self, pattern: str) -> int:
-        """How many numbers, from 0 on, the first group of a pattern finds at the beginnings of names."""
+        """The number of consecutive integers from 0 that the first group of a pattern matches at the beginnings of names."""
         found = {int(match[1]) for name in self._left if (match := re.match(pattern, name)) and len(match[1]) < 7}
         return next(number for number in range(len(found) + 1) if number not in found)
 
     def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """The shape of a tensor; LineartimeError if there is none, or it has another number of dimensions."""
+        """The shape of a tensor; raises LineartimeError if it is missing or has another number of dimensions."""
         tensor = self._find(name)
         if tensor.dim() != dimensions:
             raise LineartimeError(
@@ -96,21 +96,21 @@ class StateDict:
         return tuple(tensor.shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor of that shape, as float32 or wider; LineartimeError if there is none."""
+        """Take a tensor of that shape, as float32 or wider; raises LineartimeError if there is none."""
         tensor = self._find(name)
         if tuple(tensor.shape) != shape:
             raise LineartimeError(f"{name} has shape {list(tensor.shape)}, but {self._package} has {list(shape)} there.")
         if not tensor.is_floating_point():
-            raise LineartimeError(f"{name} has dtype {tensor.dtype}, but must hold numbers with fractions.")
+            raise LineartimeError(f"{name} has dtype {tensor.dtype}, but must be floating-point.")
         del self._left[name]
         return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
     def drop(self, name: str) -> None:
-        """Leave out a tensor that is not needed, if it is there."""
+        """Drop a tensor that is not needed, if it is present."""
         self._left.pop(name, None)
 
     def finish(self) -> None:
-        """LineartimeError for tensors that nobody took."""
+        """Raise LineartimeError for tensors that were not taken."""
         if self._left:
             raise LineartimeError(f"The weights hold {shown(min(self._left))}, which {self._package} does not have.")
 
@@ -121,9 +121,9 @@ class StateDict:
 
 
 def interleaved_order(width: int, rotated: int) -> list[int]:
-    """Where each feature of our queries and keys stands in those of code that rotates neighbouring features.
+    """The index of each feature of our queries and keys in code that rotates neighbouring features.
 
-    Ours turns feature i with feature width / 2 + i, theirs 2 i with 2 i + 1, for i below rotated / 2.
+    For i below rotated / 2, our code rotates feature i with feature width / 2 + i, theirs 2 i with 2 i + 1.
     """
     still = list(range(rotated, width))
     half = (width - rotated) // 2

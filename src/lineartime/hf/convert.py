@@ -1,4 +1,4 @@
-"""Conversion between the folders of lineartime and those of transformers."""
+"""Conversion between folders of lineartime and folders of transformers."""
 
 import re
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from lineartime.models.heads import build_model
 
 CARD = "README.md"
 LOGITS = "lm_head.weight"
-"""The embedding of tokens under its second name."""
+"""The output weights; with tied embeddings, this is a second name of the token embedding."""
 
 
 def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
     """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
 
     Raises:
-        ArgumentError: for a source that is neither, or a destination that holds something.
-        LineartimeError: as for the two.
+        ArgumentError: for a source that is neither, or a destination that is not empty.
+        LineartimeError: as for these two functions.
     """
     source = Path(source)
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
@@ -50,13 +50,13 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     Args:
         source: the folder of a run or of one checkpoint.
         destination: a new folder.
-        checkpoint: of a run: "best" (the default), "last", or the step of one.
+        checkpoint: of a run: "best" (the default), "last", or a step number.
 
     Returns:
         The destination.
 
     Raises:
-        ArgumentError: for a destination that holds something.
+        ArgumentError: for a destination that is not empty.
         LineartimeError: if the model cannot be read, or the folder cannot be written.
     """
     destination = Path(destination)
@@ -76,7 +76,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         fast_tokenizer(tokenizer).save_pretrained(folder)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         card = model_card(model.config, destination.name, parameters)
-        (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # of a name that is no UTF-8
+        (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
 
 
@@ -92,20 +92,20 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def from_transformers(source: str | Path, destination: str | Path) -> Path:
-    """Save a language model of transformers as lineartime does: a folder that `lineartime.load` and all commands read.
+    """Save a language model of transformers in the format of lineartime: a folder that `lineartime.load` and all commands read.
 
-    Names and shapes in the headers of the files are compared with the configuration before anything is allocated.
+    The tensor names and shapes in the file headers are compared with the configuration before anything is allocated.
 
     Args:
-        source: a folder that `to_transformers`, or `save_pretrained` of a language model of lineartime, wrote.
+        source: a folder written by `to_transformers`, or by `save_pretrained` of a language model of lineartime.
         destination: a new folder.
 
     Returns:
         The destination.
 
     Raises:
-        ArgumentError: for a destination that holds something.
-        LineartimeError: if the source is damaged, or holds something else.
+        ArgumentError: for a destination that is not empty.
+        LineartimeError: if the source is damaged, or is not such a folder.
     """
     source = Path(source)
     config = _read_config(source)
@@ -121,7 +121,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     try:
         return save(model, tokenizer, destination)
-    except ArgumentError as error:  # which calls the destination a folder
+    except ArgumentError as error:  # `save` calls the destination `folder`
         raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
 
 
@@ -140,7 +140,7 @@ def _read_config(source: Path) -> ModelConfig:
 
 
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
-    """For each file of weights, the name in the model of each name in the file; LineartimeError unless all fit the model."""
+    """Map the tensor names in each weight file to names in the model; raises LineartimeError unless all fit the model."""
     names: dict[Path, dict[str, str]] = {}
     shapes: dict[str, list[int]] = {}
     for file in weight_files(source):
@@ -148,9 +148,9 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
         names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS or not config.tie_word_embeddings}
         shapes |= {name: found[stored] for stored, name in names[file].items()}
     blocks = {place[1] for name in shapes if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
-    if config.n_blocks != len(blocks):  # before so many blocks are built, even without memory for their parameters
+    if config.n_blocks != len(blocks):  # checked before building, which is slow for many blocks even on meta
         raise LineartimeError(
-            f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} tells of {config.n_blocks}."
+            f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} specifies {config.n_blocks}."
         )
     try:
         with torch.device("meta"):
@@ -162,7 +162,7 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
     problems = [f"lacks {name}" for name in wanted if name not in shapes]
     problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
     problems += [
-        f"holds {name} of shape {shapes[name]}, but its {CONFIG} tells of {shape}"
+        f"holds {name} of shape {shapes[name]}, but its {CONFIG} specifies {shape}"
         for name, shape in wanted.items()
         if name in shapes and shapes[name] != shape
     ]

@@ -1,4 +1,4 @@
-"""What a folder of transformers holds, read without running or allocating anything."""
+"""Read the contents of a transformers folder without running or allocating anything."""
 
 import json
 import re
@@ -14,7 +14,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; LineartimeError if it holds none."""
+    """The object in a JSON file; raises LineartimeError if there is none."""
     try:
         with reporting("read", file):
             data = json.loads(file.read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder; LineartimeError if there are none, or the index names others."""
+    """The weight files in a folder; raises LineartimeError if there are none, or if the index names files elsewhere."""
     if not (folder / INDEX).exists():
         if not (folder / WEIGHTS).exists():
             raise LineartimeError(f"{folder} holds no {WEIGHTS}: save the model with safetensors.")
@@ -37,12 +37,12 @@ def weight_files(folder: Path) -> list[Path]:
         raise LineartimeError(f"{folder / INDEX} names no files of weights: restore it from a copy.")
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise LineartimeError(f"{folder / INDEX} names {name!r}, which is no file of weights in its folder.")
+            raise LineartimeError(f"{folder / INDEX} names {name!r}, which is not a weight file in this folder.")
     return [folder / name for name in names]
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in a file by its name, from the header alone; LineartimeError if it is damaged."""
+    """The shape of each tensor in a file, by name, from the header alone; raises LineartimeError if the file is damaged."""
     try:
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             names = list(opened.keys())
@@ -52,7 +52,7 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def check_blocks(folder: Path, blocks: int) -> None:
-    """Raise LineartimeError for a configuration with more blocks than its weights have tensors, before they are built."""
+    """Raise LineartimeError for a configuration with more blocks than there are tensors, before blocks are built."""
     tensors = sum(len(read_shapes(file)) for file in weight_files(folder))
     if blocks > tensors:
-        raise LineartimeError(f"{folder} holds {tensors} tensors, but its {CONFIG} tells of {blocks} blocks: it is damaged.")
+        raise LineartimeError(f"{folder} holds {tensors} tensors, but its {CONFIG} specifies {blocks} blocks: it is damaged.")

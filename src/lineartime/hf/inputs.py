@@ -1,4 +1,4 @@
-"""What transformers tells of a batch, as lineartime reads it.
+"""Translate the arguments of transformers that describe a batch into those of lineartime.
 
 Shapes: B batch, T tokens, P tokens read before, D documents.
 """
@@ -12,10 +12,10 @@ from lineartime.ops.checks import as_mask
 
 
 def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | None:
-    """An attention mask as bool [B, T], None where all tokens of `embedded` [B, T, d] are real."""
+    """An attention mask as bool [B, T]; None if all tokens of `embedded` [B, T, d] are real."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # as some collators make it
+    if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # some collators make float masks
         attention_mask = attention_mask.long()
     batch, length = embedded.shape[:2]
     mask = as_mask("attention_mask", attention_mask, batch, length, embedded.device)
@@ -25,7 +25,7 @@ def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | No
 
 
 def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) -> Tensor | None:
-    """The mask of the new tokens alone, bool [B, T], from one that may begin with the `past` tokens, [B, P + T]."""
+    """The mask of the new tokens, bool [B, T], from a mask that may also cover the `past` tokens, [B, P + T]."""
     if attention_mask is None:
         return None
     length = embedded.shape[1]
@@ -39,10 +39,12 @@ def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) 
 
 
 def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
-    """The boundaries, int64 [D + 1], of documents packed into a row, at whose beginnings positions are 0; None for one a row.
+    """The boundaries, int64 [D + 1], of documents packed into one row; None if each row is one document.
+
+    A document begins where the position is 0.
 
     Raises:
-        ArgumentError: for positions other than those that the model counts by itself.
+        ArgumentError: for positions that differ from those that the model computes itself.
     """
     batch, length = embedded.shape[:2]
     if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
@@ -54,11 +56,11 @@ def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Ten
     if bool((given == counted).all()):
         return None
     place = torch.arange(length, device=position_ids.device)
-    start = torch.where(position_ids[0] == 0, place, -1).cummax(0).values  # of each token's document
+    start = torch.where(position_ids[0] == 0, place, -1).cummax(0).values  # start of each token's document
     if batch > 1 or mask is not None or not bool((position_ids[0] == place - start).all()):
         raise ArgumentError(
             "position_ids",
-            "holds other positions than the model counts by itself, which are those of the real tokens of a row from 0 on, or, "
-            "in a batch of one row without padding, of each document packed into it: leave it out.",
+            "differs from the model's own positions, which count the real tokens of each row from 0, or of each document "
+            "packed into a single unpadded row: leave it out.",
         )
     return F.pad((position_ids[0] == 0).nonzero()[:, 0], (0, 1), value=length)

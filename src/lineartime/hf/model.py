@@ -1,4 +1,4 @@
-"""The base model: embedding, blocks and norm of lineartime, with the arguments of transformers.
+"""The base model: embedding, blocks and norm of lineartime, with the interface of transformers.
 
 Shapes: B batch, T tokens, d model width.
 """
@@ -23,18 +23,18 @@ from lineartime.models.backbone import Backbone
 
 
 class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What all models of lineartime have in common in transformers."""
+    """The base class of all lineartime models in transformers."""
 
     config: LineartimeConfig
     config_class = LineartimeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Backbone"]  # streams go through its blocks without the hooks of accelerate
+    _no_split_modules: ClassVar[list[str]] = ["Backbone"]  # streaming bypasses the hooks of accelerate in its blocks
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     @classmethod
     def from_pretrained(cls, name: str | Path | None, *arguments: Any, **options: Any) -> Any:
-        """As in transformers; ArgumentError for a device_map that divides the model, LineartimeError for a damaged folder."""
+        """As in transformers; raises ArgumentError if device_map splits the model, LineartimeError if the folder is damaged."""
         given = options.get("device_map")
         if isinstance(given, dict):
             _check_places(given)
@@ -49,24 +49,24 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return loaded
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """The token embedding."""
         embedding: nn.Module = self.base_model.backbone.embedding
         return embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
+        """Replace the token embedding."""
         self.base_model.backbone.embedding = value
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's own parameters as lineartime draws them, but none that were loaded."""
+        """Initialise a module's own parameters as lineartime does, except those that were loaded."""
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         loaded = [(tensor, tensor.clone()) for tensor in own if getattr(tensor, "_is_hf_initialized", False)]
         if isinstance(module, ResidualLayer):
-            module.init_own()  # its parts are visited by themselves
+            module.init_own()  # submodules are visited separately
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        elif type(module) is nn.Linear:  # of a head
+        elif type(module) is nn.Linear:  # the layer of a head
             super()._init_weights(module)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
@@ -76,14 +76,14 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None, every_n_layers: int = 1
     ) -> None:
-        """Let the backward pass compute each block again, as `LanguageModel.recompute_blocks` does."""
+        """Recompute each block in the backward pass, as `LanguageModel.recompute_blocks` does."""
         if enable and every_n_layers != 1:
             raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
         self.base_model.gradient_checkpointing = enable
 
 
 def _check_places(device_map: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for a map of modules to devices that divides the model, or leaves it on the disk."""
+    """Raise ArgumentError for a device map that splits the model or leaves it on disk."""
     places = sorted({str(place) for place in device_map.values()})
     if len(places) > 1 or "disk" in places:
         where = " and ".join(places)
@@ -91,7 +91,7 @@ def _check_places(device_map: Mapping[str, Any]) -> None:
 
 
 class LineartimeModel(LineartimePreTrainedModel):
-    """Hidden vectors of tokens, of any task and system; see `forward`."""
+    """Computes the hidden vectors of tokens, for any task and system; see `forward`."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
@@ -114,29 +114,31 @@ class LineartimeModel(LineartimePreTrainedModel):
         token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Read whole sequences, or continue those of a cache.
+        """Read whole sequences, or continue the streams of a cache.
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, T], 1 for real tokens; padding may stand anywhere. With a cache, the tokens read before may
-                stand in front, [B, past + T].
-            position_ids: [1, T], for documents packed into a single row: the positions start at 0 with each. Otherwise they
-                are not needed, and must be those that the model counts by itself: real tokens from 0 on.
-            past_key_values: continue its streams; it is brought up to date, unless use_cache is False.
-            inputs_embeds: [B, T, d], instead of the ids.
-            use_cache: whether to begin a cache where none is given; not so by default.
-            output_hidden_states: whether to return what each block reads, and last_hidden_state.
-            cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, as the collators of
-                transformers call them; preferred to position_ids in compiled code.
-            prefix_lengths: int [B], for a model of task "prefix-lm": so many first tokens are read in both directions.
-            token_type_ids: int [B, T], for a model with types of tokens; others ignore it. Not with a cache.
-            **kwargs: ignored, but for output_attentions.
+            attention_mask: [B, T], 1 for real tokens; padding may be anywhere. With a cache, the mask may also cover the tokens
+                read before, [B, past + T].
+            position_ids: [1, T], for documents packed into a single row: positions start at 0 in each document. Otherwise they
+                are not needed; if given, they must count the real tokens from 0, as the model does itself.
+            past_key_values: the cache whose streams to continue; it is updated unless use_cache is False.
+            inputs_embeds: [B, T, d], to be used instead of the ids.
+            use_cache: whether to create a cache if none is given; by default, none is created.
+            output_hidden_states: whether to return the input of each block, followed by last_hidden_state.
+            cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, under the name that the
+                collators of transformers use; preferable to position_ids in compiled code.
+            prefix_lengths: int [B], for a model of task "prefix-lm": how many first tokens are read bidirectionally.
+            token_type_ids: int [B, T], for a model with token types; ignored by other models and with a cache.
+            **kwargs: ignored, except output_attentions, which must not be True.
 
         Raises:
             ArgumentError: for arguments that do not fit each other or the model.
         """
         if kwargs.get("output_attentions"):
-            raise ArgumentError("output_attentions", "is True, but these models form no matrix of attention to return.")
+            raise ArgumentError(
+                "output_attentions", "is True, but these models do not compute attention matrices that could be returned."
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError("input_ids", "and inputs_embeds are both given or both missing, but one of them is needed.")
         if output_hidden_states is None:
@@ -163,14 +165,14 @@ class LineartimeModel(LineartimePreTrainedModel):
         )
 
     def _embed(self, ids: Tensor | None) -> Tensor:
-        self.backbone.check_ids(cast("Tensor", ids))  # None has its sentence there
+        self.backbone.check_ids(cast("Tensor", ids))  # which also reports None
         embedded: Tensor = self.backbone.embedding(ids)
         return embedded
 
     def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
         if self.config.task == "mlm":
             name = "use_cache" if given is None else "past_key_values"
-            raise ArgumentError(name, "is given, but a masked language model reads both ways and cannot continue a text.")
+            raise ArgumentError(name, "is given, but a masked language model is bidirectional and cannot continue a text.")
         if given is None:
             return LineartimeCache()
         if not isinstance(given, LineartimeCache):
@@ -194,7 +196,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
 
     def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor) -> bool:
-        """Whether all of the first tokens are prefix; ArgumentError where only some are."""
+        """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""
         if prefix_lengths is None:
             return False
         real = torch.full_like(prefix_lengths, embedded.shape[1]) if mask is None else mask.sum(1)

@@ -1,4 +1,4 @@
-"""What there is to see: weights, contributions and states of each layer of a model that reads a text, and its losses.
+"""Collect what an inspection shows: weights, contributions and states of each layer as a model reads a text, and losses.
 
 Shapes: T tokens that the model reads, d model width.
 """
@@ -23,9 +23,9 @@ from lineartime.models.heads import LanguageModel, check_model
 from lineartime.ops.cross_entropy import IGNORED
 
 MOST_TOKENS = 2048
-"""The longest text that is shown: a map of weights has a point for each pair of tokens."""
+"""The maximum number of tokens shown: an attention map has a point for each pair of tokens."""
 _STATES = 64
-"""At how many places along the text the state of a layer is measured, at most."""
+"""The maximum number of places along the text at which the state of a layer is measured."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Piece:
     """One or more tokens that make whole characters.
 
     Attributes:
-        text: as the tokenizer decodes it.
-        losses: of each token, in nats; None for one that the model did not have to predict.
+        text: the text, as the tokenizer decodes it.
+        losses: the loss of each token, in nats; None for a token that the model did not have to predict.
     """
 
     text: str
@@ -49,15 +49,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class LayerView:
-    """What one layer does.
+    """What one layer does with the text.
 
     Attributes:
-        name: of the mixer's class.
-        weights: by part of its attention, what each token (a row) reads of each other one (a column), [T, T]: the mean over
-            heads.
-        added: by part, the norm of what it adds to each token, [T].
+        name: the class name of the mixer.
+        weights: for each part of its attention, the weight with which each token (row) reads each other token (column),
+            [T, T]; the mean over heads.
+        added: for each part, the norm of what it adds to each token, [T].
         states: the norm of the layer's global state, by the number of tokens read; empty for a mixer without one.
-        missing: what this mixer does not have, in sentences.
+        missing: sentences that say what this mixer does not have.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LayerView:
 
     @property
     def global_share(self) -> Tensor | None:
-        """The global part's share of what is added to each token, by norms, from 0 to 1, [T]; None without both parts."""
+        """The global part's share of the norms added to each token, from 0 to 1, [T]; None without both parts."""
         if not {"local", "global"} <= self.added.keys():
             return None
         local, across = self.added["local"], self.added["global"]
@@ -80,11 +80,11 @@ class Inspection:
     """What a model does with a text.
 
     Attributes:
-        task: of the model.
+        task: the task of the model.
         pieces: the text, with losses.
-        left_out: tokens of the text that were not read, for it was too long.
-        prefix: tokens at the beginning that the model read in both directions, for a model of task "prefix-lm".
-        layers: from the first to the last.
+        left_out: how many tokens were not read, because the text was too long.
+        prefix: how many tokens at the beginning were read bidirectionally, for a model of task "prefix-lm".
+        layers: the layers, from first to last.
     """
 
     task: str
@@ -95,23 +95,23 @@ class Inspection:
 
     @property
     def loss(self) -> float | None:
-        """The mean loss in nats of the tokens that were predicted; None if none was."""
+        """The mean loss in nats over the predicted tokens; None if there are none."""
         known = [loss for piece in self.pieces for loss in piece.losses if loss is not None]
         return sum(known) / len(known) if known else None
 
 
 @torch.no_grad()
 def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 512) -> Inspection:
-    """Let a model read a text and show what its layers do.
+    """Let a model read a text, and collect what its layers do.
 
-    The text is read and predicted as in an evaluation: by a causal model after an end of document; by a masked model with 15%
-    of the tokens masked, always the same ones; by a model of task "prefix-lm" with the first half as its prefix.
+    The model reads and predicts the text as in an evaluation. A causal model reads it after an end-of-document token. For a
+    masked model, 15% of the tokens are masked, always the same. A model of task "prefix-lm" reads the first half as prefix.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's own.
-        text: with at least one token.
-        max_tokens: read only so many of its first tokens, at most 2,048.
+        model: a model in evaluation mode.
+        tokenizer: the tokenizer of the model.
+        text: a text of at least one token.
+        max_tokens: how many tokens to read from the beginning of the text, at most 2,048.
 
     Raises:
         ArgumentError: for a text without a token or longer than the model can read, or a tokenizer that does not fit the model.
@@ -150,7 +150,7 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:
-    """The tokens joined where only several of them make a character, as the bytes of one do."""
+    """The pieces of the text; tokens that make a character only together, such as its bytes, are joined."""
     decoder, pieces = tokenizer.stream_decoder(), []
     waiting: list[float | None] = []
 
@@ -166,13 +166,13 @@ def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) ->
 
 
 def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
-    """What a layer does with the tokens it reads, [1, T, d]."""
+    """What a layer does with its input, [1, T, d]."""
     name, missing = type(mixer).__name__, []
     weights: dict[Part, Tensor] = {}
     added: dict[Part, Tensor] = {}
     try:
         if not isinstance(mixer, OpenMixer):
-            raise LineartimeError(f"{name} has no weights to show: it does not say what its attention is made of.")
+            raise LineartimeError(f"{name} cannot show attention weights: it does not expose the parts of its attention.")
         opened = mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix_lengths, device=x.device))
         for part in opened.parts:
             weights[part] = opened.weights(part)[0].mean(0).float().cpu()
@@ -192,7 +192,7 @@ def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> Layer
 
 
 def _states(mixer: Mixer[Any], x: Tensor, prefix: int) -> dict[int, float]:
-    """The norm of the global state by the number of tokens read, from a stream of the same tokens."""
+    """The norm of the global state by the number of tokens read, measured on a stream of the same tokens."""
     if not mixer.causal or not isinstance(mixer, OpenMixer):
         return {}
     length, position = x.shape[1], 0

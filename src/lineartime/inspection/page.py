@@ -1,6 +1,6 @@
-"""The page of an inspection: one HTML file without scripts, which loads nothing.
+"""The page of an inspection: one HTML file without scripts or external resources.
 
-Whatever comes from the user, the text above all, passes through `escaped`.
+All data from the user, above all the text, passes through `escaped`.
 """
 
 import html
@@ -12,7 +12,7 @@ from lineartime.inspection.pictures import NEGATIVE, POSITIVE, map_png
 from lineartime.runs.ticks import FEWEST, round_ticks, tick_labels
 
 _WORST = 8.0
-"""The loss in nats that has the strongest colour."""
+"""The loss in nats that is shown in the strongest colour."""
 _STYLE = f"""
 :root {{ color-scheme: light dark; --ink: #1b1f24; --faint: #667; --paper: #fff; --line: #d5d8dd; --hot: 217,95,2;
   --local: rgb{NEGATIVE}; --global: rgb{POSITIVE}; }}
@@ -38,12 +38,12 @@ svg {{ width: 29rem; }} svg text {{ fill: var(--faint); font-size: 11px; }}
 
 
 def page(inspection: Inspection, title: str) -> str:
-    """The page as a text."""
+    """The page as HTML."""
     return "".join(_page(inspection, title))
 
 
 def escaped(text: str) -> str:
-    r"""A text as HTML that shows it, tags too; a character that cannot be seen becomes its name, \u202e."""
+    r"""Escape a text for HTML; an invisible character is shown as its escape sequence, such as \u202e."""
     return "".join(_character(character) for character in text)
 
 
@@ -71,11 +71,11 @@ def _page(inspection: Inspection, title: str) -> Iterator[str]:
 def _text(inspection: Inspection) -> Iterator[str]:
     mean = inspection.loss
     if mean is None:
-        yield "<p>The model had to predict no token of this text, so that there is no loss.</p>\n"
+        yield "<p>No token of this text was predicted, so there is no loss.</p>\n"
     else:
         yield f"<p>Mean loss {mean:.3f} nats per predicted token. The stronger the colour, the higher the loss: "
         yield f'<span class="scale"></span> from 0 to {_WORST:g} nats.'
-        yield " Grey text had not to be predicted.</p>\n" if any(p.loss is None for p in inspection.pieces) else "</p>\n"
+        yield " Grey text was not predicted.</p>\n" if any(p.loss is None for p in inspection.pieces) else "</p>\n"
     if inspection.task == "mlm":
         yield "<p>Coloured tokens were selected to be predicted, most of them masked; the text is shown as it was before.</p>\n"
     if inspection.prefix:
@@ -125,7 +125,7 @@ def _layer(layer: LayerView, number: int) -> Iterator[str]:
 
 
 def _chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: float | None = None) -> str:
-    """Curves as an SVG, whose colours are those of the page."""
+    """Draw curves as an SVG in the colours of the page."""
     width, height, left, bottom = 460, 220, 52, 24
     points = [point for curve in curves.values() for point in curve]
     end = max(FEWEST - 1.0, max(x for x, _ in points))

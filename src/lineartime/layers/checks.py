@@ -1,4 +1,4 @@
-"""Checks of what a layer is given: arguments of its constructor, and tensors."""
+"""Checks of the inputs of a layer: constructor arguments and tensors."""
 
 from functools import cache
 from types import UnionType
@@ -14,9 +14,10 @@ from lineartime.layers.options import constructor_options
 
 
 def check_options(layer: Any, options: dict[str, Any]) -> None:
-    """Raise ArgumentError, naming the argument, for an option of a constructor whose value has another type than it states.
+    """Raise ArgumentError, naming the argument, if the value of a constructor option does not have the annotated type.
 
-    Types that are no classes are left to the constructor: it may allow fewer choices than its bases. So are unknown options.
+    Only class types are checked. Other types, such as Literal, are left to the constructor, which may allow fewer choices than
+    its bases. Unknown options are left to it as well.
     """
     known = _options(layer)
     for name, value in options.items():
@@ -28,21 +29,21 @@ _options = cache(constructor_options)
 
 
 def _is_of_classes(hint: Any) -> bool:
-    """Whether a type is a class, or one of several: `int | None`."""
+    """Whether a type hint is a class or a union of classes, such as `int | None`."""
     classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes)
 
 
 def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Module, layer: nn.Module) -> None:
-    """Raise ArgumentError unless x is a tensor [B, T, width], called `shape`, of the dtype and on the device of a layer.
+    """Raise ArgumentError unless x is a tensor [B, T, width] with the dtype and on the device of a layer.
 
     Args:
         argument: the name of x.
-        x: what was given.
-        shape: in the letters of the layer, the last of them being its width: "[B, T, d_model]".
+        x: the value to check.
+        shape: the expected shape in the letters of the layer, for messages: "[B, T, d_model]".
         width: d_model.
-        norm: the part of the layer that reads x first.
-        layer: whose parameters may have several dtypes; x may have any of them, and under autocast any that has fractions.
+        norm: the part of the layer that receives x first.
+        layer: the layer. Its parameters may have several dtypes; x may have any of them or, under autocast, any floating dtype.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
@@ -58,11 +59,11 @@ def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Modu
 
 
 def check_device(argument: str, x: Tensor, part: nn.Module) -> Tensor:
-    """A parameter of the part of a model that reads x; ArgumentError unless x is on its device."""
+    """Return a parameter of the module that receives x; raise ArgumentError unless x is on its device."""
     parameter = next(part.parameters())
-    # A hook of accelerate moves the inputs and parameters of a part that is offloaded.
+    # A hook of accelerate moves the inputs and parameters of an offloaded module.
     if x.device != parameter.device and not hasattr(part, "_hf_hook"):
-        raise ArgumentError(argument, f"is on {x.device}, but must be on {parameter.device}, as the parameters that read it.")
+        raise ArgumentError(argument, f"is on {x.device}, but must be on {parameter.device}, like the parameters that read it.")
     return parameter
 
 
@@ -70,7 +71,7 @@ def check_positive(**sizes: int) -> None:
     """Raise ArgumentError, naming the argument, unless every size is at least 1."""
     for argument, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ArgumentError(argument, f"is {value!r}, but must be a whole number.")
+            raise ArgumentError(argument, f"is {value!r}, but must be an integer.")
         if value < 1:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")
 
@@ -80,7 +81,7 @@ def check_fits(layer: str, length: int, max_length: int) -> None:
     if length > max_length:
         raise ArgumentError(
             "max_length",
-            f"is {max_length} in this {layer}, but the sequence has {length} tokens: build it with more, or give it shorter "
+            f"is {max_length} in this {layer}, but the sequence has {length} tokens: increase max_length or pass shorter "
             "sequences.",
         )
 
@@ -93,6 +94,6 @@ def check_even(reason: str, **sizes: int) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether someone has put functions before, behind or in the place of the forward of a module, or of all modules."""
+    """Whether a module has forward hooks or a replaced `forward`, or hooks are registered for all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     return bool(own or torch_module._has_any_global_hook())

@@ -6,7 +6,7 @@ e = expansion * d value width of all heads.
     x = norm(input)
     U = silu(x Wu + bu)         [B,T,e]      Q = silu(x Wq + bq) * gamma_q + beta_q        [B,T,s]
     V = silu(source Wv + bv)    [B,S,e]      K = silu(source Wk + bk) * gamma_k + beta_k   [B,S,s]
-    out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are cut in H parts, each attending by itself
+    out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are split into H parts that attend separately
 """
 
 from typing import NamedTuple
@@ -37,19 +37,20 @@ class SourceState(NamedTuple):
 class CrossGAU(ResidualLayer):
     """Gated attention unit that reads another sequence: [B, T, d] and a source [B, S, d] -> [B, T, d].
 
-    Pre-norm and residual are inside; the source must be normed, as it is by the final norm of an encoder. A token reads the
-    whole source and no other token of its own sequence. There are no rotary positions: the distance between tokens of
-    different sequences has no meaning, so that both sequences need positions in their embeddings.
+    The layer includes a pre-norm and a residual connection. The source must already be normalised, for example by the final
+    norm of an encoder. A token attends to the whole source and to no other token of its own sequence. There are no rotary
+    positions, because the distance between tokens of different sequences has no meaning. Both sequences therefore need
+    positions in their embeddings.
 
     Args:
         d_model: d, the width of inputs, source and outputs.
         n_heads: H, which must divide d_qk and expansion * d.
-        d_qk: s, the width of queries and keys, all heads together.
-        expansion: values and gate are e = expansion * d wide, all heads together.
-        activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        **options: those of `ResidualLayer`.
+        d_qk: s, the total width of queries and keys over all heads.
+        expansion: the values and the gate have a total width of e = expansion * d over all heads.
+        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        **options: the options of `ResidualLayer`.
 
-    Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, read across two sequences.
+    Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, applied across two sequences.
     """
 
     name = "cross-gau"
@@ -83,31 +84,31 @@ class CrossGAU(ResidualLayer):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
     def init_own(self) -> None:
-        """Set gamma and beta to what they start with."""
-        # Not the N(0, 0.02) and 0 of a GAU: without a relative bias, scores would start at 1e-6, and their squares would pass
-        # no gradient. These start near beta_q.beta_k / sqrt(s / H) = 1: at first, every query reads the mean of the source.
+        """Set gamma and beta to their initial values."""
+        # Not N(0, 0.02) and 0 as in a GAU: without a relative bias, scores would start at 1e-6, and their squares would pass
+        # no gradient. Here, scores start near beta_q.beta_k / sqrt(s / H) = 1, so every query first averages the whole source.
         nn.init.ones_(self.gamma)
         nn.init.constant_(self.beta, (self.d_qk / self.n_heads) ** -0.25)
 
     def forward(self, x: Tensor, source: Tensor, mask: Tensor | None = None, source_mask: Tensor | None = None) -> Tensor:
-        """Read a whole source and compute all tokens at once.
+        """Attend from all tokens to a whole source at once.
 
         Args:
             x: [B, T, d].
             source: [B, S, d], normed.
-            mask: bool or 0 and 1, [B, T], True for real tokens; padding may be anywhere and comes out as zeros.
-            source_mask: bool or 0 and 1, [B, S], True for real tokens of the source; no token reads padding.
+            mask: [B, T], bool or integers 0 and 1, True for real tokens. Padding may be anywhere; its outputs are zero.
+            source_mask: [B, S], bool or integers 0 and 1, True for real tokens of the source. No token attends to padding.
 
         Returns:
             [B, T, d]. For a source without real tokens, the output is x plus a learned bias.
 
         Raises:
-            ArgumentError: if shapes do not fit.
+            ArgumentError: if shapes do not match.
         """
         return self.attend(x, self.read(source, source_mask), mask)
 
     def read(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
-        """Keys and values of a source [B, S, d], computed once for all calls of `attend`."""
+        """Compute the keys and values of a source [B, S, d] once, for all calls of `attend`."""
         self.check_input(source, "source", "[B, S, d_model]")
         source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1], source.device)
         projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
@@ -115,11 +116,11 @@ class CrossGAU(ResidualLayer):
         return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
 
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
-        """Let tokens [B, T, d] read a source. Any cut of T gives the same result: no token reads another."""
+        """Attend from tokens [B, T, d] to a source. Tokens are independent, so T can be split in any way."""
         self.check_input(x)
         mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
         if x.shape[0] != state.k.shape[0]:
-            raise ArgumentError("x", f"has batch size {x.shape[0]}, but its source was read for {state.k.shape[0]}.")
+            raise ArgumentError("x", f"has batch size {x.shape[0]}, but the source has batch size {state.k.shape[0]}.")
         x = zero_padding(x, mask)
         gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_value, self.d_qk], dim=-1)
         q = self._split_heads(base * self.gamma[0] + self.beta[0])

@@ -1,4 +1,4 @@
-"""The gated unit, base of GAU and FLASH.
+"""The gated unit, the base of GAU and FLASH.
 
 Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query/key width.
 
@@ -47,22 +47,22 @@ class GatedUnit(OpenMixer[State]):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
 
     Args:
-        d_qk: s, the width of queries and keys; even.
-        expansion: values and gate are e = expansion * d wide.
-        activation: of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; for others, see the subclass.
-        rope: whether queries and keys are rotated by their position.
-        rotary_width: how many of their s features are rotated, half of them in each half; None for all.
+        d_qk: s, the width of queries and keys, which must be even.
+        expansion: the values and the gate have width e = expansion * d.
+        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys; for other values, see the subclass.
+        rope: whether to apply rotary positions to queries and keys.
+        rotary_width: the number of their s features that are rotated, half of them in each half of s; None for all.
         initial_scores: "small" draws gamma from N(0, 0.02) and sets beta to 0, as published. "unit" sets gamma to 1 and beta to
-            s^(-1/4) for the queries and keys of a quadratic part: q.k / sqrt(s) starts near 1, and RoPE lets it fall with
+            s^(-1/4) for the queries and keys of a quadratic part. q.k / sqrt(s) then starts near 1 and, with RoPE, falls with
             distance. The published values suit normalization="paper"; with "count", attention that starts small learns late.
-        **options: those of `Mixer`.
+        **options: the options of `Mixer`.
     """
 
     n_maps: ClassVar[int] = 2
-    """Queries and keys that are made of Z, each by its own gamma and beta."""
+    """The number of queries and keys that are made from Z, each with its own gamma and beta."""
     normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
-    """Those that it has."""
+    """The values of `normalization` that it supports."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class GatedUnit(OpenMixer[State]):
         check_choice("normalization", normalization, self.normalizations)
         check_choice("initial_scores", initial_scores, get_args(InitialScores))
         check_positive(d_qk=d_qk, expansion=expansion)
-        check_even("rotary positions turn pairs of features", d_qk=d_qk)
+        check_even("rotary positions rotate pairs of features", d_qk=d_qk)
         check_rotary_width(rotary_width, d_qk)
         self.d_qk = d_qk
         self.expansion = expansion
@@ -99,45 +99,45 @@ class GatedUnit(OpenMixer[State]):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
     def init_own(self) -> None:
-        """Draw or set gamma and beta: see `initial_scores`."""
+        """Initialise gamma and beta: see `initial_scores`."""
         nn.init.normal_(self.gamma, std=0.02)
         nn.init.zeros_(self.beta)
-        if self.initial_scores == "unit":  # the maps of a quadratic part come first
+        if self.initial_scores == "unit":  # the queries and keys of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
             nn.init.constant_(self.beta[:2], self.d_qk**-0.25)
 
     def plan(self) -> LayoutPlan:
-        """Rotations of queries and keys."""
+        """Request rotations of queries and keys."""
         width = self.d_qk if self.rope else None
         return super().plan()._replace(rotary_width=width, rotated=self.rotary_width, dtype=acc_dtype(self.gamma))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
-        """How wide U and V are, given e = expansion * d."""
+        """The widths of U and V, given e = expansion * d."""
         return width, width
 
     @abstractmethod
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """From the projected tokens [B, T, 2 e + s] to what the output map reads, [B, T, e], for whole sequences."""
+        """Map the projected tokens of whole sequences, [B, T, 2 e + s], to the input of the output projection, [B, T, e]."""
 
     @abstractmethod
     def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """Queries and keys [B, maps, N, s] and values [B, N, e] of more tokens -> [B, N, e], and the state after them."""
+        """Attend from N new tokens: queries and keys [B, maps, N, s], values [B, N, e] -> [B, N, e] and the new state."""
 
     @abstractmethod
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """One part of its attention over whole sequences: [B, maps, T, s] and values [B, T, w] of any width -> [B, T, w]."""
+        """Compute one part of the attention over whole sequences: [B, maps, T, s], values [B, T, w] -> [B, T, w], for any w."""
 
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """`attend_next` for prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], in a layer that `reads_prefix`."""
+        """Bidirectional attention within prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], if the layer `reads_prefix`."""
         raise NotImplementedError
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         out: Tensor = self.to_output(self.attend_and_gate(self.to_gate_value_base(normed), layout))
         return out
 
     def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
-        """The attention of `mix`, taken apart."""
+        """The attention of `mix`, split into its parts."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
 
         def read(part: Part) -> Callable[[Tensor], Tensor]:
@@ -146,14 +146,14 @@ class GatedUnit(OpenMixer[State]):
         return Opened(v, 1, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.gate(gate, read)))
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         attended, state = self.attend_next(maps, v, state, layout)
         attended = layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
         return self.to_output(self.gate(gate, attended)), state
 
     def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Projected tokens -> the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
+        """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
         gate, value, base = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], dim=-1)
         return gate, value, self.queries_and_keys(base, layout.rotations)
 
@@ -162,7 +162,7 @@ class GatedUnit(OpenMixer[State]):
         return queries_and_keys(base, self.gamma, self.beta, rotations)
 
     def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        """U * attention's output."""
+        """Multiply the output of the attention by the gate U."""
         return gate * attended
 
 
@@ -170,25 +170,25 @@ class HasBackends(nn.Module):
     """A layer whose attention has several implementations."""
 
     backend: Backend = "auto"
-    """Which of them it uses: see `set_backend`."""
+    """The one that it uses: see `set_backend`."""
 
     def extra_repr(self) -> str:
-        """The backend, which a layer shows behind its options."""
+        """The backend, printed after the options of a layer."""
         return f"backend={self.backend!r}"
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:
-    """Have all GAU and FLASH layers of a model, or a layer itself, compute their attention by one backend.
+    """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
 
-    Streaming, and the variants of FLASH in `lineartime.baselines`, have one implementation each, and do not change.
+    Streaming and the variants of FLASH in `lineartime.baselines` have only one implementation and are not affected.
 
     Args:
-        module: a layer, or anything that contains layers.
-        backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
+        module: a layer, or a module that contains layers.
+        backend: "torch", "tiled" (for CPUs), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
             fastest that can run.
 
     Raises:
-        ValueError: for an unknown backend. One that is known but cannot run says so when the layer is used.
+        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer is used.
     """
     check_choice("backend", backend, BACKENDS)
     for layer in module.modules():

@@ -1,4 +1,4 @@
-"""The contract of a mixer, a layer that moves information between tokens: whole sequences, and streams.
+"""The contract of a mixer, a layer that moves information between tokens, for whole sequences and for streams.
 
 Shapes: B batch, T tokens, N new tokens of a stream, D documents of a pack, d model width.
 """
@@ -19,7 +19,7 @@ from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
-READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, in words
+READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, for messages
 
 State = TypeVar("State", bound=StreamState)
 
@@ -37,23 +37,24 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
     then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
-    Inside a model, the layout of a batch is made once, by `layout`, and handed to `read` of every layer; for streams,
-    `stream_layout` and `read_next`. Norm and residual are those of `ResidualLayer`. A subclass supplies what is between
-    them, `mix`, `mix_next` and `init_own_state`, and, if it uses more of a layout than positions and rows, `plan`.
+    Inside a model, `layout` makes the layout of a batch once, and `read` of every layer receives it. For streams,
+    `stream_layout` and `read_next` do the same. The norm and the residual are those of `ResidualLayer`. A subclass implements
+    what is between them: `mix`, `mix_next` and `init_own_state`. If it uses more of a layout than positions and rows, it also
+    implements `plan`.
 
     Args:
-        causal: whether a token reads only itself and earlier tokens; needed to stream.
-        token_shift: whether the first half of each normed token's features are taken from the token before it, and are zeros at
-            the first token of a document; see `lineartime.ops.token_shift`.
-        **options: those of `ResidualLayer`.
+        causal: whether a token attends only to itself and earlier tokens; required for streaming.
+        token_shift: whether the first half of each normed token's features is taken from the previous token, with zeros for the
+            first token of a document; see `lineartime.ops.token_shift`.
+        **options: the options of `ResidualLayer`.
     """
 
     why_not_causal: ClassVar[str | None] = None
-    """Why a bidirectional mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
+    """Why a mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
-    """Whether it can read sequences that several processes hold together."""
+    """Whether it supports sequences that are split over several processes."""
     reads_prefix: ClassVar[bool] = False
-    """Whether a causal one can read the first tokens of sequences in both directions."""
+    """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
 
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
@@ -66,23 +67,23 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens that the mixer can read, or None where there is no limit."""
+        """The maximum length of a sequence, or None if there is no limit."""
         return None
 
     @abstractmethod
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences of normed tokens, [B, T, d] -> what is added to the tokens, [B, T, d]."""
+        """Map whole sequences of normed tokens to what is added to the tokens: [B, T, d] -> [B, T, d]."""
 
     @abstractmethod
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """The same for N more tokens of streams, [B, N, d], and the state after them; `state` stays as it is."""
+        """Do the same for N more tokens of streams, [B, N, d], and return the new state; `state` is not modified."""
 
     @abstractmethod
     def init_own_state(self, batch_size: int) -> State:
         """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
 
     def plan(self) -> LayoutPlan:
-        """What the mixer needs of a layout."""
+        """What the mixer needs from a layout."""
         return LayoutPlan(token_shift=self.token_shift)
 
     def forward(
@@ -92,21 +93,21 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         cu_seqlens: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
     ) -> Tensor:
-        """Read whole sequences at once.
+        """Process whole sequences at once.
 
         Args:
             x: [B, T, d].
-            mask: bool or 0 and 1, [B, T], True for real tokens; padding may stand anywhere and comes out as zeros.
+            mask: [B, T], bool or integers 0 and 1, True for real tokens. Padding may be anywhere; its outputs are zero.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: so many of the first real tokens of each row,
-                or document, read each other in both directions; later tokens read as ever.
+            prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: the number of real tokens at the start of
+                each row, or document, that attend to each other bidirectionally. Later tokens attend causally.
 
         Returns:
             [B, T, d].
 
         Raises:
-            ValueError: if shapes do not fit, or a sequence is longer than the mixer can read.
-            LineartimeError: for prefixes, if it can read none.
+            ValueError: if shapes do not match, or a sequence is longer than the mixer allows.
+            LineartimeError: if prefixes are given and the mixer does not support them.
         """
         self.check_input(x)
         return self.read(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
@@ -121,12 +122,12 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         device: torch.device,
         context: ContextGroup | None = None,
     ) -> Layout:
-        """The layout of a batch [B, T, ...], with all that `read` needs; equal mixers can share it.
+        """Make the layout of a batch [B, T, ...] with all that `read` needs; mixers with equal plans can share it.
 
         Raises:
-            ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit, or this mixer cannot split sequences over the
-                processes of a `context`.
-            LineartimeError: for prefixes, if this mixer can read none.
+            ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split sequences
+                over the processes of a `context`.
+            LineartimeError: if prefixes are given and this mixer does not support them.
         """
         if prefix_lengths is not None:
             self.check_prefix()
@@ -139,13 +140,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return make_layout(shape, mask, cu_seqlens, prefix_lengths, device=device, plan=self.plan(), context=context)
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
-        """`forward` with a layout: [B, T, d] -> [B, T, d], with zeros at padding; ValueError for a layout of another mixer."""
+        """`forward` with a given layout: [B, T, d] -> [B, T, d], zeros at padding; ValueError for a layout of another mixer."""
         self.check_layout(layout)
         x = zero_padding(x, layout.mask)
         return zero_padding(self.after(x, layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
 
     def normed(self, x: Tensor, layout: Layout) -> Tensor:
-        """What `mix` is given: tokens behind the norm, if it stands before the layer, and shifted if the mixer does so."""
+        """The input of `mix`: tokens after the norm, if it is a pre-norm, and after the token shift, if it is on."""
         normed = self.before(x)
         return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
 
@@ -153,7 +154,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
         self.check_causal()
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
-            raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a whole number from 0 on.")
+            raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a non-negative integer.")
         own = self.init_own_state(batch_size)
         if not self.token_shift:
             return own
@@ -164,20 +165,20 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def extend(
         self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None
     ) -> tuple[Tensor, State | ShiftedState | RaggedState]:
-        """Continue streams by N tokens, as each stream would be continued alone.
+        """Continue streams by N tokens; each stream has the same outputs as if it were continued alone.
 
         Args:
             x: [B, N, d].
-            state: as `extend` returned it, or None to begin B streams; it stays as it is.
-            mask: bool or 0 and 1, [B, N], True for real tokens. Positions count real tokens only, so that prompts of different
-                lengths can be padded on the left, read at once, and continued without a mask. Streams at one position that get
-                equally many tokens are computed together, the others one group after the other.
+            state: the state that `extend` returned, or None to begin B streams; it is not modified.
+            mask: [B, N], bool or integers 0 and 1, True for real tokens. Positions count only real tokens, so prompts of
+                different lengths can be padded on the left, read in one call and continued without a mask. Streams at the same
+                position that get the same number of tokens are computed together, and one such group after another.
 
         Returns:
-            [B, N, d], with zeros at padding, and the state: a `RaggedState` where streams stand at different positions.
+            [B, N, d], with zeros at padding, and the state: a `RaggedState` if streams are at different positions.
 
         Raises:
-            ArgumentError: unless the mixer is causal; for shapes that do not fit, or a state of another batch size or layer.
+            ArgumentError: if the mixer is not causal, shapes do not match, or the state has another batch size or layer.
         """
         self.check_causal()
         self.check_input(x)
@@ -190,12 +191,12 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return extend_ragged(self._extend_together, x, state, mask)
 
     def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
-        """The layout of the first tokens [B, N, ...] of streams, all of them prefix; LineartimeError if it can read none."""
+        """The layout of the first tokens [B, N, ...] of streams, all in a prefix; LineartimeError without prefix support."""
         self.check_prefix()
         return prefix_layout(shape, device=device, plan=self.plan())
 
     def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` for streams at one position, by tokens without padding."""
+        """`extend` for streams at the same position, with tokens without padding."""
         return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
@@ -227,14 +228,14 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         for part in state.states if isinstance(state, RaggedState) else [state]:
             check_state(part, self.no_streams, type(self).__name__)
             if part[0].device != x.device:
-                raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, as x.")
+                raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, like x.")
         own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
         if batch != own:
             raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
 
     @cached_property
     def no_streams(self) -> State | ShiftedState:
-        """The state of no streams, which shows how a state is built."""
+        """The state of zero streams, as a template of the structure of a state."""
         return self.init_state(0)
 
     def check_layout(self, layout: Layout) -> None:
@@ -243,16 +244,16 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
 
     def check_prefix(self) -> None:
-        """Raise LineartimeError unless this mixer is causal and can read a prefix in both directions."""
+        """Raise LineartimeError unless this mixer is causal and supports prefixes."""
         if not self.reads_prefix:
-            raise LineartimeError(f"{type(self).__name__} cannot read a prefix in both directions: only {READ_PREFIX} can.")
+            raise LineartimeError(f"{type(self).__name__} does not support prefixes: only {READ_PREFIX} do.")
         if not self.causal:
-            problem = f"is False, so that {type(self).__name__} reads everything in both directions and has no prefix"
+            problem = f"is False, but prefixes need a causal {type(self).__name__}"
             raise ArgumentError("causal", f"{problem}: build it with causal=True.")
 
     def check_causal(self) -> None:
-        """Raise ArgumentError unless this mixer is causal, and so can stream."""
+        """Raise ArgumentError unless this mixer is causal, which streaming requires."""
         if not self.causal:
             why = self.why_not_causal
-            advice = ": build it with causal=True" if why is None else f", nor can it be built with causal=True: {why}"
+            advice = ": build it with causal=True" if why is None else f" and does not support causal=True: {why}"
             raise ArgumentError("causal", f"is False, so that {type(self).__name__} cannot stream{advice}.")

@@ -1,7 +1,7 @@
-"""Base of all multi-head attentions: projections, heads, rotary positions, padding, packing and output.
+"""Base of all multi-head attention layers: projections, heads, rotary positions, padding, packing and output.
 
 Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
-R rows (one for each document), L tokens of the longest.
+R rows (one for each document), L tokens of the longest row.
 """
 
 from abc import abstractmethod
@@ -33,16 +33,16 @@ class HeadOptions(MixerOptions, total=False):
 class MultiHeadMixer(OpenMixer[State]):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
-    `attend` gets every document as a row of its own, with its real tokens first.
+    `attend` receives every document as a separate row, with its real tokens first.
 
     Args:
         n_heads: H, which must divide d.
-        rope: whether queries and keys are rotated by their position.
-        **options: those of `Mixer`.
+        rope: whether to apply rotary positions to queries and keys.
+        **options: the options of `Mixer`.
     """
 
     n_maps: ClassVar[int] = 3
-    """Projections of the input: queries, keys and values; 2 if queries and keys are the same."""
+    """The number of input projections: 3 for queries, keys and values; 2 if queries and keys are the same."""
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -50,7 +50,7 @@ class MultiHeadMixer(OpenMixer[State]):
         if d_model % n_heads:
             raise ArgumentError("n_heads", f"is {n_heads}, but must divide d_model = {d_model}.")
         if rope:
-            check_even("rotary positions turn pairs of features", head_dim=d_model // n_heads)
+            check_even("rotary positions rotate pairs of features", head_dim=d_model // n_heads)
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
@@ -59,36 +59,37 @@ class MultiHeadMixer(OpenMixer[State]):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Queries, keys and values [R, H, L, h] -> [R, H, L, h], of one dtype and with autocast off.
+        """Attend: queries, keys and values [R, H, L, h] -> [R, H, L, h], all of the same dtype and with autocast off.
 
-        `real`, bool [R, L], is False behind the tokens of shorter rows, where the three hold zeros; None if all are as long.
+        `real`, bool [R, L], is False for the padding at the end of shorter rows, where the inputs are zeros. It is None if
+        there is no padding.
         """
 
     def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """One part of `attend`, in a mixer that has several `parts`; values may have any width."""
+        """Compute one part of `attend`, for a mixer with several `parts`; values may have any width."""
         return self.attend(q, k, v, real)
 
     @abstractmethod
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """The same for N more tokens of streams, [B, H, N, h], and the state after them; `state` stays as it is."""
+        """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` is not modified."""
 
     def attend_both_ways(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """`attend` in both directions, for prefixes, in a mixer that `reads_prefix`."""
+        """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
         raise NotImplementedError
 
     def plan(self) -> LayoutPlan:
-        """Rows with rotations."""
+        """Request rows and rotations."""
         width = self.head_dim if self.rope else None
         return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.to_output.weight))
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
-        """Whole sequences of normed tokens, [B, T, d] -> [B, T, d]."""
+        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         q, k, v = self.project(normed, layout)
         attended = self._by_row(self.attend, q, k, v, layout)
         return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
 
     def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
-        """The attention of `mix`, taken apart."""
+        """The attention of `mix`, split into its parts."""
         q, k, v = self.project(normed, layout)
 
         def read(part: Part) -> Callable[[Tensor], Tensor]:
@@ -103,7 +104,7 @@ class MultiHeadMixer(OpenMixer[State]):
         return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """N more normed tokens of streams, [B, N, d] -> [B, N, d], and the state after them."""
+        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         q, k, v = self.project(normed, layout)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
@@ -112,16 +113,16 @@ class MultiHeadMixer(OpenMixer[State]):
         return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))), state
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
-        """The output map: normed tokens and attention's output, [B, T, d] each -> [B, T, d]."""
+        """Apply the output projection: normed tokens and the attention's output, [B, T, d] each -> [B, T, d]."""
         out: Tensor = self.to_output(attended)
         return out
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-        """The dtype that `attend` gets its inputs in."""
+        """The dtype of the inputs of `attend`."""
         return matmul_dtype(q, k, v)
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, H, T, h] of normed tokens [B, T, d]."""
+        """Project normed tokens [B, T, d] to queries, keys and values [B, H, T, h]."""
         maps = [self.split_heads(part) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
         q, k = self.rotate(maps[0], maps[-2], layout.rotations)
         return q, k, maps[-1]
@@ -132,17 +133,17 @@ class MultiHeadMixer(OpenMixer[State]):
         return heads
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys [B, H, T, h] by their positions, if the layer does so."""
+        """Rotate queries and keys [B, H, T, h] by their positions, if the layer uses rotary positions."""
         rotations = over_heads(rotations)
         return rotate(q, rotations), rotate(k, rotations)
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Keys or values of no token, [B, H, 0, h]."""
+        """Keys or values of zero tokens, [B, H, 0, h]."""
         weight = self.to_output.weight
         return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype, device=weight.device)
 
     def _by_row(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """`attend`, or a form of it, for every document as a row of its own: [B, H, T, h] three times -> [B, T, d]."""
+        """Apply `attend`, or a form of it, to every document as a separate row: q, k, v [B, H, T, h] -> [B, T, d]."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
             compute = self.compute_dtype(q, k, v)
@@ -163,5 +164,5 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def fold_heads(x: Tensor) -> Tensor:
-    """[B, H, T, h] -> [B * H, T, h]: heads as rows, for operations that know of no heads."""
+    """[B, H, T, h] -> [B * H, T, h]: heads become rows, for operations without heads."""
     return x.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Learned parts of positions: the three relative biases, the scaled sinusoid and the table of absolute positions.
+"""Learned positional modules: the three relative biases, the scaled sinusoid and the table of absolute positions.
 
 Shapes: Q queries, K keys, s query/key width, d model width.
 """
@@ -28,7 +28,7 @@ BiasForm = Literal["auto", "buckets"]
 BIAS_FORMS: tuple[str, ...] = ("auto", "buckets")
 
 LARGEST_TABLE = 512
-"""The longest length for which relative biases are a table; beyond it they are rotary (arXiv 2202.10447)."""
+"""The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
 
 
 class TableBias(nn.Module):
@@ -41,19 +41,19 @@ class TableBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew."""
+        """Initialise the table."""
         nn.init.normal_(self.table, std=0.02)
 
     def extra_repr(self) -> str:
-        """Its size, which a printed layer shows."""
+        """The size, shown when the layer is printed."""
         return f"max_length={self.max_length}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for positions [Q] and [K] within `max_length`; `table` is for the rotary form."""
+        """The bias [Q, K] for positions [Q] and [K] within `max_length`; only the rotary form uses `table`."""
         return table_bias(self.table, query_positions, key_positions)
 
     def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
 
@@ -68,25 +68,25 @@ class RotaryBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both vectors anew."""
+        """Initialise both vectors."""
         nn.init.normal_(self.a, std=0.02)
         nn.init.normal_(self.b, std=0.02)
 
     def extra_repr(self) -> str:
-        """Its size, which a printed layer shows."""
+        """The size, shown when the layer is printed."""
         return f"d_qk={len(self.a)}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for positions [Q] and [K]; `table` holds rotations that were computed before."""
+        """The bias [Q, K] for positions [Q] and [K]; `table` holds precomputed rotations."""
         return self.factors(query_positions, key_positions, table).dense()
 
     def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; `table` holds rotations that were computed before."""
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; `table` holds precomputed rotations."""
         places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
         return self.forward(places[first_query : first_query + n_queries], places[:n_keys], table)
 
     def factors(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> FactoredBias:
-        """The same as a product that is not carried out."""
+        """The same bias as two factors, without computing their product."""
         return rotary_bias(self.a, self.b, query_positions, key_positions, table)
 
 
@@ -100,15 +100,15 @@ class BucketBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the values anew."""
+        """Initialise the values."""
         nn.init.normal_(self.values, std=0.02)
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for positions [Q] and [K]; `table` is for the rotary form."""
+        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `table`."""
         return bucket_bias(self.values, query_positions, key_positions, self.causal)
 
     def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
-        """[Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient adds up in the same order at each call."""
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
         return by_distance(bucket_values(self.values, offsets, self.causal), n_queries, n_keys)
 
@@ -119,7 +119,7 @@ RelativeBias = TableBias | RotaryBias | BucketBias
 def build_relative_bias(
     form: BiasForm, max_length: int | None, d_qk: int, causal: bool, **factory: Unpack[FactoryOptions]
 ) -> RelativeBias:
-    """The bias of a form: "auto" is a table where a `max_length` of at most 512 is stated, otherwise the rotary form."""
+    """Build a relative bias: "auto" is a table if `max_length` is given and at most 512, and the rotary form otherwise."""
     if form == "buckets":
         return BucketBias(causal, **factory)
     if max_length is not None and max_length <= LARGEST_TABLE:
@@ -134,15 +134,15 @@ class ScaledSin(nn.Module):
         super().__init__()
         check_even("a sinusoid is made of pairs of features", d_model=d_model)
         self.d_model = d_model
-        self.scale = nn.Parameter(torch.empty(1, **factory))  # not a scalar: FSDP2 shards rows
+        self.scale = nn.Parameter(torch.empty(1, **factory))  # [1], not a scalar: FSDP2 shards rows
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the scale to what it starts with."""
+        """Set the scale to its initial value."""
         nn.init.constant_(self.scale, self.d_model**-0.5)
 
     def extra_repr(self) -> str:
-        """Its size, which a printed layer shows."""
+        """The size, shown when the layer is printed."""
         return f"d_model={self.d_model}"
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -161,11 +161,11 @@ class LearnedPositions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table anew."""
+        """Initialise the table."""
         nn.init.normal_(self.table, std=0.02)
 
     def extra_repr(self) -> str:
-        """Its size, which a printed layer shows."""
+        """The size, shown when the layer is printed."""
         return f"max_positions={self.table.shape[0]}, d_model={self.table.shape[1]}"
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class LearnedPositions(nn.Module):
             if longest > len(self.table):
                 raise ArgumentError(
                     "max_positions",
-                    f"is {len(self.table)}, the number of learned positions, but the sequence has {longest} tokens: build the "
-                    "model with more, or give it shorter sequences.",
+                    f"is {len(self.table)}, the number of learned positions, but the sequence has {longest} tokens: "
+                    "increase max_positions or pass shorter sequences.",
                 )
         return self.table[positions]

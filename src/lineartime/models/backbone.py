@@ -31,7 +31,7 @@ JoinedStates = BackboneState | GroupedStreams
 
 
 class Block(nn.Module):
-    """A mixer and perhaps a feed-forward layer; norms and residuals are theirs."""
+    """A mixer and an optional feed-forward layer. Each contains its own norm and residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
     def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
-        """[B, T, d] -> [B, T, d]; with `recompute`, the backward pass keeps only x and computes the block again."""
+        """Map [B, T, d] to [B, T, d]. With `recompute`, only x is kept, and the backward pass recomputes the block."""
         if recompute and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(self._read, x, layout, use_reentrant=False)
             return recomputed
@@ -55,18 +55,18 @@ class Block(nn.Module):
         return out
 
     def extend(self, x: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """[B, N, d] -> [B, N, d], and the mixer's state after them."""
+        """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
         x, state = self.mixer.read_next(x, state, layout)
         return self.feed_forward(x), state
 
     def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
-        """[B, 1, d] -> [B, 1, d]; updates the mixer's streams in place."""
+        """Continue joined streams by one token: [B, 1, d] -> [B, 1, d]. Updates the mixer's streams in place."""
         out: Tensor = self.feed_forward(self.stepping_mixer.read_step(x, streams, layout))
         return out
 
     @property
     def stepping_mixer(self) -> SteppingMixer[Any, Any]:
-        """The mixer, as one that steps; ValueError if it does not."""
+        """The mixer as a `SteppingMixer`. Raises ValueError if it cannot step in place."""
         if not isinstance(self.mixer, SteppingMixer):
             raise ValueError(
                 f"{type(self.mixer).__name__} cannot step streams at different positions in place: join them with join_streams."
@@ -75,10 +75,10 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """From token ids to hidden vectors."""
+    """Maps token ids to hidden vectors."""
 
     recompute = False
-    """Whether the backward pass computes each block again: see `LanguageModel.recompute_blocks`."""
+    """Whether the backward pass recomputes each block: see `LanguageModel.recompute_blocks`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Backbone(nn.Module):
         self.embedding_norm: nn.Module = nn.Identity()
         if config.embedding_norm:
             self.embedding_norm = build_norm(config.norm, config.d_model, config.norm_eps)
-        # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
+        # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
         self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
         self.norm: nn.Module = nn.Identity()
         if config.final_norm == "same":
@@ -114,7 +114,7 @@ class Backbone(nn.Module):
         context: ContextGroup | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]; other arguments as for `LanguageModel`."""
+        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]. Other arguments: see `LanguageModel`."""
         self.check_ids(ids)
         embedded = self.embedding(ids)
         return self.read(embedded, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
@@ -130,7 +130,7 @@ class Backbone(nn.Module):
         inputs: list[Tensor] | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """`forward` for tokens that are embedded already, [B, T, d] -> [B, T, d]; `inputs` gets what each block reads."""
+        """Like `forward`, for embedded tokens: [B, T, d] -> [B, T, d]. The input of each block is appended to `inputs`."""
         layouts = self._layouts(
             lambda mixer: mixer.layout(
                 embedded.shape, mask, cu_seqlens, prefix_lengths, device=embedded.device, context=context
@@ -147,7 +147,7 @@ class Backbone(nn.Module):
         return out
 
     def _layouts(self, make: Callable[[Mixer[Any]], Layout]) -> list[Layout]:
-        """The layout of each block; mixers with one plan, as all have unless they were replaced, share one layout."""
+        """The layout of each block. Mixers with equal plans share a layout: all of them, unless one was replaced."""
         made: dict[tuple[Any, ...], Layout] = {}
         layouts = []
         for block in self.blocks:
@@ -158,7 +158,7 @@ class Backbone(nn.Module):
         return layouts
 
     def init_state(self, batch_size: int) -> BackboneState:
-        """The state before the first token of `batch_size` streams; ValueError unless the model is causal."""
+        """The state before the first token of `batch_size` streams. Raises ValueError unless the model is causal."""
         return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
 
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
@@ -169,18 +169,18 @@ class Backbone(nn.Module):
     def read_next(
         self, embedded: Tensor, state: BackboneState, *, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, BackboneState]:
-        """`extend` for tokens that are embedded already; `inputs` gets what each block reads."""
+        """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
         self._check_states("state", state)
         position, count = state[0].position, embedded.shape[1]
         return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)
 
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
-        """Begin streams with a prefix, read in both directions: ids [B, N] -> [B, N, d], and the state after them."""
+        """Start streams with a prefix that is read bidirectionally: ids [B, N] -> [B, N, d], and the state after it."""
         self.check_ids(ids)
         return self.read_first(self.embedding(ids))
 
     def read_first(self, embedded: Tensor, *, inputs: list[Tensor] | None = None) -> tuple[Tensor, BackboneState]:
-        """`read_prefix` for tokens that are embedded already; `inputs` gets what each block reads."""
+        """Like `read_prefix`, for embedded tokens. The input of each block is appended to `inputs`."""
         state = self.init_state(embedded.shape[0])
         return self._continue(embedded, state, lambda mixer: mixer.prefix_layout(embedded.shape[:2], embedded.device), inputs)
 
@@ -203,11 +203,11 @@ class Backbone(nn.Module):
 
     @property
     def steps_in_place(self) -> bool:
-        """Whether all mixers can step streams at different positions together, in memory that stays where it is."""
+        """Whether all mixers can step streams at different positions together, updating fixed buffers in place."""
         return all(isinstance(block.mixer, SteppingMixer) for block in self.blocks)
 
     def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
-        """Join streams at different positions, for `step`; ArgumentError for states of anything else."""
+        """Join streams at different positions, for `step`. Raises ArgumentError unless they are states of this model."""
         if not states:
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:
@@ -223,7 +223,7 @@ class Backbone(nn.Module):
         )
 
     def check_step(self, ids: Tensor, streams: JoinedStates) -> None:
-        """Raise ArgumentError unless these are a token for each stream, [B, 1], and streams that this model joined."""
+        """Raise ArgumentError unless `ids` [B, 1] holds one token per stream, and this model joined the `streams`."""
         self.check_ids(ids)
         if isinstance(streams, GroupedStreams):
             _check_one_each(ids, len(streams))
@@ -237,7 +237,7 @@ class Backbone(nn.Module):
         _check_one_each(tokens, streams[0].position.shape[0])
 
     def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
-        """Continue joined streams by a token: ids [B, 1] -> hidden vectors [B, 1, d]; updates `streams` in place."""
+        """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d]. Updates `streams` in place."""
         self.check_step(ids, streams)
         embedded = self.embedding(ids)
         if isinstance(streams, GroupedStreams):
@@ -245,7 +245,7 @@ class Backbone(nn.Module):
         return self.read_step(embedded, streams)
 
     def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
-        """`step` in place for tokens that are embedded already; `inputs` gets what each block reads."""
+        """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
         self._check_joined(embedded, streams)
         at_once = self._step_at_once(embedded, streams) if inputs is None else None
         if at_once is not None:
@@ -260,7 +260,7 @@ class Backbone(nn.Module):
         return out
 
     def _step_at_once(self, embedded: Tensor, streams: BackboneState) -> Tensor | None:
-        """`read_step` with all blocks as one function in C++, where there is one that does the same."""
+        """`read_step` with all blocks in a single C++ function, or None if no function computes the same."""
         # Not len(embedded), which would make the batch size of an exported step a constant.
         stack = self._flash_stack(embedded.shape[0])
         if stack is None:
@@ -271,7 +271,7 @@ class Backbone(nn.Module):
 
     @property
     def steps_in_native(self) -> bool:
-        """Whether one function in C++ computes the step of all blocks, for few streams."""
+        """Whether a single C++ function computes the step of all blocks, for a small number of streams."""
         with torch.no_grad():
             return self._flash_stack(1) is not None
 
@@ -279,13 +279,13 @@ class Backbone(nn.Module):
         return flash_stack(cast("nn.Module", self.blocks), self._mixers_in_a_row, n_streams)
 
     def _mixers_in_a_row(self) -> list[Mixer[Any]]:
-        """All mixers, if nothing stands between them; otherwise none."""
+        """All mixers if the blocks consist of nothing else; otherwise an empty list."""
         if any(type(block) is not Block or type(block.feed_forward) is not nn.Identity for block in self.blocks):
             return []
         return [block.mixer for block in self.blocks]
 
     def _first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """What the first block reads: [B, T, d] at positions [T] or [B, T], of types int [B, T], all 0 if None."""
+        """The input of the first block, [B, T, d]. Positions: [T] or [B, T]. Token types: int [B, T]; None for all 0."""
         x = embedded if self.position is None else embedded + self.position(positions)
         if token_types is not None:
             self._check_types(token_types, embedded)
@@ -295,7 +295,7 @@ class Backbone(nn.Module):
         return normed
 
     def _check_types(self, token_types: Tensor, embedded: Tensor) -> None:
-        """Raise ArgumentError unless these are the types of tokens [B, T, d], and the model has types."""
+        """Raise ArgumentError unless the model has token types and `token_types` [B, T] fits tokens [B, T, d]."""
         if self.token_types is None:
             raise ArgumentError("token_types", "is given, but this model has none: leave it out.")
         check_whole("token_types", token_types)
@@ -305,24 +305,24 @@ class Backbone(nn.Module):
         self._check_range("token_types", token_types, self.token_types, "token_types")
 
     def _check_states(self, argument: str, given: object) -> None:
-        """Raise ArgumentError unless this holds a state for each block."""
+        """Raise ArgumentError unless `given` holds one state per block."""
         blocks = len(list(self.blocks))
         if not isinstance(given, tuple) or not all(hasattr(state, "position") for state in given):
             raise ArgumentError(
                 argument, f"is of type {type(given).__name__}, but must be a state, as init_state and extend return it."
             )
         if len(given) != blocks:
-            raise ArgumentError(argument, f"is of a model with {len(given)} blocks, but this model has {blocks}.")
+            raise ArgumentError(argument, f"belongs to a model with {len(given)} blocks, but this model has {blocks}.")
 
     def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
-        """Raise ArgumentError unless these are token ids [B, T] of the vocabulary, on the device of the model."""
+        """Raise ArgumentError unless `ids` are token ids [B, T] within the vocabulary and on the model's device."""
         check_whole(argument, ids)
         if ids.dim() != 2:
             raise ArgumentError(argument, f"has shape {list(ids.shape)}, but must be [B, T].")
         self._check_range(argument, ids, self.embedding, "vocab_size")
 
     def _check_range(self, argument: str, ids: Tensor, embedding: nn.Embedding, size: str) -> None:
-        """Raise ArgumentError for ids without a vector, or on another device; `size` is the option with their number."""
+        """Raise ArgumentError for ids out of range or on another device. `size` names the option that sets the range."""
         check_device(argument, ids, embedding)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
@@ -334,6 +334,6 @@ class Backbone(nn.Module):
 
 
 def _check_one_each(tokens: Tensor, streams: int) -> None:
-    """Raise ArgumentError unless there is one token for each of so many streams."""
+    """Raise ArgumentError unless `tokens` holds exactly one token for each of the `streams` streams."""
     if tokens.shape[:2] != (streams, 1):
-        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{streams}, 1], a token each.")
+        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{streams}, 1], one token per stream.")

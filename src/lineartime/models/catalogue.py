@@ -1,4 +1,4 @@
-"""The table of systems, which the documents show."""
+"""The table of systems for the documentation."""
 
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import stream_bytes
@@ -7,7 +7,7 @@ from lineartime.models.systems import SYSTEMS
 
 
 def systems_table() -> str:
-    """All systems as a Markdown table: what and where each is, and how its memory grows."""
+    """All systems as a Markdown table: description, source file, feed-forward layer, and how a stream's memory grows."""
     lines = ["| system | what it is | code | feed-forward | memory of a stream |", "| --- | --- | --- | --- | --- |"]
     for name, system in SYSTEMS.items():
         code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
@@ -18,9 +18,9 @@ def systems_table() -> str:
 
 
 def _memory(config: ModelConfig) -> str:
-    """How the state of a stream grows with what it has read."""
+    """How the state of a stream grows with the number of tokens read."""
     if config.mixer.layer.why_not_causal is not None:
-        return "looks both ways only"
+        return "bidirectional only"
     short, longer, long = (stream_bytes(config, length) for length in (256, 257, 512))
     if short == long:
         return "constant"

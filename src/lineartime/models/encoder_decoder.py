@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder reads a source; a decoder writes a target and reads the source by gated cross-attention.
+"""Sequence to sequence: an encoder reads a source; a decoder generates a target, with gated cross-attention to the source.
 
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
@@ -29,19 +29,19 @@ from lineartime.ops.layout import Layout
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """An encoder of equal blocks, and a decoder of equal blocks that read the encoder's output.
+    """An encoder of identical blocks, and a decoder of identical blocks that attend to the encoder's output.
 
     Attributes:
-        vocab_size: number of tokens; both sides and the output share one embedding.
+        vocab_size: number of tokens. The encoder, the decoder and the output share one embedding.
         d_model: width of the residual streams.
         n_encoder_blocks: number of blocks of the encoder.
         n_decoder_blocks: number of blocks of the decoder. Small models learn to reverse a string with two, but not with one:
-            where to read depends on the length of the source, which must be read first.
-        mixer: what moves information between the tokens of one side; causal in the decoder only.
-        cross: what moves information from the source to the target.
-        feed_forward: what follows the mixers in a block, or None: gated attention units need none.
+            where to attend depends on the length of the source, which must be read first.
+        mixer: the layer that moves information between the tokens of one side; causal only in the decoder.
+        cross: the layer that moves information from the source to the target.
+        feed_forward: the last layer of each block; None for models of gated attention units, which need none.
         norm: the norm before every layer, before the source is read and before the logits.
-        dropout: of every layer's output.
+        dropout: the dropout rate of every layer's output.
     """
 
     vocab_size: Annotated[int, Between(1, 2**31 - 1)]
@@ -58,16 +58,20 @@ class EncoderDecoderConfig:
         check_parts(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON, from which `from_dict` makes an equal config."""
+        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
         return parts_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """The config that `to_dict` described; ArgumentError, naming the field, for anything unknown or of the wrong type."""
+        """Restore a config from the dictionary of `to_dict`.
+
+        Raises:
+            ArgumentError: naming the field, for anything unknown or of the wrong type.
+        """
         return from_fields(cls, parts_from_dict(data), "the model")
 
     def encoder(self) -> ModelConfig:
-        """The encoder alone, which is the backbone of a masked language model."""
+        """The config of the encoder, which is the backbone of a masked language model."""
         return ModelConfig(
             task="mlm",
             vocab_size=self.vocab_size,
@@ -84,15 +88,15 @@ class EncoderDecoderConfig:
 
 
 class Encoder(Backbone):
-    """The bidirectional side: source ids [B, S] -> normed hidden vectors [B, S, d]."""
+    """The bidirectional encoder: source ids [B, S] -> normalised hidden vectors [B, S, d]."""
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The embedding that the decoder shares: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
+        """Embed tokens, also for the decoder: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
         return self._first_input(self.embedding(ids), positions)
 
 
 class DecoderBlock(nn.Module):
-    """A causal mixer, the cross-attention and perhaps a feed-forward layer, each with its norm and residual inside."""
+    """A causal mixer, cross-attention and an optional feed-forward layer, each with its own norm and residual."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
@@ -103,18 +107,18 @@ class DecoderBlock(nn.Module):
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
 
     def forward(self, x: Tensor, layout: Layout, source: SourceState) -> Tensor:
-        """[B, T, d] -> [B, T, d]."""
+        """Map target vectors [B, T, d] to [B, T, d]."""
         out: Tensor = self.feed_forward(self.cross.attend(self.mixer.read(x, layout), source, layout.mask))
         return out
 
     def extend(self, x: Tensor, state: Any, layout: Layout, source: SourceState) -> tuple[Tensor, Any]:
-        """[B, N, d] -> [B, N, d], and the mixer's state after them."""
+        """Continue targets by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
         x, state = self.mixer.read_next(x, state, layout)
         return self.feed_forward(self.cross.attend(x, source)), state
 
 
 class EncoderDecoderState(NamedTuple):
-    """For each block of the decoder, the state of its mixer, and the source as it has read it, which never changes."""
+    """For each block of the decoder, the state of its mixer, and its keys and values of the source, which never change."""
 
     mixers: tuple[Any, ...]
     sources: tuple[SourceState, ...]
@@ -127,13 +131,13 @@ class EncoderDecoderState(NamedTuple):
 
 
 class EncoderDecoder(nn.Module):
-    """From source ids [B, S] and target ids [B, T] to logits [B, T, V], which predict the next target token."""
+    """Maps source ids [B, S] and target ids [B, T] to logits [B, T, V], which predict the next target token."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.encoder = Encoder(config.encoder())
-        # Typed as what it holds: to PyTorch's types a ModuleList is a list of any modules.
+        # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
         self.blocks: Iterable[DecoderBlock] = nn.ModuleList(  # type: ignore[assignment]
             DecoderBlock(config) for _ in range(config.n_decoder_blocks)
         )
@@ -142,7 +146,7 @@ class EncoderDecoder(nn.Module):
     def forward(
         self, source_ids: Tensor, target_ids: Tensor, source_mask: Tensor | None = None, target_mask: Tensor | None = None
     ) -> Tensor:
-        """Logits of every target token.
+        """Compute the logits of every target token.
 
         Args:
             source_ids: [B, S] token ids.
@@ -151,16 +155,16 @@ class EncoderDecoder(nn.Module):
             target_mask: bool [B, T], the same for the target.
 
         Returns:
-            [B, T, V].
+            Logits [B, T, V].
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: if shapes do not match.
         """
         sources = self._read(source_ids, source_mask)
         self.encoder.check_ids(target_ids, "target_ids")
         if target_ids.shape[:1] != source_ids.shape[:1]:
             shape = list(target_ids.shape)
-            raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, as source_ids.")
+            raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, like source_ids.")
         target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
         layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
@@ -169,18 +173,18 @@ class EncoderDecoder(nn.Module):
         return self._logits(x)
 
     def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
-        """Read the sources [B, S] once: the state before the first token of B targets."""
+        """Read the sources [B, S] once, and return the state before the first token of B targets."""
         sources = self._read(source_ids, source_mask)
         return EncoderDecoderState(tuple(block.mixer.init_state(source_ids.shape[0]) for block in self.blocks), sources)
 
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
-        """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them; `state` stays as it is."""
+        """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them. `state` is not modified."""
         self.encoder.check_ids(target_ids, "target_ids")
         if not isinstance(state, EncoderDecoderState):
             raise ArgumentError("state", f"is a {type(state).__name__}, but must be one that init_state or extend returned.")
         if len(state.mixers) != self.config.n_decoder_blocks:
             blocks = self.config.n_decoder_blocks
-            raise ArgumentError("state", f"is of a model with {len(state.mixers)} blocks, but this model has {blocks}.")
+            raise ArgumentError("state", f"belongs to a model with {len(state.mixers)} blocks, but this model has {blocks}.")
         layout = self._mixer.stream_layout(state.position, target_ids.shape[-1], target_ids.device)
         x = self.encoder.embed(target_ids, layout.positions)
         mixers = []
@@ -197,14 +201,14 @@ class EncoderDecoder(nn.Module):
 
     @property
     def _mixer(self) -> Mixer[Any]:
-        """The mixer of the first block of the decoder; those of the others are like it."""
+        """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.encoder.embedding.weight)
 
 
-# 3. Writing -----------------------------------------------------------------------------------------------------------
+# 3. Decoding ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -217,7 +221,7 @@ def greedy(
     stop_token: int,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Write the target of every source, always choosing the most likely token.
+    """Decode the target of every source greedily: always choose the most likely token.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -225,13 +229,13 @@ def greedy(
         source_mask: bool [B, S], True for real tokens.
         start_token: the token before every target.
         stop_token: the token that ends a target; it is not returned.
-        max_tokens: the most tokens to write, the stop token included.
+        max_tokens: the maximum number of tokens to generate, including the stop token.
 
     Returns:
         The token ids of B targets.
 
     Raises:
-        ValueError: if shapes do not fit, or `max_tokens` is below 1.
+        ValueError: if shapes do not match, or `max_tokens` is below 1.
     """
     check_positive(max_tokens=max_tokens)
     state = model.init_state(source_ids, source_mask)

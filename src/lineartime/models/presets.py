@@ -1,4 +1,4 @@
-"""Models that can be built by name: a system at a size, named system-size."""
+"""Models that can be built by name: a system at a size, named SYSTEM-SIZE."""
 
 import dataclasses
 from typing import Any, Literal, get_args, overload
@@ -12,9 +12,10 @@ from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.ops.activations import check_choice
 
 BYTE_VOCABULARY = 258
-"""256 bytes, end of document and mask: the vocabulary of the tiny presets."""
+"""The vocabulary size of the tiny presets: 256 bytes, the end of a document and the mask."""
 
-# Ours, for a laptop: GAU starts with large scores, because the published ones take longer to wake than such runs last.
+# Our own size, for laptops. GAU starts with large scores: with the published initialisation, attention would take longer to
+# become useful than such runs last.
 TINY = Size(
     d_model=256,
     gated_blocks=8,
@@ -37,7 +38,7 @@ SIZES: dict[str, Size] = {
     "scaling-1024": Size(1024, gated_blocks=46, attention_blocks=24, n_heads=16),
 }
 
-# Sizes beyond tiny and base, at which the paper reports a system.
+# The systems that the paper reports at sizes other than tiny and base.
 MORE_SIZES: dict[str, tuple[str, ...]] = {
     "large": ("flash", "flash-quad", "transformer+", "transformer++", "combiner"),
     "ablation": ("gau", "gau-softmax", "gau-multi-head", "gau-ungated"),
@@ -46,7 +47,7 @@ MORE_SIZES: dict[str, tuple[str, ...]] = {
     "scaling-1024": ("gau", "transformer+", "transformer++"),
 }
 
-# Parameters that the paper states, in millions.
+# The parameter counts that the paper states, in millions.
 PAPER_MILLIONS: dict[str, int] = {
     "flash-base": 112,
     "flash-quad-base": 112,
@@ -74,7 +75,7 @@ def _names() -> dict[str, tuple[str, Size]]:
     names = {f"{system}-{size}": (system, SIZES[size]) for size in ("tiny", "base") for system in SYSTEMS}
     for size, systems in MORE_SIZES.items():
         for system in systems:
-            # Where the paper's ablations and scaling figure say GAU, they mean a model of GAUs, which is FLASH-Quad.
+            # In the paper's ablations and scaling figure, GAU means a model of GAUs, which is FLASH-Quad.
             names[f"{system}-{size}"] = ("flash-quad" if system == "gau" else system, SIZES[size])
     return names
 
@@ -83,7 +84,7 @@ PRESETS: dict[str, tuple[str, Size]] = _names()
 
 
 def model_of(system: System, size: Size, task: Task) -> ModelConfig:
-    """The model of a system at a size."""
+    """The config of a system's model at a size."""
     fields: dict[str, Any] = {
         "task": task,
         "vocab_size": size.vocab_size,
@@ -98,15 +99,17 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
 
 
 def system_of(preset: str) -> System:
-    """The row of the table of systems that a preset stands for; ArgumentError for an unknown preset."""
+    """The system of a preset, a row of the table of systems. Raises ArgumentError for an unknown preset."""
     if preset not in PRESETS:
         like = did_you_mean(preset, PRESETS)
-        raise ArgumentError("preset", f"is {preset!r}, which is no preset{like}: give a name that ", Call("presets"), " lists.")
+        raise ArgumentError(
+            "preset", f"is {preset!r}, which is not a preset{like}: use a name listed by ", Call("presets"), "."
+        )
     return SYSTEMS[PRESETS[preset][0]]
 
 
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
-    """The configurations that `build` knows by name, without the systems that cannot learn the task."""
+    """The configurations that `build` knows by name, except those of systems that cannot learn the task."""
     check_choice("task", task, get_args(Task))
     return {
         name: model_of(system_of(name), size, task) for name, (_, size) in PRESETS.items() if _can_learn(system_of(name), task)
@@ -120,7 +123,7 @@ def _can_learn(system: System, task: Task) -> bool:
 
 
 def describe(preset: str) -> str:
-    """What the system of a preset is, in a line."""
+    """A one-line description of a preset's system."""
     return system_of(preset).describe()
 
 
@@ -147,7 +150,7 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
 
 
 def values_of(config: ModelConfig) -> dict[str, Any]:
-    """All values of a config by the names that `ModelConfig.override` takes, but its task and its layers themselves."""
+    """All values of a config by their names in `ModelConfig.override`, except the task and the layers themselves."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     layers = [layer for layer in (fields.pop("mixer"), fields.pop("feed_forward")) if layer is not None]
     del fields["task"]
@@ -155,12 +158,12 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def nearest_preset(config: ModelConfig) -> str:
-    """The preset with the same layers that needs the fewest overrides to be this config.
+    """The preset with the same layers that needs the fewest overrides to equal this config.
 
-    `resolve(nearest_preset(config), config.task, **values_of(config))` is the config.
+    `resolve(nearest_preset(config), config.task, **values_of(config))` equals the config.
 
     Raises:
-        ArgumentError: if no preset is made of these layers.
+        ArgumentError: if no preset has these layers.
     """
 
     def kinds(other: ModelConfig) -> tuple[str, str | None]:
@@ -193,9 +196,9 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
 
     Args:
         preset_or_config: a name from `presets()`, or a `ModelConfig`.
-        task: "clm", a causal language model; "mlm", a masked one; or "prefix-lm", a causal one that reads a prefix in both
-            directions. The default is "clm" for a preset, and its own task for a config.
-        **overrides: other values for fields of the model, or options of its mixer or feed-forward:
+        task: "clm", a causal language model; "mlm", a masked one; or "prefix-lm", a causal one that reads a prefix
+            bidirectionally. The default is "clm" for a preset, and the config's own task for a config.
+        **overrides: other values for fields of the model, or for options of its mixer or feed-forward layer, as in
             `build("flash-base", vocab_size=50257, chunk_size=512)`.
 
     Raises:

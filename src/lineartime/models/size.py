@@ -1,4 +1,4 @@
-"""How large a model is, found on the meta device or by arithmetic, before anything is allocated."""
+"""The size of a model, computed on the meta device or by arithmetic before any memory is allocated."""
 
 from typing import Any, NamedTuple
 
@@ -12,16 +12,16 @@ from lineartime.models.heads import build_model
 from lineartime.models.presets import values_of
 
 _WEIGHT = 4
-"""The bytes of a weight, which is always fp32."""
+"""Bytes per weight; weights are always fp32."""
 _BLOCKS = "backbone.blocks."
 
 
 class Size(NamedTuple):
-    """The tensors of a model: all blocks are alike, so those of the first stand for them.
+    """The tensors of a model. All blocks are identical, so only the tensors of one block are held.
 
     Attributes:
-        block: the tensors of a block on the meta device, by their names within it.
-        rest: all others, by their names in the model.
+        block: the tensors of a block on the meta device, by their names within the block.
+        rest: all other tensors, by their names in the model.
         n_blocks: the number of blocks.
     """
 
@@ -36,12 +36,12 @@ class Size(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """The numbers in all tensors."""
+        """The number of elements in all tensors."""
         return _numbers(self.rest) + self.n_blocks * _numbers(self.block)
 
     @property
     def features(self) -> int:
-        """The features that the maps of a block compute of a token."""
+        """The number of features that the linear maps of a block compute for each token."""
         return sum(tensor.shape[0] for tensor in self.block.values() if tensor.dim() > 1)
 
     def tensor(self, name: str) -> Tensor | None:
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 
 
 def size_of(config: ModelConfig) -> Size:
-    """The tensors of a model; ArgumentError, naming the largest number in its description, if PyTorch has none so large."""
+    """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
         with torch.device("meta"):
             tensors = build_model(config.override(n_blocks=1)).state_dict()
@@ -82,18 +82,20 @@ def check_memory(
     ids: int = 0,
     blamed: str = "batch_size",
 ) -> None:
-    """Raise ArgumentError, naming what is too large, if a model needs more memory than there is; far less may not fit, too.
+    """Raise ArgumentError, naming the option that is too large, if a model needs more memory than the device has.
+
+    The estimate is a lower bound: a model that passes may still not fit.
 
     Args:
         config: the model.
         device: where it computes; the default is the CPU.
-        copies: how often its weights are there: 4 in training, with gradients and two moments.
-        processes: those that share its weights.
-        tokens: those that it reads at once.
-        kept_blocks: the blocks whose activations are there at the same time.
-        number_bytes: the bytes of an activation.
-        ids: token ids in memory at once.
-        blamed: the argument to name if there are too many tokens.
+        copies: the number of copies of its weights in memory: 4 in training, including gradients and two moments.
+        processes: the number of processes that share its weights.
+        tokens: the number of tokens that it reads at once.
+        kept_blocks: the number of blocks whose activations are in memory at the same time.
+        number_bytes: bytes per activation value.
+        ids: the number of token ids in memory at the same time.
+        blamed: the argument that the error names if there are too many tokens.
     """
     size = size_of(config)
     memory = memory_bytes(device or torch.device("cpu"))
@@ -106,13 +108,14 @@ def check_memory(
     activations = tokens * size.features * kept_blocks * number_bytes + ids * 8
     if weights + activations > memory:
         needed = (
-            f"makes {max(tokens, ids):,} tokens at once, for which the model needs at least {_gigabytes(weights + activations)}"
+            f"puts {max(tokens, ids):,} tokens in memory at once, for which the model needs at least "
+            f"{_gigabytes(weights + activations)}"
         )
         raise ArgumentError(blamed, f"{needed}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
 
 
 def too_large(config: ModelConfig, why: str) -> ArgumentError:
-    """The error for a model that does not fit, which names the largest number in its description."""
+    """The error for a model that is too large. It names the largest number in the model's config."""
     numbers = {name: value for name, value in values_of(config).items() if type(value) is int}
     name = max(numbers, key=numbers.__getitem__)
     return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attentions, which name the argument, its value and what is allowed."""
+"""Checks of the arguments of attentions. Their errors name the argument, its value and what is allowed."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from lineartime.ops.operator import under_transform
 
 
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
-    """Raise ValueError unless every named query or key is [B, T, s], with one s, for values [B, T, e]."""
+    """Raise ValueError unless every named query or key is [B, T, s], with the same s, for values [B, T, e]."""
     if v.dim() != 3:
         raise ValueError(f"v has shape {list(v.shape)}, but must be [B, T, e].")
     d_qk = next(iter(queries_and_keys.values())).shape[-1]
@@ -18,7 +18,8 @@ def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) ->
     for name, tensor in queries_and_keys.items():
         if list(tensor.shape) != expected:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, but must be [B, T, s] = {expected}, v being {list(v.shape)}."
+                f"{name} has shape {list(tensor.shape)}, but must be [B, T, s] = {expected} to match v of shape "
+                f"{list(v.shape)}."
             )
 
 
@@ -29,28 +30,28 @@ def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether a check may look at the values of x: on a CPU, where nothing waits for a device, and not while it is traced."""
+    """Whether a check may read the values of x: on a CPU, where this needs no device sync, and not while x is traced."""
     return x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_compiling() and not under_transform()
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether it holds whole numbers, of which True and False are none."""
+    """Whether x has an integer dtype, which bool is not."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_whole(argument: str, x: object) -> None:
-    """Raise ArgumentError unless it is a tensor of int64 or int32 whose values this process has."""
+    """Raise ArgumentError unless x is a tensor of int64 or int32."""
     if not isinstance(x, Tensor):
         raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
     if x.dtype not in (torch.int64, torch.int32):
-        raise ArgumentError(argument, f"has dtype {x.dtype}, but must be whole numbers of torch.int64 or torch.int32.")
+        raise ArgumentError(argument, f"has dtype {x.dtype}, but must be torch.int64 or torch.int32.")
 
 
 def require(condition: Tensor, argument: str, predicate: str) -> None:
     """Raise ArgumentError unless the condition, bool, holds everywhere.
 
-    On a GPU, and in compiled code, the device itself stops with this message: looking at values here would make the host wait.
-    Under a transform of torch.func, where nobody may look at values, it checks nothing.
+    On a GPU and in compiled code, an assertion on the device fails with this message, because reading values on the host would
+    force a device sync. Under a transform of torch.func, where values cannot be read, nothing is checked.
     """
     if condition.is_cuda or torch.compiler.is_compiling():
         torch._assert_async(condition.all(), f"{argument} {predicate}")
@@ -59,15 +60,15 @@ def require(condition: Tensor, argument: str, predicate: str) -> None:
 
 
 def shortened(numbers: list[int]) -> str:
-    """Numbers for a message, the middle of many being left out."""
+    """Format numbers for a message, leaving out the middle of a long list."""
     return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}]"
 
 
 def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[int] | None:
-    """The number of tokens, padding included, of each document of a row [B, T, ...]; None where compiled code cannot know.
+    """The number of tokens, padding included, of each document of [B, T, ...]; None for packed documents in compiled code.
 
     Raises:
-        ArgumentError: if `cu_seqlens` does not fit the tokens.
+        ArgumentError: if `cu_seqlens` does not match the tokens.
     """
     batch, length = shape[:2]
     if cu_seqlens is None:
@@ -83,18 +84,20 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
         raise ArgumentError("cu_seqlens", "is on the meta device, where it has no values, but the layout needs them.")
     if torch.compiler.is_compiling():
         rises = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-        require(rises, "cu_seqlens", "must rise from 0 to the number of tokens of the row.")
+        require(rises, "cu_seqlens", "must be nondecreasing from 0 to the number of tokens of the row.")
         return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
-        raise ArgumentError("cu_seqlens", f"is {shortened(ends)}, but must rise from 0 to the {length} tokens of the row.")
+        raise ArgumentError(
+            "cu_seqlens", f"is {shortened(ends)}, but must be nondecreasing from 0 to the {length} tokens of the row."
+        )
     return [stop - start for start, stop in pairwise(ends)]
 
 
 def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """The mask as bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or made of 0 and 1.
+    """Convert a mask to bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or integers 0 and 1.
 
-    It must be on the device of the tokens.
+    The mask must be on the device of the tokens.
     """
     if mask is None:
         return None
@@ -103,18 +106,18 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device:
     if mask.shape != (batch, length):
         raise ArgumentError(argument, f"has shape {list(mask.shape)}, but must be [B, T] = [{batch}, {length}].")
     if mask.device != device:
-        raise ArgumentError(argument, f"is on {mask.device}, but must be on {device}, as the tokens.")
+        raise ArgumentError(argument, f"is on {mask.device}, but must be on {device}, like the tokens.")
     if mask.dtype == torch.bool:
         return mask
-    allowed = "must be torch.bool, or whole numbers 0 and 1; True and 1 are real tokens."
+    allowed = "must be torch.bool or integers 0 and 1; True and 1 are real tokens."
     if not is_whole(mask):
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
-    require((mask == 0) | (mask == 1), argument, f"holds other numbers than 0 and 1, but {allowed}")
+    require((mask == 0) | (mask == 1), argument, f"has values other than 0 and 1, but {allowed}")
     return mask != 0
 
 
 def check_rotary_width(rotary_width: int | None, width: int) -> None:
-    """Raise ArgumentError unless that many features of vectors of a width can be rotated; None is all."""
+    """Raise ArgumentError unless `rotary_width` features of vectors of this width can be rotated; None means all."""
     if rotary_width is None:
         return
     if not isinstance(rotary_width, int) or isinstance(rotary_width, bool):

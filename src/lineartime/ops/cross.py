@@ -1,8 +1,8 @@
-"""Cross-attention of gated units: queries of one sequence, keys and values of another.
+"""Cross-attention of gated units: queries from one sequence, keys and values from another.
 
 Shapes: B batch, T query tokens, S tokens of the source, s query/key width, e value width; "..." may be heads, or nothing.
-Source: the attention of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, relu(q.k / sqrt(s))^2 / n, read
-across two sequences. The paper leaves n open; here it is the number of real tokens of the source.
+Source: the attention of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, relu(q.k / sqrt(s))^2 / n,
+applied across two sequences. The paper leaves n open; here it is the number of real tokens of the source.
 """
 
 import torch
@@ -18,7 +18,7 @@ from lineartime.ops.quadratic.blocked import attend_visible
 def cross_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, *, source_mask: Tensor | None = None, activation: Activation = "relu2"
 ) -> Tensor:
-    """The definition of `cross_attention`, one query at a time: slow, and only there to be believed."""
+    """The definition of `cross_attention`, one query at a time: slow, a reference for tests."""
     if q.dim() > 3:
         heads = [
             cross_attention_oracle(q[:, h], k[:, h], v[:, h], source_mask=source_mask, activation=activation)
@@ -36,7 +36,7 @@ def cross_attention_oracle(
     return out
 
 
-# 2. The parallel form, which is the streaming form too: what a query reads does not depend on other queries -----------
+# 2. The parallel form, which is also the streaming form, because queries are independent ------------------------------
 
 
 def cross_attention(
@@ -48,14 +48,14 @@ def cross_attention(
         q: [B, ..., T, s] queries.
         k: [B, ..., S, s] keys.
         v: [B, ..., S, e] values.
-        source_mask: bool or 0 and 1, [B, S], True for real tokens of the source; no query reads padding.
-        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        source_mask: [B, S], bool or integers 0 and 1, True for real tokens of the source. No query attends to padding.
+        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
 
     Returns:
-        [B, ..., T, e], zeros for rows whose source has no real token. float16 is computed in float32.
+        [B, ..., T, e], with zeros for rows whose source has no real token. float16 is computed in float32.
 
     Raises:
-        ValueError: for shapes that do not fit together, or an unknown activation.
+        ValueError: if shapes do not match, or the activation is unknown.
     """
     source_mask = _check(q, k, v, source_mask, activation)
     visible: Tensor | None = None
@@ -67,17 +67,19 @@ def cross_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> Tensor | None:
-    """The mask as bool."""
+    """Check the arguments, and return the mask as bool."""
     check_choice("activation", activation, ACTIVATIONS)
     if q.dim() < 3:
         raise ValueError(f"q has shape {list(q.shape)}, but must be [B, ..., T, s].")
     if v.dim() != q.dim() or v.shape[:-2] != q.shape[:-2]:
         expected = ", ".join([*map(str, q.shape[:-2]), "S", "e"])
-        raise ValueError(f"v has shape {list(v.shape)}, but must be [B, ..., S, e] = [{expected}], q being {list(q.shape)}.")
+        raise ValueError(
+            f"v has shape {list(v.shape)}, but must be [B, ..., S, e] = [{expected}] to match q of shape {list(q.shape)}."
+        )
     if k.shape != (*v.shape[:-1], q.shape[-1]):
         expected = ", ".join(map(str, [*v.shape[:-1], q.shape[-1]]))
         raise ValueError(
-            f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}], q being {list(q.shape)} "
-            f"and v {list(v.shape)}."
+            f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}] to match q of shape {list(q.shape)} "
+            f"and v of shape {list(v.shape)}."
         )
     return as_mask("source_mask", source_mask, v.shape[0], v.shape[-2], v.device)

@@ -1,4 +1,4 @@
-"""Where the real tokens of a batch stand: worked out once, where the batch enters a model, and handed down to every layer.
+"""The layout of a batch: where its real tokens are. It is made once, when the batch enters a model, for all layers.
 
 Shapes: B batch, T tokens, D documents, R rows, L slots of a row, C chunk size, f features.
 A document is a row of the batch or, with `cu_seqlens`, one of the sequences packed into a single row.
@@ -22,16 +22,16 @@ from lineartime.ops.positions import partial_rotary_table, rotary_table
 from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.token_shift import previous_tokens
 
-if TYPE_CHECKING:  # it stands above this module
+if TYPE_CHECKING:  # it imports this module
     from lineartime.ops.mixed_chunk.stream import OpenChunk
 
 
 class Parts(NamedTuple):
-    """A pack whose documents differ much in length, as smaller packs of documents of similar length.
+    """A pack whose documents differ much in length, split into smaller packs of documents of similar length.
 
     Attributes:
-        tokens: int64 [T], the places of the tokens of each part in turn.
-        layouts: of the parts.
+        tokens: int64 [T], the places of the tokens, one part after the other.
+        layouts: the layouts of the parts.
     """
 
     tokens: Tensor
@@ -44,28 +44,28 @@ class Parts(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What every layer has to know about a batch.
+    """What every layer needs to know about a batch.
 
     Attributes:
         mask: bool [B, T], True for real tokens; None where all are.
-        positions: int64 [T] or [B, T], the position of each token in its document, real tokens alone being counted.
-        document: int64 [T], the document of each token; None where every row is one.
-        document_starts: int64 [D + 1], where documents begin and end; None where every row is one.
-        previous: int64 [B or 1, T], the place of the token before each in its document, T where there is none, for a token
-            shift; None where tokens stand side by side in rows of the batch, or for a mixer without a shift.
+        positions: int64 [T] or [B, T], the position of each token in its document, counting only real tokens.
+        document: int64 [T], the document of each token; None if every row is one document.
+        document_starts: int64 [D + 1], the boundaries of the documents; None if every row is one document.
+        previous: int64 [B or 1, T], for a token shift: the place of the token before each one in its document, T if there is
+            none. None if every row is one document without padding, or for a mixer without a token shift.
         rotations: [2, T, f] or [2, B, T, f], the cosines and sines of rotary positions; None for a mixer without them.
-        chunk_rotations: [2, B or 1, G, C, f], the same where documents are cut into chunks.
+        chunk_rotations: [2, B or 1, G, C, f], the same, cut into chunks; None without chunks.
         place_rotations: [2, n, f], the same for the n places of a row or chunk, for a rotary bias; None without one.
-        rows: each document as a row; None where rows of the batch are whole documents without padding, or for a mixer that cuts
+        rows: each document as a row; None if the rows of the batch are whole documents without padding, or for a mixer with
             chunks.
-        chunks: the documents cut into chunks; None for a mixer that reads whole rows.
-        context: the processes that hold every sequence together; None where this process holds whole sequences.
-        prefix: the layout of the prefixes alone, whose mask is True for their tokens (None where all tokens are a prefix); None
+        chunks: the documents cut into chunks; None for a mixer over whole rows.
+        context: the processes over which every sequence is split; None if this process holds whole sequences.
+        prefix: the layout of the prefixes alone, whose mask is True for their tokens (None if all tokens are in a prefix); None
             for a batch without prefixes.
-        open_chunk: where the next token of each stream stands in its chunk, for a step of a mixer with chunks; None for others.
-        parts: a pack as smaller ones, each of which an attention reads by itself (`by_part`) and which have rotations, rows,
-            chunks and prefixes of their own; None for anything else.
-        plan: what it was made for; a mixer with another plan cannot use it.
+        open_chunk: the place of the next token of each stream in its chunk, for a step of a mixer with chunks; None otherwise.
+        parts: a pack split into smaller ones, which are computed separately (`by_part`) and have their own rotations, rows,
+            chunks and prefixes; None for anything else.
+        plan: the plan that it was made for; a mixer with another plan cannot use it.
     """
 
     mask: Tensor | None
@@ -85,9 +85,9 @@ class Layout(NamedTuple):
     plan: "LayoutPlan | None" = None
 
     def by_part(self, read: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Apply what mixes tokens to each part of a pack by itself, or to the whole batch: [B, T, ...] each -> [B, T, e].
+        """Apply a function that mixes tokens to each part of a pack, or to the whole batch: [B, T, ...] each -> [B, T, e].
 
-        `read` is given the tensors of some tokens, and the layout of these tokens.
+        `read` receives the tensors of some tokens, and the layout of these tokens.
         """
         if self.parts is None:
             return read(*tensors, self)
@@ -97,11 +97,11 @@ class Layout(NamedTuple):
         return torch.empty_like(out).index_copy(1, tokens, out)
 
     def with_prefix(self, causal: Tensor, attend: "Callable[[Layout], Tensor]") -> Tensor:
-        """Let every prefix token read its whole prefix.
+        """Let every prefix token attend to its whole prefix.
 
         Args:
-            causal: outputs of a causal attention over everything, [B, T, e].
-            attend: the same attention, looking both ways, over the tokens of a layout; it is given that of the prefixes alone.
+            causal: the outputs of a causal attention over everything, [B, T, e].
+            attend: the same attention, bidirectional, over the tokens of a layout. It is called with that of the prefixes.
 
         Returns:
             [B, T, e], the outputs of `attend` at the tokens of prefixes, and the causal ones at all others.
@@ -112,9 +112,9 @@ class Layout(NamedTuple):
         return both_ways if mask is None else torch.where(mask[..., None], both_ways, causal)
 
     def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Apply an attention to every document as a row of its own: [B, T, f] each -> [B, T, e].
+        """Apply an attention to every document as a separate row: [B, T, f] each -> [B, T, e].
 
-        `attend` maps [R, L, f] each, and `real`, bool [R, L] or None where all rows are as long, to [R, L, e].
+        `attend` maps [R, L, f] each, and `real`, bool [R, L] or None if there is no padding, to [R, L, e].
         """
         if self.rows is None:
             return attend(*tensors, None)
@@ -128,25 +128,25 @@ class Layout(NamedTuple):
         return self.chunks
 
     def elsewhere(self, causal: bool) -> int:
-        """How many tokens that a token reads are held by other processes of the context."""
+        """The number of tokens in other processes of the context that a token attends to."""
         if self.context is None:
             return 0
         return self.positions.shape[-1] * (self.context.rank if causal else self.context.size - 1)
 
 
 class LayoutPlan(NamedTuple):
-    """What a mixer needs of a layout.
+    """What a mixer needs from a layout.
 
     Attributes:
         rotary_width: s, the width of the vectors that are rotated; None for no rotation.
-        rotated: how many of their features turn; None for all.
+        rotated: the number of their features that are rotated; None for all.
         bias_width: the width of the vectors of a rotary relative bias; None without one.
-        bias_places: how many places such a bias spans; None for as many as a row is long.
-        chunk_size: C of a mixer that cuts documents into chunks; None for one that reads whole rows.
+        bias_places: the number of places that such a bias spans; None for the length of a row.
+        chunk_size: C of a mixer with chunks; None for a mixer over whole rows.
         normalization: how a mixer with chunks divides scores and sums, for its steps; None for others.
-        longest: the most tokens that a row can have; None for no limit.
-        token_shift: whether tokens take half of their features from the token before.
-        dtype: of the rotations.
+        longest: the maximum number of tokens in a row; None for no limit.
+        token_shift: whether tokens take half of their features from the previous token.
+        dtype: the dtype of the rotations.
     """
 
     rotary_width: int | None = None
@@ -162,7 +162,7 @@ class LayoutPlan(NamedTuple):
 
 NO_PLAN = LayoutPlan()
 SMALLEST_CHUNK = 16
-"""The least slots that the chunks of short documents or rows have, which are a power of two: few sizes mean few kernels."""
+"""The minimum size of the chunks of short documents or rows. Sizes are powers of two: few sizes need few kernels."""
 
 
 def make_layout(
@@ -175,23 +175,23 @@ def make_layout(
     plan: LayoutPlan = NO_PLAN,
     context: ContextGroup | None = None,
 ) -> Layout:
-    """The layout of a batch, as far as a mixer needs it. Nothing else looks at the values of `cu_seqlens`.
+    """Make the layout of a batch, as far as a mixer needs it. Nothing else reads the values of `cu_seqlens`.
 
-    With `cu_seqlens`, and with a mask or prefixes for a mixer that reads whole rows, it copies the lengths of the documents to
-    the host. Compiled code cannot: it makes room for all documents that the tokens could be, and leaves slots empty.
+    With `cu_seqlens`, and with a mask or prefixes for a mixer over whole rows, it copies the lengths of the documents to the
+    host. Compiled code cannot do this. It makes room for every possible division into documents, and leaves slots empty.
 
     Args:
-        shape: [B, T, ...] of the tokens.
-        mask: bool or 0 and 1, [B, T], True for real tokens.
+        shape: [B, T, ...], the shape of the tokens.
+        mask: [B, T], bool or integers 0 and 1, True for real tokens.
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
-        prefix_lengths: int [B], or [D] with `cu_seqlens`: how many of the first real tokens of each row, or of each document,
+        prefix_lengths: int [B], or [D] with `cu_seqlens`: the number of real tokens at the start of each row, or document, that
             are its prefix.
-        device: of the tokens.
+        device: the device of the tokens.
         plan: what the mixer needs.
-        context: the processes that hold every sequence together.
+        context: the processes over which every sequence is split.
 
     Raises:
-        ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not fit the tokens, or are given with a `context`.
+        ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the tokens, or are given with a `context`.
     """
     batch, length = shape[:2]
     mask = as_mask("mask", mask, batch, length, device)
@@ -201,7 +201,7 @@ def make_layout(
             raise ArgumentError(
                 name,
                 "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
-                f"prefixes: give every process slices of whole sequences, without {name}.",
+                f"prefixes: pass slices of whole sequences to every process, without {name}.",
             )
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
@@ -217,7 +217,7 @@ def make_layout(
     prefix = None
     if prefix_lengths is not None:
         prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
-    if lengths is None or context is not None or torch.compiler.is_compiling():  # compiled code may read any length
+    if lengths is None or context is not None or torch.compiler.is_compiling():  # compiled code may get any length
         return _arranged(layout, prefix, batch, lengths, plan)
     groups = similar_documents(lengths)
     if len(groups) < 2:
@@ -226,7 +226,7 @@ def make_layout(
 
 
 def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
-    """The plan with chunks that have no more slots than the longest document needs, up to a power of two."""
+    """The plan with chunks no larger than the longest document needs, rounded up to a power of two."""
     if plan.chunk_size is None:
         return plan
     needed = max(SMALLEST_CHUNK, 1 << (max([1, *lengths]) - 1).bit_length())
@@ -234,9 +234,9 @@ def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
 
 
 def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengths: list[int], plan: LayoutPlan) -> Parts:
-    """The groups of documents of a pack as packs of their own."""
+    """Split a pack into a separate pack for each group of documents."""
     device, every_length = layout.positions.device, torch.tensor(lengths)
-    group_of = torch.full_like(every_length, len(groups))  # that of documents without tokens
+    group_of = torch.full_like(every_length, len(groups))  # the group of documents without tokens
     for index, group in enumerate(groups):
         group_of[group] = index
     tokens = group_of.repeat_interleave(every_length).argsort(stable=True).to(device)
@@ -259,7 +259,7 @@ def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengt
 
 
 def _arranged(layout: Layout, prefix: Tensor | None, batch: int, lengths: list[int] | None, plan: LayoutPlan) -> Layout:
-    """The layout with rows or chunks, rotations, and the layout of the prefixes, whose tokens `prefix`, bool [B, T], marks."""
+    """Add rows or chunks, rotations, and the layout of the prefixes, whose tokens `prefix`, bool [B, T], marks."""
     device, length = layout.positions.device, layout.positions.shape[-1]
     n_places = length
     if plan.chunk_size is not None:
@@ -274,7 +274,7 @@ def _arranged(layout: Layout, prefix: Tensor | None, batch: int, lengths: list[i
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, mask: Tensor | None = None) -> Chunks:
-    """How to cut rows [B, T, ...] into chunks; `mask`, bool [B, T], is True for real tokens."""
+    """The chunks of rows [B, T, ...]; `mask`, bool [B, T], is True for real tokens."""
     return make_layout(rows.shape, mask, device=rows.device, plan=LayoutPlan(chunk_size=chunk_size)).require_chunks()
 
 
@@ -306,7 +306,7 @@ def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: tor
 
 
 def rotated_by(layout: Layout, positions: Tensor, width: int, dtype: torch.dtype, rotated: int | None = None) -> Layout:
-    """The layout with the rotations of vectors of that width, or of some of their features, by `positions` [T] or [B, T]."""
+    """Add rotations by `positions`, [T] or [B, T], of vectors of this width, or of `rotated` of their features."""
     if layout.parts is not None:
         tokens, layouts = layout.parts
         own = positions[..., tokens].split(layout.parts.sizes, -1)

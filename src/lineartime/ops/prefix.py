@@ -1,4 +1,4 @@
-"""Prefixes: the first tokens of a document, which a causal attention reads in both directions.
+"""Prefixes: the first tokens of a document, within which a causal attention is bidirectional.
 
 Shapes: B batch, T tokens, D documents packed into a single row.
 """
@@ -12,7 +12,7 @@ from lineartime.ops.checks import check_whole, is_readable, require, shortened
 
 
 def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
-    """Raise ArgumentError for prefixes of an attention that reads everything in both directions anyway."""
+    """Raise ArgumentError if prefixes are given for an attention that is not causal."""
     if prefix_lengths is not None and not causal:
         raise ArgumentError("prefix_lengths", "is given, but only causal attention has prefixes: use causal=True.")
 
@@ -25,20 +25,20 @@ def prefix_tokens(
     Args:
         prefix_lengths: int [B], or [D] for packed documents.
         batch: B.
-        positions: int [T] or [B, T], of each token in its document, real tokens alone being counted.
-        mask: bool [B, T], True for real tokens, or None where all are.
-        document: int [T], the document of each token, or None where every row is one.
-        starts: int [D + 1], where packed documents begin and end, or None where every row is one.
+        positions: int [T] or [B, T], the position of each token in its document, counting only real tokens.
+        mask: bool [B, T], True for real tokens, or None if all are real.
+        document: int [T], the document of each token, or None if every row is one document.
+        starts: int [D + 1], the boundaries of packed documents, or None if every row is one document.
 
     Raises:
-        ArgumentError: for lengths that do not fit the documents.
+        ArgumentError: if the lengths do not match the documents.
     """
     n_documents, size = (batch, "[B]") if starts is None else (starts.shape[0] - 1, "[D]")
     check_whole("prefix_lengths", prefix_lengths)
     if prefix_lengths.shape != (n_documents,):
         raise ArgumentError("prefix_lengths", f"has shape {list(prefix_lengths.shape)}, but must be {size} = [{n_documents}].")
     if prefix_lengths.is_meta and not positions.is_meta:
-        raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {positions.device}, as the tokens.")
+        raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {positions.device}, like the tokens.")
     lengths = prefix_lengths.to(positions.device, torch.long)
     real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if mask is None else mask
     if document is None or starts is None:

@@ -1,7 +1,7 @@
 """The processes of a run, and what they exchange besides gradients.
 
-torchrun starts them and gives each its place in the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...). Without torchrun a run
-is one process, which exchanges nothing.
+torchrun starts the processes and describes the place of each in environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+Without torchrun, a run is a single process, which exchanges nothing.
 """
 
 import os
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the processes of the run.
+    """The place of this process among the processes of the run.
 
     Attributes:
         rank: its number, from 0.
@@ -51,7 +51,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The share of the data that this process reads, of `data_ranks`."""
+        """The index of the data share that this process reads, out of `data_ranks`."""
         return self.rank // self.context_parallel
 
     @property
@@ -61,11 +61,11 @@ class World:
 
     @property
     def context_rank(self) -> int:
-        """The part of its sequences that this process reads, of `context_parallel`."""
+        """The index of the part of each sequence that this process reads, out of `context_parallel`."""
         return self.rank % self.context_parallel
 
     def sum(self, *values: float) -> list[float]:
-        """Each of these numbers, summed over all processes."""
+        """Sum each of these numbers over all processes."""
         totals = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(totals)
@@ -73,10 +73,10 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run a block in every process; if it fails in any, it fails in all, and one of them says why.
+        """Run a `with` block in every process. If it fails in one, it fails in all, and a single process reports the error.
 
-        The block may read, check and compute, but not exchange anything: a process that fails skips the rest of it. Of the
-        processes that failed, the lowest in rank raises its error, and all others raise a ReportedError.
+        The block may read, check and compute, but must not communicate, since a process that fails skips the rest of it. Among
+        the processes that failed, the one with the lowest rank raises its error; all other processes raise a ReportedError.
         """
         error: Exception | None = None
         try:
@@ -93,11 +93,11 @@ class World:
             raise ReportedError(failures[speaker])
 
     def said_once(self, error: LineartimeError) -> LineartimeError:
-        """The error to raise where all processes find the same one: only the main process reports it."""
+        """The error to raise if all processes find the same one, so that only the main process reports it."""
         return error if self.is_main else ReportedError(str(error))
 
     def share(self, make: Callable[[], Result]) -> Result:
-        """The value that the main process makes, in all processes; if it raises, all fail together."""
+        """Make a value in the main process and return it in all processes. If that raises, all processes fail together."""
         made: Any = None
         with self.failing_together():
             if self.is_main:
@@ -106,7 +106,7 @@ class World:
         return value
 
     def gather(self, value: Result) -> list[Result]:
-        """The values of all processes, by rank."""
+        """Gather the values of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -114,10 +114,10 @@ class World:
         return values
 
     def first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
-        """Call `make` in one process of each machine, then in the others: they find the files that it left.
+        """Call `make` first in one process of each machine, then in the others, which find the files that it wrote.
 
-        It may take hours, so the others wait in the store, where no timeout of a collective ends them. All machines are done
-        when this returns. If it fails in one process, all fail together.
+        The first call may take hours, so the others wait on the store, where no collective timeout applies. When this returns,
+        the first calls have finished on all machines. If a call fails in one process, all processes fail together.
         """
         with self.failing_together():
             return self._first_on_each_machine(name, make)
@@ -143,16 +143,16 @@ class World:
 
 @contextmanager
 def join_world(device: torch.device, *, timeout: float, context_parallel: int = 1) -> Iterator[World]:
-    """Connect to the other processes that torchrun started, for the time of a `with` block.
+    """Connect to the other processes that torchrun started, for the duration of a `with` block.
 
     Args:
-        device: where this process computes.
+        device: the device of this process.
         timeout: seconds to wait for the others, at the start and in every exchange.
         context_parallel: the number of processes that share each sequence.
 
     Raises:
-        LineartimeError: if `context_parallel` does not divide the processes, or one of them, which is named, does not start or
-            is lost.
+        LineartimeError: if `context_parallel` does not divide the number of processes; or naming a process that does not start
+            or is lost.
     """
     environment = read_environment()
     rank, size = environment.rank, environment.world_size
@@ -164,7 +164,7 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         yield World()
         return
     if device.type == "mps":
-        raise ArgumentError("device", "is mps, on which one process computes, but torchrun has started several: use cpu.")
+        raise ArgumentError("device", "is mps, which supports only one process, but torchrun has started several: use cpu.")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LineartimeError(
@@ -199,6 +199,6 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             checkpoint_group = dist.new_group(backend="gloo", timeout=wait)
             yield World(rank, size, environment.local_rank, context_parallel, context_group, checkpoint_group, store)
         finally:
-            # DDP frees its process group with the GIL held and joins the threads of gloo, which need it to free tensors.
+            # DDP frees its process group while holding the GIL, and joins the threads of gloo, which need it to free tensors.
             time.sleep(0.01)
             dist.destroy_process_group()

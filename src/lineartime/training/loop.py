@@ -41,17 +41,17 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     """Train a model, or resume a run from its last checkpoint: `train(preset="flash-tiny", data="books/", steps=1000)`.
 
     Several processes started by torchrun share the work. An interrupt (SIGINT, SIGTERM, SIGHUP) ends training after the current
-    step, which is saved; the result then says that the run is not finished. A resumed run has the losses of an uninterrupted
-    one: to the bit on a CPU with the same number of processes and threads.
+    step, which is saved; the result is then not `finished`. A resumed run has the same losses as an uninterrupted one. On a CPU
+    with the same number of processes and threads, they are bitwise equal.
 
     Args:
         config: options; the default is `TrainConfig()`.
         **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe`, `like`
-            and `resume` set the defaults of all options that are not given, as on the command line; a config gives the options
-            that differ from `TrainConfig()`.
+            and `resume` set the defaults of all options that are not given, as on the command line. In a config, the options
+            that differ from `TrainConfig()` count as given.
 
     Raises:
-        LineartimeError: for anything the user can fix; earlier checkpoints stay.
+        LineartimeError: for errors that the user can fix. Existing checkpoints are kept.
         TypeError: for an option that does not exist.
     """
     if config is not None:
@@ -62,7 +62,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
             )
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
-        if config.resume or options.get("resume"):  # the config of a run tells which recipe or run it followed
+        if config.resume or options.get("resume"):  # a config also records where its defaults came from
             given = {name: value for name, value in given.items() if name not in ("recipe", "like", "init_from")}
         options = {**given, **options}
     names = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -70,25 +70,25 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         if name not in names:
             raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
     asked = TrainConfig(**options)
-    if not isinstance(options.get("preset", ""), str):  # a model stands for several options
+    if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
     return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
 
 
 def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
-    """`train` with all options; `left_out` has the value of each option that nobody gave."""
+    """Train with a complete set of options. `left_out` holds the defaults, the values of options that were not given."""
     device = choose_device(config.device, read_environment().local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
     with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
-        # No name for the trainer: it has to be freed before the processes part, which can deadlock otherwise (`join_world`).
+        # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         return prepare(config, world, left_out, record).run()
 
 
 def prepare(
     config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None, record: RunRecord | None = None
 ) -> "Trainer":
-    """The trainer of a new run, or of the run in the folder at its last checkpoint; raises as `train`."""
+    """The trainer of a new run, or of an existing run at its last checkpoint. Raises as `train`."""
     world = world or World()
     with world.failing_together():
         config.check()
@@ -109,9 +109,9 @@ def prepare(
 
 
 class Trainer:
-    """A model, its optimiser and its text, and the steps taken so far.
+    """A model with its optimiser and its text, and the steps taken so far.
 
-    The weights of `start`, the checkpoint to resume from, are in the model already. `notes` are told to the user first.
+    `start` is the checkpoint to resume from; the model already holds its weights. `notes` are printed before training starts.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Trainer:
             )
 
     def _restore(self, start: Path) -> None:
-        """Restore the position of a checkpoint; LineartimeError if the text has changed."""
+        """Restore the position of a checkpoint. Raises LineartimeError if the text has changed."""
         state = checkpoints.read_training_state(start)
         if state.text != self.text.identity:
             raise LineartimeError(
@@ -202,14 +202,14 @@ class Trainer:
                     self._evaluate_saved(report)
         finally:
             self.text.loader.close()
-            self.writer.wait()  # even after an error, the checkpoint being written is worth having
+            self.writer.wait()  # finish writing the current checkpoint even after an error
         return TrainingResult(run, self.step, finished=self.step >= steps)
 
     def _reporter(self) -> NullReporter:
         if not self.world.is_main:
             return NullReporter()
         config, run = self.config, self.config.run_directory
-        with nullcontext() if self.resumed else removed_on_failure(run):  # a run that cannot be reported has not begun
+        with nullcontext() if self.resumed else removed_on_failure(run):  # without a reporter, a new run leaves no files
             self.record.begin(config.to_dict(), sys.argv)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
 
@@ -239,7 +239,7 @@ class Trainer:
         return stopped > 0
 
     def _skip(self, loss: float, report: NullReporter) -> None:
-        """Count a step that changes nothing; LineartimeError after too many in a row."""
+        """Count a skipped step. Raises LineartimeError after too many in a row."""
         self.skipped += 1
         self._skipped_in_a_row += 1
         reason = "its gradient was not finite" if math.isfinite(loss) else f"its loss was {loss}"
@@ -248,7 +248,7 @@ class Trainer:
             return
         self.writer.finish()
         raise self._diverged(
-            f"Step {self.step} is the last of {self._skipped_in_a_row} in a row that changed nothing (",
+            f"Step {self.step} is the last of {self._skipped_in_a_row} consecutive skipped steps (",
             Argument("max_skipped"),
             f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
@@ -289,7 +289,7 @@ class Trainer:
         return self.world.said_once(LineartimeError(*what, *advice))
 
     def save(self) -> None:
-        """Start to write a checkpoint of this step; all processes call together."""
+        """Start writing a checkpoint of this step. All processes must call this together."""
         position = merge_states(self.world.gather(self.text.loader.state()))
         self.writer.begin(
             checkpoints.TrainingState(

@@ -1,4 +1,4 @@
-"""Options that come from elsewhere: from a run to resume, from a run to repeat, or from a recipe."""
+"""Options that are taken from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ Reparse = Callable[[TrainConfig], TrainConfig]
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
-    """The options that a checkpoint's run was started with; LineartimeError if they cannot be read."""
+    """The options with which a checkpoint's run was started. Raises LineartimeError if they cannot be read."""
     state = read_training_state(checkpoint)
     try:
         config = TrainConfig.from_dict(state.config)
@@ -55,15 +55,16 @@ def saved_config(checkpoint: Path) -> TrainConfig:
             raise ArgumentError("steps", f"is {config.steps}, but step {state.step} was taken.")
     except ValueError as error:
         raise LineartimeError(
-            f"The options in {checkpoint} are of another version of lineartime, or damaged: {error}"
+            f"The options in {checkpoint} come from another version of lineartime, or are damaged: {error}"
         ) from None
     return config
 
 
 def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
-    """The options of a resumed run: those it was `started` with, and those `asked` for where they may differ.
+    """The options of a resumed run: those it was `started` with, replaced by those now `asked` for if they may differ.
 
-    `left_out` has the value of each option that was not given now. ArgumentError if a given option differs and must not.
+    `left_out` holds the defaults, the values of options that were not given now. Raises ArgumentError if a given option differs
+    and must not.
     """
     values = {}
     for field in dataclasses.fields(TrainConfig):
@@ -80,7 +81,7 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConf
 
 
 def precision_note(started: Precision, precision: Precision, device: torch.device) -> str:
-    """Which precision a resumed run computes in, and why that is another one than before, or than a new run would take here."""
+    """A note on a resumed run's precision, and why it differs from the one before or from that of a new run here."""
     if started not in ("auto", precision):
         return f"Computing in {precision}, and no longer in {started}."
     faster, reason = faster_precision(device)
@@ -90,11 +91,11 @@ def precision_note(started: Precision, precision: Precision, device: torch.devic
 
 
 def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
-    """The given options, completed by the defaults that `resume`, `like` or `recipe` call for; and these defaults.
+    """Complete the given options by the defaults that `resume`, `like` or `recipe` select; also return these defaults.
 
     Args:
-        config: the given options on the usual defaults.
-        reparse: puts them on other defaults.
+        config: the given options, on top of the usual defaults.
+        reparse: applies the given options to other defaults.
 
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.
@@ -111,13 +112,13 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     if config.resume and not is_checkpoint(config.run_directory):
         last, _ = last_whole_checkpoint(config.run_directory)
         defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
-        # The folder may follow from other options, which need not be given again.
+        # The folder may depend on other options, which need not be given again.
         config = dataclasses.replace(reparse(defaults), out=config.run_directory)
     elif config.like is not None:
         started = read_from(config.like, saved_config, None if is_checkpoint(config.like) else "last")
         defaults = dataclasses.replace(started, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
-    elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
+    elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, reparse)
@@ -130,7 +131,7 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
 
 
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
-    """These defaults with the model of a checkpoint and its tokenizer; LineartimeError if no run can have such a model."""
+    """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
     model = options_of(read_model_config(checkpoint), "clm", all_values=False)
     del model["override"]["vocab_size"]  # it follows from the tokenizer
     place = checkpoint.absolute()
@@ -138,13 +139,13 @@ def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
 
 
 def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
-    """The given options on the defaults, and field by field of the model so the values of `override`.
+    """Apply the given options to the defaults, and merge `override` field by field.
 
-    If another preset is given, the defaults for fields that its model does not have are left out.
+    If another preset is given, default overrides of fields that its model does not have are dropped.
     """
     asked = reparse(dataclasses.replace(defaults, override=()))
     inherited = defaults.override
-    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports other presets
+    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         fields = resolve(asked.preset, asked.task).override_names
         inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
     merged = {item.partition("=")[0]: item for item in (*inherited, *asked.override)}
@@ -152,5 +153,5 @@ def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
 
 
 def _shown(value: object) -> str:
-    """A value in an error message."""
+    """Format a value for an error message."""
     return "nothing" if value in (None, ()) else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

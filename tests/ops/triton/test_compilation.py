@@ -27,7 +27,7 @@ def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
 WITH_PRODUCTS = {"weigh", "score_gradient", "score_input_gradient"}
 OTHERS = {"add_up", "open", "gate_gradient", "open_gradient", "cross_entropy"}
 SPILLED = {"bf16": 96, "fp32": 400}
-"""Bytes of registers that may go to memory: few beside those of a tile. The gate at the end of `weigh` takes the most in bf16."""
+"""Bytes of registers that may go to memory: few beside those of a tile. In bf16, the gate at the end of `weigh` takes most."""
 
 
 @pytest.mark.slow

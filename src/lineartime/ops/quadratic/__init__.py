@@ -1,12 +1,12 @@
-"""Quadratic gated attention, the attention of GAU and FLASH-Quad: every token reads every visible token of its document.
+"""Quadratic gated attention, the attention of GAU and FLASH-Quad: every token attends to every visible token of its document.
 
     reference.py   the definition, one query at a time
     blocked.py     plain PyTorch, on any device
-    tiled.py       some queries at a time, for processors
+    tiled.py       some queries at a time, for CPUs
     triton.py      kernels for GPUs
     stream.py      token by token, with a cache of keys and values
 
-All of them compute one function of (q, k, v, bias, real, options), in which every document is a row. This file checks the
+All of them compute the same function of (q, k, v, bias, real, options), in which every document is a row. This file checks the
 arguments and chooses the form.
 
 Shapes: B batch, T tokens, R rows, L slots of a row, s query/key width, e value width.
@@ -59,26 +59,26 @@ def quadratic_attention(
     Args:
         q, k: [B, T, s] queries and keys.
         v: [B, T, e] values.
-        causal: whether a token reads only itself and earlier tokens.
-        bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which takes no memory of T x T.
-        mask: bool or 0 and 1, [B, T], True for real tokens; no token reads padding, and its outputs are zero.
-        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row: none reads another.
-        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: so many of the first real tokens of each row,
-            or document, read each other in both directions; later tokens read as ever.
-        activation: "relu2", "softmax", "softmax_plus" or "laplace".
-        normalization: "count" divides by the number of visible keys; "paper" is the published relu(q.k / n + bias)^2 with
-            n the number of real tokens of the document; an integer is that n, fixed, as a causal model needs it: n taken from
-            the current length would let the future change the past. With prefixes, "paper" is not allowed. "paper_bias" is the
-            relu((q.k + bias) / n)^2 of a published port, which the forms "torch" and "oracle" have.
-        backend: "torch", "tiled" (for processors), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto",
-            the fastest that can run.
+        causal: whether a token attends only to itself and earlier tokens.
+        bias: [T, T], added to the scores by place in the document, or a `FactoredBias`, which needs no T x T memory.
+        mask: [B, T], bool or integers 0 and 1, True for real tokens. No token attends to padding, and its outputs are zero.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row. They do not attend to each other.
+        prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: the number of real tokens at the start of each
+            row, or document, that attend to each other bidirectionally. Later tokens attend causally.
+        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        normalization: "count" divides by the number of visible keys. "paper" is the published relu(q.k / n + bias)^2, with n
+            the number of real tokens of the document. "paper_bias" is the relu((q.k + bias) / n)^2 of a published port, which
+            the backends "torch" and "oracle" have. An integer is a fixed n for "paper", which a causal model needs: with n from
+            the current length, later tokens would change earlier outputs. Prefixes need "count" or an integer.
+        backend: "torch", "tiled" (for CPUs), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
+            fastest that can run.
 
     Returns:
-        [B, T, e], zeros for rows with nothing to read. float16 is computed in float32.
+        [B, T, e], with zeros where no key is visible. float16 is computed in float32.
 
     Raises:
-        ValueError: for shapes that do not fit together, an unknown activation or normalization, or a backend that is unknown
-            or cannot run here.
+        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
+            here.
     """
     options = QuadraticOptions(causal, activation, normalization)
     check_queries_keys_values({"q": q, "k": k}, v)
@@ -88,8 +88,8 @@ def quadratic_attention(
     prefix = None
     if prefix_lengths is not None:
         if normalization in ("paper", "paper_bias"):
-            found = f"is {normalization!r}, which would divide by another length inside a prefix than behind it"
-            raise ArgumentError("normalization", f"{found}: give that length as a whole number, or use 'count'.")
+            found = f"is {normalization!r}, which would use a different divisor inside and after the prefix"
+            raise ArgumentError("normalization", f"{found}: give a fixed length as an integer, or use 'count'.")
         tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
         prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
     marks = [x for x in (mask, prefix) if x is not None]
@@ -99,7 +99,7 @@ def quadratic_attention(
         own_prefix = marks.pop() if prefix is not None else None
         return _attend(q, k, v, bias, marks.pop() if marks else None, own_prefix, layout.rows, options, backend)
 
-    # The documents alone: a bias goes by place, padding included.
+    # The documents alone, without the mask: a bias is indexed by place, padding included.
     return make_layout(v.shape, None, cu_seqlens, device=v.device).by_part(attend, q, k, v, *marks)
 
 
@@ -114,7 +114,7 @@ def _attend(
     options: QuadraticOptions,
     backend: Backend,
 ) -> Tensor:
-    """`quadratic_attention` where every row of the batch is a document, or documents have these `rows`."""
+    """`quadratic_attention` if every row of the batch is a document, or the documents are arranged in `rows`."""
     if rows is None:
         return attend_rows(q, k, v, bias, mask, options, backend, prefix)
     # Documents become rows together with their padding.
@@ -148,13 +148,13 @@ def attend_rows(
     backend: Backend = "auto",
     prefix: Tensor | None = None,
 ) -> Tensor:
-    """`quadratic_attention` inside a model, where the arguments fit together and every document is a row.
+    """`quadratic_attention` inside a model, where the arguments are already checked and every document is a row.
 
-    [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks tokens, or is None where all slots hold one.
-    `prefix`, bool [R, L], marks the tokens of prefixes, or is None where there are none.
+    [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks real tokens, or is None if all slots hold one.
+    `prefix`, bool [R, L], marks the tokens of prefixes, or is None if there are none.
 
     Raises:
-        ValueError: for a backend that is unknown or cannot run here.
+        ValueError: if the backend is unknown or cannot run here.
     """
     available: tuple[Backend, ...] = ("torch", "oracle") if options.divides_bias else ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, v, matmul_dtype(q, k, v), options.activation)
@@ -170,4 +170,4 @@ def attend_rows(
 
 
 quadratic_attention_oracle = partial(quadratic_attention, backend="oracle")
-"""The definition of `quadratic_attention`, with its arguments: slow, and only there to be believed."""
+"""The definition of `quadratic_attention`, with the same arguments: slow, a reference for tests."""
