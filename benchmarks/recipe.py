@@ -115,7 +115,8 @@ def training_seconds(out: Path) -> float:
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
     tokens: int = steps[-1]["tokens"]
-    return tokens / statistics.quantiles(speeds, n=4)[-1]
+    fast: float = statistics.quantiles(speeds, n=4)[-1]
+    return tokens / fast
 
 
 def losses(evaluation: Evaluation) -> dict[str, Any]:

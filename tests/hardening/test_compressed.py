@@ -62,7 +62,7 @@ def test_a_file_that_becomes_many_times_its_size_is_refused(suffix: str, kind: s
 def test_parquet_of_one_text_again_and_again_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "bomb.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 1000] * 3000}), file)
-    with pytest.raises(ArgumentError, match=r"^max_expansion is 2, but .*bomb.parquet holds more than"):
+    with pytest.raises(ArgumentError, match=r"^max_expansion is 2, but .*bomb.parquet expands to more than"):
         read(file, 2)
     assert read(file, 10**6) == SIZE
 
@@ -85,7 +85,7 @@ def test_the_commands_name_the_option_and_leave_nothing(tmp_path: Path, capsys: 
     options = ["--data", str(file), "--max-expansion", "50"]
     assert main(["train", *options, "--cache", str(cache), "--out", str(out), "--steps", "1"]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(f"error: --max-expansion is 50, but {file} holds more")
+    assert said.startswith(f"error: --max-expansion is 50, but {file} expands to more")
     assert not out.exists()
     assert not list(cache.glob("*"))
     assert main(["tokenize", *options, "--out", str(tmp_path / "tokenizer.json")]) == 1

@@ -28,7 +28,7 @@ IDS = torch.randint(0, V, (2, 9))
 
 def refuses(call: Callable[[], Any], argument: str) -> None:
     """The message begins with the argument and says what it is."""
-    with pytest.raises(ArgumentError, match=rf"^{argument}(\.\w+)* (is|has|holds) ") as raised:
+    with pytest.raises(ArgumentError, match=rf"^{argument}(\.\w+)* (is|has|holds|belongs) ") as raised:
         call()
     assert "\n" not in str(raised.value)
 
@@ -99,7 +99,7 @@ WRONG_STATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", WRONG_STATES)
 def test_states_of_anything_else_are_named(case: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) "):
+    with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has|belongs) "):
         FLASH.extend(IDS, WRONG_STATES[case])
     if case != "of another batch":
         refuses(lambda: FLASH.join_streams([WRONG_STATES[case]]), "states")
