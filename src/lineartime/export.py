@@ -144,7 +144,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     """
     file = checked_file(file, ".onnx")
     try:
-        import onnxscript  # noqa: F401
+        import onnxscript  # noqa: F401  # only whether it is there
     except ImportError:
         raise missing_extra("onnxscript", "onnx", "A program in ONNX") from None
     given = program.example_inputs[0]

@@ -24,7 +24,7 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
         LineartimeError: if matplotlib is missing, or a file cannot be written.
     """
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401  # only whether it is there
     except ImportError:
         raise missing_extra("matplotlib", "plot", "A plot") from None
     at_once = [entry for entry in results.finished if entry.case.measure in AT_ONCE and entry.median is not None]

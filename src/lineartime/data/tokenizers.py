@@ -235,7 +235,7 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
     """
     try:
         import huggingface_hub
-        import tokenizers  # noqa: F401
+        import tokenizers  # noqa: F401  # only whether it is there
     except ImportError:
         raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
     name = choice.removeprefix(_HUB)

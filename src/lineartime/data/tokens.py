@@ -104,6 +104,7 @@ class Shards:
             page, size = mmap.PAGESIZE, shard.itemsize
             if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_WILLNEED"):
                 begin = first * size // page * page
+                # NumPy's types leave out the attribute that holds its memory map.
                 shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

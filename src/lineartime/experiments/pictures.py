@@ -18,7 +18,7 @@ _MARKERS = "osD^v<>PX*"
 def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
     """Draw what there are numbers for; each picture with its caption. LineartimeError without matplotlib."""
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401  # only whether it is there
     except ImportError:
         raise missing_extra("matplotlib", "plot", "A picture") from None
     if plan.experiment.kind == "latency":
@@ -63,6 +63,7 @@ def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
     columns = _columns(panels)
     rows, lines = -(-panels // columns), -(-names // (3 * columns))
     figure = Figure(figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines), layout="constrained")
+    # matplotlib types the engine of any layout; that of a constrained one has these options.
     figure.get_layout_engine().set(wspace=0.05, hspace=0.05)  # type: ignore[call-arg, union-attr]
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in grid[panels:]:

@@ -4,19 +4,19 @@ from lineartime.hf.version import check_transformers
 
 check_transformers()  # before anything of transformers is imported
 
-from lineartime.hf.cache import LineartimeCache  # noqa: E402
-from lineartime.hf.config import LineartimeConfig  # noqa: E402
-from lineartime.hf.convert import convert, from_transformers, to_transformers  # noqa: E402
-from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM  # noqa: E402
-from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel  # noqa: E402
-from lineartime.hf.register import register  # noqa: E402
-from lineartime.hf.tasks import (  # noqa: E402
+from lineartime.hf.cache import LineartimeCache
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.convert import convert, from_transformers, to_transformers
+from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
+from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+from lineartime.hf.register import register
+from lineartime.hf.tasks import (
     LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
 )
-from lineartime.hf.tokenizer import fast_tokenizer  # noqa: E402
+from lineartime.hf.tokenizer import fast_tokenizer
 
 __all__ = [
     "LineartimeCache",

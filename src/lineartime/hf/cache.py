@@ -68,7 +68,7 @@ class Call(NamedTuple):
         return Call(None if self.before is None else take_streams(self.before, rows), self.embedded[rows], self.mask[rows])
 
 
-class LineartimeCache(Cache):  # type: ignore[misc]
+class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
     """The state of a batch of streams: `model(ids, past_key_values=cache)` continues them and updates the cache.
 
     `generate` creates one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.

@@ -37,14 +37,14 @@ class LanguageHead(LineartimePreTrainedModel):
         self.lm_head = new_embeddings
 
 
-class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]
+class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
     """A causal language model: the logits at a token predict the next one."""
 
     def __init__(self, config: LineartimeConfig) -> None:
         check_task(config, "a causal language model", masked=False)
         super().__init__(config)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -141,7 +141,7 @@ class LineartimeForMaskedLM(LanguageHead):
         check_task(config, "a masked language model", masked=True)
         super().__init__(config)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,

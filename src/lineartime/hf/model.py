@@ -22,7 +22,7 @@ from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
 
 
-class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers has no types here
     """The base class of all lineartime models in transformers."""
 
     config: LineartimeConfig
@@ -99,7 +99,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,

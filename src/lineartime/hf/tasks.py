@@ -56,7 +56,7 @@ class LineartimeForSequenceClassification(TaskModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, config.num_labels)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -80,7 +80,7 @@ class LineartimeForTokenClassification(TaskModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, config.num_labels)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -102,7 +102,7 @@ class LineartimeForQuestionAnswering(TaskModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 2)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -127,7 +127,7 @@ class LineartimeForMultipleChoice(TaskModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 1)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -146,7 +146,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]
+    return Batch(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]  # None only where Batch allows it
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:

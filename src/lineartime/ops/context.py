@@ -71,7 +71,7 @@ def _process_group(name: str) -> "dist.ProcessGroup":
     # PyTorch's own compilable collectives find their groups in this way; not every build of PyTorch has the module.
     from torch.distributed import distributed_c10d
 
-    resolve: Callable[[str], dist.ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[assignment]
+    resolve: Callable[[str], dist.ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[assignment]  # PyTorch does not type it
     return resolve(name)
 
 

@@ -160,7 +160,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
             execute(module)
             _register(module)
 
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # to register when it is imported
         return spec
 
 

@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         self._bf16 = bf16
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # no closure: the gradient is there
         """Update the matrices from their gradients."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]

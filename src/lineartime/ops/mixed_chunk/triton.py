@@ -1,5 +1,7 @@
 """Mixed chunk attention by Triton kernels, for GPUs: see `lineartime.ops.triton.mixed_chunk`."""
 
+from typing import Any
+
 from torch import Tensor
 
 from lineartime.ops.layout import Layout
@@ -14,16 +16,10 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
 
     chunks, dtype = layout.require_chunks(), common_dtype(*heads)
     with without_autocast(heads.v):
-        scales = chunk_scales(layout, options, heads.q_quad.shape[-1], heads.v)
         out = kernels.attend(
             *(chunks.cut(x.to(dtype)) for x in heads),
             bias=bias,
-            row_scale=scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
-            state_scale=scales.state,
-            document_starts=chunks.document_starts.int(),
-            score_scale=scales.score,
-            causal=options.causal,
-            activation="laplace" if options.activation == "laplace" else "relu2",
+            **_constants(layout, options, heads.q_quad.shape[-1], heads.v),
         )
         return chunks.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))
 
@@ -35,7 +31,6 @@ def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, opti
     tokens, gamma, beta, _ = projected.with_bias()
     chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
     with without_autocast(tokens):
-        scales = chunk_scales(layout, options, projected.d_qk, tokens)
         out = kernels.attend(
             chunks.cut(tokens.to(dtype)),
             gamma,
@@ -43,11 +38,19 @@ def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, opti
             bias=bias,
             rotations=layout.chunk_rotations,
             real=chunks.real,
-            row_scale=scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
-            state_scale=scales.state,
-            document_starts=chunks.document_starts.int(),
-            score_scale=scales.score,
-            causal=options.causal,
-            activation="laplace" if options.activation == "laplace" else "relu2",
+            **_constants(layout, options, projected.d_qk, tokens),
         )
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))
+
+
+def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor) -> dict[str, Any]:
+    """The arguments of both kinds of kernels that autograd does not differentiate."""
+    chunks, scales = layout.require_chunks(), chunk_scales(layout, options, d_qk, like)
+    return {
+        "row_scale": scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
+        "state_scale": scales.state,
+        "document_starts": chunks.document_starts.int(),
+        "score_scale": scales.score,
+        "causal": options.causal,
+        "activation": "laplace" if options.activation == "laplace" else "relu2",
+    }

@@ -121,7 +121,7 @@ def tuned(
             and IN_REGISTERS: see `operands_in_registers`.
     """
     if INTERPRETED:
-        return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]
+        return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]  # Triton has no types
 
     def fitting(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64

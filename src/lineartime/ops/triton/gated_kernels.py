@@ -7,7 +7,7 @@ Shapes: R rows, e value width, s query/key width, W = 2 e + s; the formulas are 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 # ruff: noqa: N803, N806
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
@@ -17,6 +17,12 @@ from torch import Tensor
 from lineartime.ops.triton.common import jit, number_formats, on_device, silu, silu_slope, tuned, workspace
 
 # 1. Kernels -----------------------------------------------------------------------------------------------------------
+
+
+def in_blocks_of(rows: int) -> Callable[[Any], Any]:
+    """The configuration of a kernel that multiplies nothing: blocks of so many rows; there is nothing to tune."""
+    config = triton.Config({"BLOCK_R": rows, "BLOCK_E": 128}, num_warps=4, num_stages=1)
+    return tuned([config], key=[], interpreted={"BLOCK_R": 64, "BLOCK_E": 64})
 
 
 @jit
@@ -49,11 +55,7 @@ def load_row(table, number, columns, last, WIDTH: tl.constexpr):
     return tl.load(table + number * WIDTH + columns, mask=columns < last, other=0.0)
 
 
-@tuned(
-    [triton.Config({"BLOCK_R": 32, "BLOCK_E": 128}, num_warps=4, num_stages=1)],
-    key=[],
-    interpreted={"BLOCK_R": 64, "BLOCK_E": 64},
-)
+@in_blocks_of(32)
 @jit
 def open_kernel(
     tokens, gamma, beta, rotations, real, v, maps, R, n_rotated,
@@ -94,11 +96,7 @@ def open_kernel(
             store_part(maps, y, number * R, rows, upper, R, S, S)
 
 
-@tuned(
-    [triton.Config({"BLOCK_R": 32, "BLOCK_E": 128}, num_warps=4, num_stages=1)],
-    key=[],
-    interpreted={"BLOCK_R": 64, "BLOCK_E": 64},
-)
+@in_blocks_of(32)
 @jit
 def gate_gradient_kernel(
     d_out, tokens, attended, d_attended, d_tokens, R,
@@ -115,11 +113,7 @@ def gate_gradient_kernel(
     store_part(d_tokens, gradient * read * silu_slope(gate), 0, rows, columns, R, E, WIDTH)
 
 
-@tuned(
-    [triton.Config({"BLOCK_R": 16, "BLOCK_E": 128}, num_warps=4, num_stages=1)],
-    key=[],
-    interpreted={"BLOCK_R": 64, "BLOCK_E": 64},
-)
+@in_blocks_of(16)
 @jit
 def open_gradient_kernel(
     tokens, gamma, rotations, d_v, d_q_quad, d_k_quad, d_q_lin, d_k_lin, d_tokens, d_gamma, d_beta, R, n_rotated,
