@@ -2,8 +2,8 @@
 
     smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
     models       training steps of flash-base, and of what it is compared with, as a share of the measured peak
-    generation   a token by `extend`, by `step`, by `step` as a CUDA graph, by one that draws the token, and by one of the
-                 compiled step; a prompt beside a forward pass
+    generation   a token by `extend`, by `step`, by `step` as a CUDA graph, and by one that draws the token, of the eager and of
+                 the compiled step; a prompt beside a forward pass
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
     ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
     exactness    smoke at more shapes
@@ -70,7 +70,8 @@ def goals(rehearsal: bool) -> dict[str, Goal]:
         **ratios,
         "flash-pytorch": Goal("FLASH-pytorch / flash, compiled, T = 8K", 3),
         "op": Goal("mixed chunk attention, compiled PyTorch / kernels", 2),
-        "token": Goal("ms of a token at batch 1, drawn in a CUDA graph", 0.6, at_most=True),
+        "token": Goal("ms of a token at batch 1, drawn in a CUDA graph of the compiled step", 0.6, at_most=True),
+        "prompt": Goal("forward pass / a prompt that leaves a state, T = 64K", 0.5),
     }
 
 
@@ -260,15 +261,18 @@ class Run:
                 if not torch.allclose(recorded(token), model.extend(token, state)[0], atol=1e-3):
                     self.report.failed.append(f"generation at {position}: the CUDA graph does not give the logits of extend")
                 steps["graph"] = partial(recorded, token)
-                # As `generate` takes a token: drawn inside the graph.
-                drawn = drawing(model, [state], Sampling(), torch.Generator())
-                steps["drawing"] = partial(drawn, token[:, 0])
-                steps["compiled graph"] = partial(recorded_step(compiled, compiled.join_streams([state])), token)
+                # As `generate` takes a token, without and with --compile: drawn inside the graph.
+                for name, drawer in (("drawing", model), ("compiled drawing", compiled)):
+                    steps[name] = partial(drawing(drawer, [state], Sampling(), torch.Generator()), token[:, 0])
+            if not torch.allclose(read(model, ids)[0], model(ids)[:, -1], atol=1e-3):
+                self.report.failed.append(f"generation at {position}: a prompt does not give the logits of a forward pass")
             steps["prompt"] = partial(read, model, ids)
             steps["forward"] = partial(model, ids)
             ms = {name: None if (s := self.seconds(step)) is None else round(1e3 * s, 3) for name, step in steps.items()}
-            if not self.small and ms.get("drawing"):
-                self.report.reach("token", float(ms["drawing"] or 0.0))
+            if not self.small and ms.get("compiled drawing"):
+                self.report.reach("token", float(ms["compiled drawing"] or 0.0))
+            if not self.small and ms["prompt"] and ms["forward"]:
+                self.report.reach("prompt", ms["forward"] / ms["prompt"])
             self.report.add("generation", position=position, **{f"{name}_ms": value for name, value in ms.items()})
 
     # Kernels ----------------------------------------------------------------------------------------------------------

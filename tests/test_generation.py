@@ -164,8 +164,17 @@ def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same
     assert len({tuple(tokens) for tokens in texts[0]}) > 2
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
-def test_a_recorded_step_continues_texts_as_the_plain_one(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_step_continues_texts_as_the_plain_one(
+    model: CausalLM, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def compiled(model: CausalLM, ids: torch.Tensor, joined: Any) -> torch.Tensor:
+        calls.append(ids)
+        return model.logits(model.backbone.step(ids, joined))
+
     def recorded(function: Any, inputs: Any, changed: Any) -> Any:
         """As a CUDA graph: arguments are read from, and results written to, memory that stays."""
         out = torch.zeros_like(inputs[0])
@@ -180,12 +189,17 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(model: CausalLM, monke
 
     prompts, seeded = [[1, 2, 3], [5], [1, 2, 3]], Sampling(1.0, seed=3)
     plain = generate_batch(model, prompts, 20, GREEDY)
+    if is_compiled:
+        monkeypatch.setattr("lineartime.models.heads.compiled_step", lambda: compiled)
+        monkeypatch.setattr(model, "_compiled_step", None)
+        model.compile_step()
     monkeypatch.setattr(streams, "_can_record", lambda _model: True)
     monkeypatch.setattr(streams, "recorded", recorded)
     assert generate_batch(model, prompts, 20, GREEDY) == plain
     texts = generate_batch(model, prompts, 20, seeded)
     assert generate_batch(model, prompts, 20, seeded) == texts
     assert texts[0] != texts[2], "two texts share a random number"
+    assert bool(calls) == is_compiled, "a graph records the step that the model was told to use"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from lineartime.errors import ArgumentError
 from lineartime.machine import using_threads
 from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
-from lineartime.ops.mixed_chunk import step_native, stream
+from lineartime.ops.mixed_chunk import step, step_native
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, mixed_chunk_state, mixed_chunk_streams
+from lineartime.ops.mixed_chunk.step import MixedChunkStreams, mixed_chunk_streams
+from lineartime.ops.mixed_chunk.stream import mixed_chunk_state
 from lineartime.ops.positions import rotary_table
 
 CHUNK, D_QK, D_VALUE, N_STREAMS = 5, 6, 7, 3
@@ -53,10 +54,10 @@ def steps(
     projected, gamma, beta, table = inputs
     chosen, outputs = MixedChunkOptions(CHUNK, True, **options), []
     for token in projected.split(1, 1):
-        chunk = stream.open_chunk(streams.position, chosen, streams.sums.dtype)
+        chunk = step.open_chunk(streams.position, chosen, streams.sums.dtype)
         rotations = rotary_table(streams.position[:, None], gamma.shape[1] // 2, streams.sums.dtype) if rope else None
         row = table[chunk.slot] if bias else None
-        outputs.append(stream.step_projected(Projected(token, gamma, beta), row, rotations, chosen, streams, chunk))
+        outputs.append(step.step_projected(Projected(token, gamma, beta), row, rotations, chosen, streams, chunk))
     return torch.cat(outputs, 1)
 
 

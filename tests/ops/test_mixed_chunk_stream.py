@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.stream import mixed_chunk_streams, step
+from lineartime.ops.mixed_chunk.step import mixed_chunk_streams, step
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 READ = [0, 1, 3, 4, 11]

@@ -21,7 +21,8 @@ from lineartime.ops import exported
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
-from lineartime.ops.mixed_chunk.stream import MixedChunkState, MixedChunkStreams
+from lineartime.ops.mixed_chunk.step import MixedChunkStreams, mixed_chunk_streams, open_chunk, step_projected
+from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import acc_dtype
 
 
@@ -89,6 +90,15 @@ class FLASH(
         """The state before the first token of `batch_size` streams."""
         return self.init_mixed_state(batch_size)
 
+    def mix_next(self, normed: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
+        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
+        if layout.prefix is not None or type(self).attend_next is not FLASH.attend_next:
+            return super().mix_next(normed, state, layout)
+        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
+        bias = self.chunk_bias(layout)
+        gated, state = stream.extend_projected(tokens, bias, layout.rotations, self.options, state, self.backend)
+        return self.to_output(gated), state
+
     def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Attend with a state of constant size; return the outputs and the new state."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
@@ -99,12 +109,12 @@ class FLASH(
 
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions."""
-        return stream.mixed_chunk_streams(states, self.gamma.dtype)
+        return mixed_chunk_streams(states, self.gamma.dtype)
 
     def step_layout(self, positions: Tensor) -> Layout:
         """The layout of a step, with the open chunk of each stream, which is the same for all layers."""
         dtype = acc_dtype(self.to_output.weight)
-        return super().step_layout(positions)._replace(open_chunk=stream.open_chunk(positions, self.options, dtype))
+        return super().step_layout(positions)._replace(open_chunk=open_chunk(positions, self.options, dtype))
 
     def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
         """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
@@ -114,7 +124,7 @@ class FLASH(
         if self.bias is not None:
             row = self.bias(chunk.slot, chunk.slots, layout.place_rotations)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
-        out: Tensor = self.to_output(stream.step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
+        out: Tensor = self.to_output(step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out
 
 

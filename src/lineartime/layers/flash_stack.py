@@ -21,8 +21,8 @@ from lineartime.layers.streams import ShiftedState
 from lineartime.native import native_functions
 from lineartime.ops.dense import MOST_ROWS
 from lineartime.ops.layout import Layout, step_layout
+from lineartime.ops.mixed_chunk.step import MixedChunkStreams, check_streams
 from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
-from lineartime.ops.mixed_chunk.stream import MixedChunkStreams, check_streams
 
 
 class FlashStack:

@@ -23,7 +23,7 @@ from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.token_shift import previous_tokens
 
 if TYPE_CHECKING:  # it imports this module
-    from lineartime.ops.mixed_chunk.stream import OpenChunk
+    from lineartime.ops.mixed_chunk.step import OpenChunk
 
 
 class Parts(NamedTuple):

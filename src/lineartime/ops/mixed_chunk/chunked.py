@@ -87,8 +87,11 @@ class ChunkScales(NamedTuple):
     state: Tensor
 
 
-def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor) -> ChunkScales:
-    """The divisors of both parts, as factors; `like` determines the device and, if it is float64, the dtype."""
+def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:
+    """The divisors of both parts, as factors, for documents after `before` other tokens.
+
+    `like` determines the device and, if it is float64, the dtype.
+    """
     chunks, causal = layout.require_chunks(), options.causal
     sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
     tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.counts_whole_chunks else sizes
@@ -100,4 +103,4 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
         slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
     read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
-    return ChunkScales(score, row, 1 / options.linear_divisor(read + layout.elsewhere(causal)))
+    return ChunkScales(score, row, 1 / options.linear_divisor(before + read + layout.elsewhere(causal)))

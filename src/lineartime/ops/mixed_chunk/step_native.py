@@ -18,7 +18,7 @@ from lineartime.ops.operator import is_plain
 from lineartime.ops.precision import acc_dtype
 
 if TYPE_CHECKING:
-    from lineartime.ops.mixed_chunk.stream import MixedChunkStreams
+    from lineartime.ops.mixed_chunk.step import MixedChunkStreams
 
 SOURCE = Path(__file__).with_name("step.cpp")
 

@@ -1,23 +1,21 @@
-"""Mixed chunk attention of streams, in constant memory: many tokens at once, or one for each stream at different positions.
+"""Mixed chunk attention of streams at one position, many tokens at once, in constant memory.
 
-Shapes: B batch or streams, N new tokens of a stream, C chunk size, s query/key width, e value width.
+Shapes: B streams, N new tokens of each, C chunk size, s query/key width, e value width.
 The definition is the causal one of reference.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.activations import Activation, Normalization, attention_weights, visible_share
+from lineartime.ops.activations import Activation, Normalization, attention_weights
+from lineartime.ops.backends import Backend
 from lineartime.ops.chunks import exclusive_cumsum, fill
-from lineartime.ops.mixed_chunk import step_native
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, queries_and_keys
+from lineartime.ops.mixed_chunk import triton
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
-
-# 1. Streams at one position -------------------------------------------------------------------------------------------
 
 
 class MixedChunkState(NamedTuple):
@@ -79,21 +77,68 @@ def extend(
     heads: Heads, bias: Tensor | None, options: MixedChunkOptions, state: MixedChunkState
 ) -> tuple[Tensor, MixedChunkState]:
     """`mixed_chunk_attention_extend` inside a model: [B, N, e] and the new state; `state` is not modified."""
-    chunk_size, length = options.chunk_size, heads.v.shape[1]
     compute = matmul_dtype(*heads)
     result_dtype = output_dtype(heads.v, compute)
     outputs = [heads.v[:, :0].to(result_dtype)]
     with without_autocast(heads.v):
-        start = 0
-        while start < length:
-            first = state.position % chunk_size
-            whole = (length - start) // chunk_size if first == 0 else 0
-            stop = min(start + (whole * chunk_size or chunk_size - first), length)
-            new = Heads(*(x[:, start:stop].to(compute) for x in heads))
-            out, state = (_read_whole_chunks if whole else _read_open_chunk)(new, bias, options, state)
+        for piece, is_whole in _pieces(state.position, heads.v.shape[1], options.chunk_size):
+            new = Heads(*(x[:, piece].to(compute) for x in heads))
+            out, state = (_read_whole_chunks if is_whole else _read_open_chunk)(new, bias, options, state)
             outputs.append(out.to(result_dtype))
-            start = stop
     return torch.cat(outputs, 1), state
+
+
+def extend_projected(
+    projected: Projected,
+    bias: Tensor | None,
+    rotations: Tensor | None,
+    options: MixedChunkOptions,
+    state: MixedChunkState,
+    backend: Backend = "auto",
+) -> tuple[Tensor, MixedChunkState]:
+    """Gated attention for N more tokens of streams: all of FLASH between its two projections.
+
+    Args:
+        projected: the new tokens, [B, N, 2 e + s], with gamma and beta.
+        bias, options, state: as for `extend`.
+        rotations: [2, N, s / 2] or [2, B, N, s / 2], or None.
+        backend: that of the layer. Where it is "triton", which "auto" chooses on a GPU, kernels read whole chunks, unless a
+            gradient is needed. Everything else is plain PyTorch.
+
+    Returns:
+        The new tokens' outputs [B, N, e] and the new state; `state` is not modified.
+    """
+
+    def read(piece: slice, is_whole: bool, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        new = projected._replace(tokens=projected.tokens[:, piece])
+        own = None if rotations is None else rotations[..., piece, :]
+        if is_whole:
+            gated, summary = triton.extend_gated(new, bias, own, options, state.summary, state.position)
+            return gated, state._replace(summary=summary, position=state.position + new.tokens.shape[1])
+        gate, heads = new.heads(own)
+        attended, state = extend(heads, bias, options, state)
+        return gate * attended, state
+
+    length = projected.tokens.shape[1]
+    has_whole = projected.tokens.numel() > 0 and length >= options.chunk_size
+    if not (has_whole and triton.can_extend(projected, bias, options, backend)):
+        return read(slice(0, length), False, state)
+    outputs = []
+    for piece, is_whole in _pieces(state.position, length, options.chunk_size):
+        out, state = read(piece, is_whole, state)
+        outputs.append(out)
+    return torch.cat(outputs, 1), state
+
+
+def _pieces(position: int, length: int, chunk_size: int) -> Iterator[tuple[slice, bool]]:
+    """Cut new tokens after `position` others into at most three pieces, and tell which one consists of whole chunks."""
+    start = 0
+    while start < length:
+        room = -(position + start) % chunk_size
+        whole = 0 if room else (length - start) // chunk_size * chunk_size
+        stop = min(start + (whole or room or chunk_size), length)
+        yield slice(start, stop), whole > 0
+        start = stop
 
 
 def _read_whole_chunks(
@@ -150,167 +195,3 @@ def _fold(state: MixedChunkState) -> MixedChunkState:
     return MixedChunkState(
         summary, torch.zeros_like(state.k_quad), torch.zeros_like(state.k_lin), torch.zeros_like(state.v), state.position
     )
-
-
-# 2. Streams at different positions ------------------------------------------------------------------------------------
-# Their state keeps its shapes and is updated in place, so that a step can be compiled, or recorded as a CUDA graph.
-
-
-class MixedChunkStreams(NamedTuple):
-    """What a batch of streams at different positions remembers.
-
-    Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens, including the open chunk, so that every step does the same; in
-            float32 or better.
-        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
-        values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
-        position: int [B], the number of tokens that each stream has read.
-    """
-
-    sums: Tensor
-    keys: Tensor
-    values: Tensor
-    position: Tensor
-
-
-def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | None = None) -> MixedChunkStreams:
-    """Join streams.
-
-    Args:
-        states: the states to join, each of one or more streams at one position; they are not modified.
-        dtype: the dtype of the keys and values, ideally the one in which they were computed; None for the dtype of the states.
-            A step reads all of them, which takes less time in a narrow dtype.
-    """
-    summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
-    positions = [state.position for state in states for _ in range(len(state.v))]
-    keys, values = (x.to(dtype or v.dtype) for x in (torch.stack([k_quad, k_lin], 1), v))
-    with without_autocast(v):
-        # Rounded like the values that a step subtracts from the sums again.
-        sums = torch.baddbmm(summary, keys[:, 1].mT.to(summary.dtype), values.to(summary.dtype))
-    return MixedChunkStreams(sums, keys, values, torch.tensor(positions, device=v.device))
-
-
-def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
-    """Raise ArgumentError for streams of a layer of other sizes: a C++ function would read out of bounds."""
-    wanted = ((d_qk, d_value), (2, chunk_size, d_qk), (chunk_size, d_value), ())
-    for name, tensor, shape in zip(MixedChunkStreams._fields, streams, wanted, strict=True):
-        if tensor.shape[1:] != shape:
-            expected = ", ".join(map(str, ("B", *shape)))
-            raise ArgumentError(
-                "streams",
-                f"has {name} of shape {list(tensor.shape)}, but must have [{expected}]: "
-                "give it what join_streams of the same layer returned.",
-            )
-
-
-class OpenChunk(NamedTuple):
-    """The slot of the next token of each stream in its chunk, and what it attends to: the same for all layers of a model.
-
-    Attributes:
-        slots: int64 [C], the slots of a chunk.
-        slot: int64 [B], the slot of the token.
-        visible: bool [B, 1, C], True for the token and those before it in its chunk.
-        share: [B, 1, C], the factor of the weights: see `visible_share`.
-        summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
-        open_share: [B, 1, C], the same factor for the visible tokens, which that sum must not contain.
-    """
-
-    slots: Tensor
-    slot: Tensor
-    visible: Tensor
-    share: Tensor
-    summary_share: Tensor
-    open_share: Tensor
-
-
-def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype) -> OpenChunk:
-    """The open chunk of streams that have read `position` tokens, int64 [B]; `dtype` is that of their state."""
-    slots, slot = torch.arange(options.chunk_size, device=position.device), position % options.chunk_size
-    visible = (slots <= slot[:, None])[:, None]
-    share = visible_share(visible, options.published_length, visible.to(dtype))
-    assert share is not None  # not everything is visible
-    read = position - slot
-    summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
-    return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, visible * summary_share)
-
-
-def step_projected(
-    projected: Projected,
-    bias: Tensor | None,
-    rotations: Tensor | None,
-    options: MixedChunkOptions,
-    streams: MixedChunkStreams,
-    chunk: OpenChunk,
-) -> Tensor:
-    """Gated attention for one more token of every stream: all of FLASH between its two projections.
-
-    Args:
-        projected: the new tokens, [B, 1, 2 e + s], with gamma and beta.
-        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] bias of the other forms.
-        rotations: [2, B, 1, s / 2], or None.
-        options: as for the other forms.
-        streams: what came before; updated in place.
-        chunk: the open chunk of the streams.
-
-    Returns:
-        [B, 1, e].
-
-    Raises:
-        ArgumentError: if the streams belong to a layer of other sizes.
-    """
-    check_streams(streams, options.chunk_size, projected.d_qk, projected.d_value)
-    gated = step_native.step(projected, bias, rotations, options, streams)
-    if gated is not None:
-        return gated
-    gate, v, z = projected.activate()
-    maps = queries_and_keys(z, projected.gamma, projected.beta, rotations)
-    return gate * step(maps, v, bias, options, streams, chunk)
-
-
-def step(
-    maps: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    options: MixedChunkOptions,
-    streams: MixedChunkStreams,
-    chunk: OpenChunk | None = None,
-) -> Tensor:
-    """Continue every stream by one token; the outputs equal those of `extend` for each stream alone.
-
-    Args:
-        maps: [B, 4, 1, s], the new tokens' q_quad, k_quad, q_lin and k_lin.
-        v: [B, 1, e], their values.
-        bias: [B, C], added to the scores of each stream's new token: its row of the [C, C] bias of the other forms.
-        options: as for the other forms.
-        streams: what came before; updated in place.
-        chunk: the open chunk of the streams, if an earlier layer has already computed it.
-
-    Returns:
-        [B, 1, e].
-    """
-    sums, keys, values, position = streams
-    dtype, result_dtype = sums.dtype, output_dtype(v, matmul_dtype(maps, v))
-    with without_autocast(v):
-        chunk = chunk or open_chunk(position, options, dtype)
-        queries, new, v = maps[:, 0::2].to(dtype), maps[:, 1::2].to(keys.dtype), v.to(keys.dtype)
-        place = chunk.slot[:, None, None]
-        keys.scatter_(2, place[:, None].expand_as(new), new)
-        values.scatter_(1, place.expand_as(v), v)
-        sums.addcmul_(new[:, 1].mT.to(dtype), v.to(dtype))
-        # Not len(v), which would make the batch size of an exported step a constant.
-        products = torch.bmm(queries.flatten(0, 1).to(keys.dtype), keys.flatten(0, 1).mT).to(dtype)
-        quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
-        weights = attention_weights(
-            quadratic,
-            d_qk=maps.shape[-1],
-            visible=chunk.visible,
-            bias=None if bias is None else bias[:, None],
-            activation=options.activation,
-            published_length=options.published_length,
-            share=chunk.share,
-        )
-        # The linear part covers only complete chunks: subtract the open one from the sums, through the weights.
-        weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
-        out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
-        position += 1
-        return out.to(result_dtype)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lineartime.ops.layout import Layout
+from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
@@ -43,9 +45,60 @@ def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, opti
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))
 
 
-def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor) -> dict[str, Any]:
-    """The arguments of both kinds of kernels that autograd does not differentiate."""
-    chunks, scales = layout.require_chunks(), chunk_scales(layout, options, d_qk, like)
+def can_extend(projected: Projected, bias: Tensor | None, options: MixedChunkOptions, backend: Backend) -> bool:
+    """Whether `extend_gated` can compute streams for a backend: the kernels run here, and no gradient is needed."""
+    tokens, gamma, beta, _ = projected
+    inputs = [x for x in (tokens, gamma, beta, bias) if x is not None]
+    if backend not in ("auto", "triton") or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return False
+    compute = matmul_dtype(tokens, gamma)
+    return choose_backend(backend, ("torch", "triton"), tokens, compute, options.activation) == "triton"
+
+
+def extend_gated(
+    projected: Projected,
+    bias: Tensor | None,
+    rotations: Tensor | None,
+    options: MixedChunkOptions,
+    summary: Tensor,
+    position: int,
+) -> tuple[Tensor, Tensor]:
+    """`attend_gated` for whole chunks of new tokens of streams, after others.
+
+    Args:
+        projected: the new tokens, [B, N, 2 e + s]; N is a multiple of C.
+        bias: [C, C], or None.
+        rotations: [2, N, s / 2] or [2, B, N, s / 2], or None.
+        options: causal ones.
+        summary: [B, s, e], the sum of k_lin v^T over the tokens before; it is not changed.
+        position: their number, a multiple of C.
+
+    Returns:
+        [B, N, e], and the summary with the new tokens.
+    """
+    from lineartime.ops.triton import gated as kernels  # Triton may be absent
+
+    tokens, gamma, beta, _ = projected.with_bias()
+    layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
+    chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
+    if rotations is not None:
+        rotations = (rotations if rotations.dim() == 4 else rotations[:, None]).unflatten(2, (-1, options.chunk_size))
+    with without_autocast(tokens):
+        out, summary = kernels.extend(
+            chunks.cut(tokens.to(dtype)),
+            gamma,
+            beta,
+            summary,
+            bias=bias,
+            rotations=rotations,
+            **_constants(layout, options, projected.d_qk, tokens, position),
+        )
+    return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma)))), summary
+
+
+def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> dict[str, Any]:
+    """The arguments of all kernels that autograd does not differentiate, for documents after `before` other tokens."""
+    chunks, scales = layout.require_chunks(), chunk_scales(layout, options, d_qk, like, before)
     return {
         "row_scale": scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
         "state_scale": scales.state,

@@ -139,3 +139,25 @@ def attend(
             *inputs, rotations, real, row_scale, state_scale, document_starts, score_scale, causal, activation, keep
         )[0]
     return out
+
+
+def extend(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, *, bias: Tensor | None, rotations: Tensor | None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attend` for streams: every row of the batch continues after a sum of k_lin^T v, [B, s, e]; autograd sees nothing.
+
+    Returns:
+        The gated output, and the sum with these tokens.
+    """
+    tokens = tokens.contiguous()
+    scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
+    v, maps = open_tokens(tokens, scale, offset, _contiguous(rotations), None)
+    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
+    out, _ = forward(
+        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
+        score_scale, causal, activation, Gate(tokens, None), summary,
+    )  # fmt: skip
+    dtype = state_dtype(v.dtype)
+    new = k_lin.flatten(1, 2).mT.to(dtype) @ v.flatten(1, 2).to(dtype)
+    return out, summary + new

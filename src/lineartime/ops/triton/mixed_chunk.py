@@ -164,9 +164,12 @@ def _attend(
 def forward(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
-    gate: Gate | None = None,
+    gate: Gate | None = None, summary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, times the gate where given, and M, which the backward pass reads."""
+    """The output, times the gate where given, and M, which the backward pass reads.
+
+    A summary [B, s, e] is the sum of k_lin^T v over chunks before the first one, which is read as well.
+    """
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device), workspace(_shape_of_states(k_lin, v), state_dtype(v.dtype), v.device)
     row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
@@ -175,6 +178,8 @@ def forward(
     )
     with without_autocast(v):
         states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
+        if summary is not None:
+            states += (state_scale[..., None, None] * summary[:, None]).to(states.dtype)
     out = weigh(
         q_quad.flatten(0, 1),
         k_quad.flatten(0, 1),

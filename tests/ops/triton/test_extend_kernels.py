@@ -1,0 +1,113 @@
+"""The kernels that read whole chunks of a prompt, against plain PyTorch in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineartime.layers import FLASH
+from lineartime.layers.gated import set_backend
+
+pytest.importorskip("lineartime.ops.triton.gated")
+# Triton 3.9 announces another default for 3.10 whenever it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+CHUNK, D_MODEL = 16, 24
+# The whole chunks of a piece follow an open chunk, precede one, or both; some pieces have none.
+CUTS = ([64], [7, 57], [16, 48], [40, 3, 21], [1, 15, 33, 15], [5, 5, 54])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "count": {},
+    "the published divisor": {"normalization": "paper"},
+    "published sums": {"normalization": "paper_sum"},
+    "laplace": {"activation": "laplace"},
+    "bias of buckets": {"bias_form": "buckets"},
+    "without bias and rotation": {"relative_bias": False, "rope": False},
+    "token shift": {"token_shift": True, "initial_scores": "unit"},
+}
+
+
+def build(device: str, dtype: torch.dtype = torch.float64, **options: Any) -> FLASH:
+    layer = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=True, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer.to(device, dtype)
+
+
+def read(layer: FLASH, x: Tensor, sizes: list[int], backend: Any) -> tuple[Tensor, list[Tensor]]:
+    """The outputs of a sequence that is read in pieces, and the tensors of the state after it."""
+    set_backend(layer, backend)
+    state, outputs = layer.init_state(len(x)), []
+    for piece in x.split(sizes, 1):
+        out, state = layer.extend(piece, state)
+        outputs.append(out)
+    own = getattr(state, "own", state)
+    return torch.cat(outputs, 1), [value for value in own if isinstance(value, Tensor)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_pieces_of_a_prompt_are_the_forward_pass(name: str, sizes: list[int], device: str) -> None:
+    dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-4)
+    exact, x = build(device, **OPTIONS[name]), torch.randn(2, 64, D_MODEL, dtype=torch.float64, device=device)
+    layer = build(device, dtype, **OPTIONS[name])
+    layer.load_state_dict(exact.state_dict())
+    set_backend(exact, "torch")
+    out, state = read(layer, x.to(dtype), sizes, "triton")
+    torch.testing.assert_close(out.double(), exact(x), atol=tolerance, rtol=tolerance)
+    for found, wanted in zip(state, read(exact, x, sizes, "torch")[1], strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, device: str) -> None:
+    exact, x = build(device), torch.randn(2, 70, D_MODEL, dtype=torch.float64, device=device)
+    layer = build(device, dtype)
+    layer.load_state_dict(exact.state_dict())
+    wanted, _ = read(exact, x, [70], "torch")
+    plain, fast = (read(layer, x.to(dtype), [70], backend)[0] for backend in ("torch", "triton"))
+    tiny = torch.finfo(torch.float32).eps * wanted.abs().max()
+    assert (fast - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 8 * tiny
+
+
+@torch.no_grad()
+def test_whole_chunks_alone_are_read_by_kernels(allocations: list[tuple[int, ...]], device: str) -> None:
+    layer, x = build(device, torch.float32), torch.randn(1, 7 + 2 * CHUNK + 3, D_MODEL, device=device)
+    read(layer, x, [7 + 2 * CHUNK + 3], "triton")  # 7 and 3 tokens at the ends: the first chunk is open after 7
+    values = (1, 2, CHUNK, 2 * D_MODEL)
+    assert values in allocations
+    allocations.clear()
+    read(layer, x[:, : CHUNK - 1], [7, CHUNK - 8], "triton")
+    read(layer, x, [len(x[0])], "torch")
+    assert not allocations
+
+
+def test_a_gradient_is_computed_in_plain_pytorch(allocations: list[tuple[int, ...]], device: str) -> None:
+    layer, x = build(device, torch.float32), torch.randn(1, 2 * CHUNK, D_MODEL, device=device)
+    out, _ = read(layer, x, [2 * CHUNK], "triton")
+    out.sum().backward()
+    assert not allocations
+    assert layer.gamma.grad is not None
+
+
+@torch.no_grad()
+def test_no_streams_and_no_tokens_give_empty_outputs(device: str) -> None:
+    layer = build(device, torch.float32)
+    for shape in ((0, 2 * CHUNK, D_MODEL), (2, 0, D_MODEL)):
+        out, _ = read(layer, torch.zeros(shape, device=device), [shape[1]], "triton")
+        assert out.shape == shape
+
+
+@torch.no_grad()
+def test_the_state_that_is_continued_stays_as_it_is(device: str) -> None:
+    layer, x = build(device, torch.float32), torch.randn(1, 2 * CHUNK, D_MODEL, device=device)
+    set_backend(layer, "triton")
+    _, state = layer.extend(x, None)
+    before = [value.clone() for value in state if isinstance(value, Tensor)]
+    first, _ = layer.extend(x, state)
+    again, _ = layer.extend(x, state)
+    assert torch.equal(first, again)
+    assert all(torch.equal(x, y) for x, y in zip(before, [v for v in state if isinstance(v, Tensor)], strict=True))
