@@ -54,7 +54,7 @@ def _triton_mixed_chunk(arguments: dict[str, Any]) -> int:
 
 def _triton_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
     (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
-    return _chunk_products(batch, n_chunks, chunk_size, 4 * d_qk + 2 * d_value, 4 * n_chunks, d_qk * d_value)
+    return _chunk_products(batch, n_chunks, chunk_size, 3 * d_qk + 2 * d_value, 4 * n_chunks, d_qk * d_value)
 
 
 def _gated_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
@@ -66,7 +66,7 @@ def _gated_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1
 
 
 def _gated_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
-    return _gated_mixed_chunk(arguments, of_pairs=(4, 2), n_sums=4)
+    return _gated_mixed_chunk(arguments, of_pairs=(3, 2), n_sums=4)
 
 
 def _exported_mixed_chunk(arguments: dict[str, Any]) -> int:

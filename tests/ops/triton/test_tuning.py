@@ -5,11 +5,12 @@ import torch
 
 common = pytest.importorskip("lineartime.ops.triton.common")
 quadratic = pytest.importorskip("lineartime.ops.triton.quadratic_kernels")
+chunks = pytest.importorskip("lineartime.ops.triton.chunk_kernels")
 
 
 def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
-    kernels = (quadratic.weigh_kernel, quadratic.score_input_gradient_kernel)
-    for kernel in (*kernels, quadratic.score_gradient_kernel):
+    kernels = (quadratic.weigh_kernel, quadratic.score_input_gradient_kernel, quadratic.score_gradient_kernel)
+    for kernel in (*kernels, chunks.chunk_weights_kernel, chunks.read_chunks_kernel):
         assert "tokens" in kernel.keys
     assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)
     assert "n_summed" in quadratic.score_gradient_kernel.keys

@@ -13,7 +13,7 @@ from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, w
 
 
 def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    """The same function as the chunked form, [B, T, e], without scores in memory; keeps the states of chunks."""
+    """The same function as the chunked form, [B, T, e], keeps the states of chunks for the backward pass, and no scores."""
     from lineartime.ops.triton import mixed_chunk as kernels  # Triton may be absent
 
     chunks, dtype = layout.require_chunks(), common_dtype(*heads)

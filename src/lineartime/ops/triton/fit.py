@@ -12,12 +12,20 @@ from typing import Any
 import triton.language as tl
 
 
+def chunk_weights_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Of `chunk_weights_kernel`."""
+    return bool(sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32))
+
+
+def read_chunks_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Of `read_chunks_kernel`."""
+    return bool(sizes["IN_REGISTERS"] and sizes["TRANSPOSED"] and sizes["BLOCK_M"] * sizes["BLOCK_E"] > 128 * 128)
+
+
 def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
     """Of `weigh_kernel`."""
     return bool(
-        (sizes["HAS_STATES"] and sizes["S"] > 128 and sizes["BLOCK_E"] > 128)
-        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
-        or (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["HAS_STATES"] and sizes["BLOCK_N"] > 32)
+        (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
         or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
     )
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import acc_dtype, without_autocast
+from lineartime.ops.triton.chunk_kernels import Gate
 from lineartime.ops.triton.common import state_dtype, workspace
 from lineartime.ops.triton.gated_kernels import gate_gradient, open_gradient, open_tokens
 from lineartime.ops.triton.mixed_chunk import backward, forward
-from lineartime.ops.triton.quadratic_kernels import Gate
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
 # tokens: [B, G, C, W], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.

@@ -10,8 +10,8 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/k
     dk_lin[h, j] = N[h] v[h, j]           dk_quad[g] = c dX[g]^T q_quad[g]
 
 with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all of them or, where attention is causal, those
-before g. M and N [B, G, s, e] and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
-M stays there for the backward pass.
+before g. M and N [B, G, s, e], P and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
+M stays there for the backward pass, which makes P and dX of the same scores.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.precision import without_autocast
+from lineartime.ops.triton.chunk_kernels import Gate, chunk_weights, read_chunks
 from lineartime.ops.triton.common import (
     jit,
     number_formats,
@@ -34,7 +35,7 @@ from lineartime.ops.triton.common import (
     tuned,
     workspace,
 )
-from lineartime.ops.triton.quadratic_kernels import Gate, score_gradient, weigh
+from lineartime.ops.triton.quadratic_kernels import score_gradient
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
 
@@ -180,19 +181,11 @@ def forward(
         states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
         if summary is not None:
             states += (state_scale[..., None, None] * summary[:, None]).to(states.dtype)
-    out = weigh(
-        q_quad.flatten(0, 1),
-        k_quad.flatten(0, 1),
-        v.flatten(0, 1),
-        None if bias is None else bias.contiguous(),
-        row_scale,
-        score_scale,
-        causal=causal,
-        activation=activation,
-        readers=q_lin,
-        states=states,
-        gate=gate,
-    )
+    q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
+    bias = None if bias is None else bias.contiguous()
+    options: dict[str, Any] = {"causal": causal, "activation": activation}
+    weights = chunk_weights(q, k, bias, row_scale, score_scale, dtype=states.dtype, **options)
+    out = read_chunks(weights, values, readers, of_chunks, causal=causal, gate=gate)
     return out.view(v.shape), states
 
 
@@ -228,7 +221,7 @@ def backward(
     q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out = (
         x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out)
     )
-    bias, bias_of_keys = (None, None) if bias is None else (bias.contiguous(), bias.mT.contiguous())
+    bias = None if bias is None else bias.contiguous()
     dtype = state_dtype(v.dtype)
     options: dict[str, Any] = {"causal": causal, "activation": activation}
 
@@ -238,13 +231,12 @@ def backward(
         d_k_lin = (v.to(dtype) @ states.mT).to(v.dtype)
 
         q, k, values, d_values = (x.flatten(0, 1) for x in (q_quad, k_quad, v, d_out))
-        d_v = weigh(
-            q, k, d_values, bias_of_keys, row_scale, score_scale, transposed=True, readers=k_lin, states=states, **options
-        )  # fmt: skip
-        del states
+        weights = workspace((len(q), q.shape[1], q.shape[1]), dtype, v.device)
         d_scores = score_gradient(
-            q, k, values, bias, row_scale, d_values, score_scale, n_summed=1, dtype=dtype, **options
+            q, k, values, bias, row_scale, d_values, score_scale, n_summed=1, dtype=dtype, weights=weights, **options
         )  # fmt: skip
+        d_v = read_chunks(weights, d_values, k_lin.flatten(0, 1), states.flatten(0, 1), causal=causal, transposed=True)
+        del weights, states
         nothing = d_scores.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds
         d_q_quad = torch.baddbmm(nothing, d_scores, k.to(dtype), beta=0, alpha=score_scale).to(v.dtype)
         d_k_quad = torch.baddbmm(nothing, d_scores.mT, q.to(dtype), beta=0, alpha=score_scale).to(v.dtype)

@@ -15,9 +15,9 @@ summed by one program in a fixed order, so that the same inputs always give the 
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +33,6 @@ from lineartime.ops.triton.common import (
     load_tile,
     number_formats,
     on_device,
-    silu,
     store_tile,
     token_bucket,
     tuned,
@@ -55,22 +54,18 @@ from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, sc
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_STATES", "HAS_GATE", "TRANSPOSED", "PRECISION"],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=weigh_is_unfit,
 )
 @jit
 def weigh_kernel(
-    x, y, values, bias, row_scale, readers, states, gate, attended, out, T, bucket, tokens, score_scale,
+    x, y, values, bias, row_scale, out, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_GATE: tl.constexpr, KEEPS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """P values or P^T values, + readers states where given, times silu(gate) where given; a program: some rows and columns.
-
-    The gate is the first E columns of a matrix of 2 E + S. Where it KEEPS, `attended` gets what it multiplies.
-    """
+    """P values or P^T values; a program: some rows and columns."""
     # Programs side by side have the same rows, whose queries and keys they find in the cache.
     column_blocks = (E + BLOCK_E - 1) // BLOCK_E
     blocks = (T + BLOCK_M - 1) // BLOCK_M
@@ -87,16 +82,6 @@ def weigh_kernel(
     row_scale += batch * T
     acc = tl.full((BLOCK_M, BLOCK_E), 0.0, ACC)
 
-    if HAS_STATES:
-        readers += batch * T * S
-        states += batch * S * E
-        STEP: tl.constexpr = 32 if BLOCK_S > 32 else BLOCK_S
-        for start in range(0, S, STEP):
-            part = start + tl.arange(0, STEP)
-            reader = load_tile(readers, rows, part, T, S, COMPUTE)
-            state = as_operand(load_tile(states, part, columns, S, E, states.dtype.element_ty), COMPUTE, PRECISION)
-            acc = add_product(acc, reader, state, PRECISION)
-
     first = 0
     last = T
     if CAUSAL and TRANSPOSED:
@@ -110,37 +95,14 @@ def weigh_kernel(
         weights = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale, T, CAUSAL, TRANSPOSED)
         value = load_tile(values, others, columns, T, E, COMPUTE)
         acc = add_product(acc, as_operand(weights, COMPUTE, PRECISION), value, PRECISION)
-    if KEEPS:
-        store_tile(attended + batch * T * E, acc, rows, columns, T, E)
-    if HAS_GATE:
-        gate += (batch * T + block * BLOCK_M) * (2 * E + S)
-        offsets = tl.arange(0, BLOCK_M)[:, None] * (2 * E + S) + columns[None, :]  # in 32 bits, which take fewer registers
-        before = tl.load(gate + offsets, mask=(rows < T)[:, None] & (columns < E)[None, :], other=0.0).to(ACC)
-        acc *= silu(before)
     store_tile(out + batch * T * E, acc, rows, columns, T, E)
-
-
-class Gate(NamedTuple):
-    """What `weigh` multiplies its result by, silu of the gate.
-
-    Attributes:
-        tokens: [B, T, 2 e + s], whose first e columns are the gate before SiLU.
-        attended: [B, T, e], where the result is to be kept before the gate multiplies it, or None.
-    """
-
-    tokens: Tensor
-    attended: Tensor | None
 
 
 def weigh(
     q: Tensor, k: Tensor, values: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool,
-    activation: str, transposed: bool = False, readers: Tensor | None = None, states: Tensor | None = None,
-    gate: Gate | None = None,
+    activation: str, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """P values plus readers @ states where given, times the gate where given: [B, T, s] x 2, [B, T, e], [B, s, e] -> [B, T, e].
-
-    Transposed, P^T values, of a bias that is transposed too.
-    """
+    """P values: [B, T, s] x 2, [B, T, e] -> [B, T, e]; transposed, P^T values, of a bias that is transposed too."""
     (batch, length, width), n_columns = q.shape, values.shape[-1]
     out = workspace(values.shape, values.dtype, values.device)
 
@@ -148,13 +110,10 @@ def weigh(
         return (batch * triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(n_columns, config["BLOCK_E"]),)
 
     x, y = (k, q) if transposed else (q, k)
-    tokens, attended = (None, None) if gate is None else gate
     with on_device(values):
         weigh_kernel[grid](
-            x, y, values, bias, row_scale, readers, states, tokens, attended, out, length, length_bucket(length),
-            token_bucket(batch * length), score_scale,
-            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            HAS_STATES=states is not None, HAS_GATE=gate is not None, KEEPS=attended is not None, TRANSPOSED=transposed,
+            x, y, values, bias, row_scale, out, length, length_bucket(length), token_bucket(batch * length), score_scale,
+            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None, TRANSPOSED=transposed,
             BLOCK_S=width_block(width, values.dtype), **number_formats(values.dtype),
         )  # fmt: skip
     return out
@@ -250,18 +209,18 @@ def score_input_gradient(
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
-    key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
+    key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_WEIGHTS", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=score_gradient_is_unfit,
 )
 @jit
 def score_gradient_kernel(
-    q, k, v, bias, row_scale, d_out, out, n_summed, T, bucket, tokens, score_scale,
+    q, k, v, bias, row_scale, d_out, weights, out, n_summed, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum of dX over the g-th n_summed of the sequences; a program: one tile of one g."""
+    """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each; a program: one tile of one g."""
     row_blocks = (T + BLOCK_M - 1) // BLOCK_M
     other_blocks = (T + BLOCK_N - 1) // BLOCK_N
     group = (tl.program_id(0) // (row_blocks * other_blocks)).to(tl.int64)
@@ -275,6 +234,9 @@ def score_gradient_kernel(
     if CAUSAL:
         members = tl.where(other_start < row_start + BLOCK_M, n_summed, 0)  # no query of the tile sees any of its keys
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
+    if HAS_WEIGHTS:
+        for member in range(members, n_summed):
+            store_tile(weights + (group * n_summed + member) * T * T, acc, rows, others, T, T)
     for member in range(0, members):
         batch = group * n_summed + member
         x_tile = load_tile(q + batch * T * S, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
@@ -282,6 +244,9 @@ def score_gradient_kernel(
             q + batch * T * S, k + batch * T * S, bias, x_tile, rows, others, T, score_scale,
             S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S,
         )  # fmt: skip
+        if HAS_WEIGHTS:
+            tile = mask_tile(activate(scores, ACTIVATION), rows, others, row_scale + batch * T, T, CAUSAL, False)
+            store_tile(weights + batch * T * T, tile, rows, others, T, T)
         acc += score_gradient_tile(
             scores, d_out + batch * T * E, v + batch * T * E, row_scale + batch * T, rows, others, T,
             E, CAUSAL, ACTIVATION, False, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
@@ -291,9 +256,12 @@ def score_gradient_kernel(
 
 def score_gradient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
-    causal: bool, activation: str, n_summed: int, dtype: torch.dtype,
+    causal: bool, activation: str, n_summed: int, dtype: torch.dtype, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dX, summed over every n_summed sequences that follow each other: [B / n_summed, T, T] in `dtype`."""
+    """dX, summed over every n_summed sequences that follow each other: [B / n_summed, T, T] in `dtype`.
+
+    P is written to `weights` [B, T, T] where given: its scores are the same.
+    """
     (batch, length, width), n_columns = q.shape, v.shape[-1]
     out = workspace((batch // n_summed, length, length), dtype, v.device)
 
@@ -303,9 +271,9 @@ def score_gradient(
 
     with on_device(v):
         score_gradient_kernel[grid](
-            q, k, v, bias, row_scale, d_out, out, n_summed, length, length_bucket(length),
+            q, k, v, bias, row_scale, d_out, weights, out, n_summed, length, length_bucket(length),
             token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
+            HAS_WEIGHTS=weights is not None, BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
         )  # fmt: skip
     return out
