@@ -183,6 +183,24 @@ def test_a_damaged_run_is_one_sentence(options: Options, here: Do, finished: Non
     assert "says that it is finished, but its metrics do not" in run_all(plan, ignore, here).problems[0]
 
 
+def test_given_rates_are_the_grid_of_all_systems(options: Options, here: Do) -> None:
+    asked = {"optimizers": ("adamw",), "rates": (2e-3, 4e-3), "seeds": 1}
+    tried = []
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        tried.append(job.folder.name)
+        return here(job, message)
+
+    plan = make_plan(options(**asked))
+    assert run_all(plan, lambda _: None, do).problems == ()
+    assert [name for name in tried if "-tune-" in name] == ["adamw-tune-0.002", "adamw-tune-0.004"] * 2
+    _, report, _ = write_report(plan)
+    assert report["options"]["rates"] == (2e-3, 4e-3)
+    assert {row["rate"] for setting in report["settings"] for row in setting["rows"]} <= {2e-3, 4e-3}
+    with pytest.raises(ArgumentError, match=r"rates is 0.003, but the runs in .* were made with 0.002 0.004: use that, or"):
+        command.reproduce(options(optimizers=("adamw",), rates=(3e-3,)))
+
+
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
     with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
         command.reproduce(options(budget=3, report=True))
@@ -212,6 +230,10 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         ({"optimizers": ("adam",)}, r"optimizers has 'adam', which is no optimiser here \(did you mean adamw\?\): use adamw"),
         ({"budget": 0.0}, "budget is 0.0, but must be a number of seconds above 0"),
         ({"budget": 5.0, "scale": "paper"}, "budget is 5.0, but the scale paper has the paper's steps and rate: leave it out"),
+        ({"rates": (1e-3, 1e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be different numbers above 0"),
+        ({"rates": (-1.0,), "optimizers": ("adamw",)}, "rates is -1, but must be different numbers above 0"),
+        ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in optimizers"),
+        ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
         ({"seeds": 0}, "seeds is 0, but must be at least 1"),
         ({"name": "optimizer", "scale": "paper"}, "optimizer is not of the paper: use another scale than paper"),
         ({"wikipedia": ("/no/such/text",)}, "wikipedia is /no/such/text, which is neither a file or folder nor the name of"),

@@ -170,6 +170,25 @@ EXPERIMENTS: dict[str, Experiment] = {
         baseline="flash",
         budget=_FIVE_MINUTES,
     ),
+    "next-ablation": Experiment(
+        "The parts of flash-next",
+        "What does each part of flash-next add to FLASH, after the same time of training?",
+        _only(
+            _NOT_PAPER,
+            _FLASH,
+            Arm("flash, published divisor", "flash", {"normalization": "paper"}),
+            Arm("flash, unit scores", "flash", {"initial_scores": "unit"}),
+            Arm("flash, token shift", "flash", {"token_shift": True}),
+            Arm("flash-next, no token shift", "flash-next", {"token_shift": False}),
+            _FLASH_NEXT,
+        ),
+        _settings(
+            (Setting("code", 1024), Setting("books", 4096)),
+            (Setting("code", 1024), Setting("books", 8192)),
+            (),
+        ),
+        baseline="flash",
+    ),
     "mlm": Experiment(
         "Masked language models",
         "How well does each system predict masked tokens after the same time of training?",

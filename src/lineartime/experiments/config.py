@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import Device, Precision, ScaleName, TextName
-from lineartime.errors import ArgumentError, did_you_mean
+from lineartime.errors import Argument, ArgumentError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class ReproduceConfig:
     """Run at most so many seeds now; the default is as many as the experiment has."""
     optimizers: tuple[str, ...] = ()
     """Optimisers to tune; the default is all."""
+    rates: tuple[float, ...] = ()
+    """Learning rates to tune over, of one optimiser; the default is the scale's four."""
     budget: float | None = None
     """Seconds of training of each run, without evaluations; the default is the scale's."""
     tuning: float | None = None
@@ -63,7 +65,7 @@ class ReproduceConfig:
             object.__setattr__(
                 self, name, tuple(str(Path(text).absolute()) if Path(text).exists() else str(text) for text in given)
             )
-        for name in ("systems", "contexts", "texts", "optimizers"):
+        for name in ("systems", "contexts", "texts", "optimizers", "rates"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check(self) -> None:
@@ -81,6 +83,19 @@ class ReproduceConfig:
             if value is not None and value < 1:
                 raise ArgumentError(name, f"is {value}, but must be at least 1.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "optimiser")
+        if self.rates:
+            self._check_rates()
+
+    def _check_rates(self) -> None:
+        given = " ".join(f"{rate:g}" for rate in self.rates)
+        if self.scale == "paper":
+            raise ArgumentError("rates", f"is {given}, but the scale paper has the paper's rate: leave it out.")
+        if not all(math.isfinite(rate) and rate > 0 for rate in self.rates) or len(set(self.rates)) < len(self.rates):
+            raise ArgumentError("rates", f"is {given}, but must be different numbers above 0.")
+        if len(self.optimizers) != 1:
+            raise ArgumentError(
+                "rates", f"is {given}, but each optimiser has its own: give one in ", Argument("optimizers"), "."
+            )
 
 
 def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], kind: str) -> None:

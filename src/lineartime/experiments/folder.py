@@ -33,6 +33,7 @@ class PlanOptions:
     compile: Literal["on", "off"] | None
     precision: Precision
     threads: Annotated[int, Between(1, MOST_THREADS)] | None
+    rates: tuple[float, ...] = ()  # earlier versions had those of the scale alone
 
 
 def adopted(config: ReproduceConfig) -> ReproduceConfig:

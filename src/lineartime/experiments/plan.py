@@ -129,7 +129,7 @@ class Plan:
 
     def rates(self, optimizer: str) -> tuple[float, ...]:
         """The grid of learning rates of an optimiser."""
-        return catalogue.OPTIMIZERS[optimizer].rates[self.config.scale]
+        return self.config.rates or catalogue.OPTIMIZERS[optimizer].rates[self.config.scale]
 
     def speed_job(self, entry: Entry, optimizer: str, number: int = 0) -> Job:
         """The job that measures how fast an entry trains, in one of the rounds."""
