@@ -1,14 +1,21 @@
 """How exact kernels are, beside plain PyTorch in the same dtype: a part of `benchmarks/gpu.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lineartime.layers import FLASH, set_backend
+from lineartime.ops.backends import Backend
+
+Run = Callable[[Backend, torch.dtype], list[Tensor]]
+"""Computes by a backend in a dtype, from the same numbers, and returns all results."""
+
 
 class Comparison(NamedTuple):
-    """Errors of values and gradients against float64, the largest relative to the largest number.
+    """Errors of results against float64, the largest relative to the largest number.
 
     Attributes:
         kernels, pytorch: the largest error of each.
@@ -27,18 +34,12 @@ class Comparison(NamedTuple):
         return {**errors, "worst_ratio": round(self.worst_ratio, 2), "same_bits": self.same_bits}
 
 
-def compared(dtype: torch.dtype, inputs: list[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Comparison:
-    """Compare `op(*inputs, bias=bias, backend=...)` and its gradients in a dtype."""
-
-    def run(backend: str, number: torch.dtype) -> list[Tensor]:
-        *own, own_bias = (x.to(dtype).to(number).requires_grad_() for x in (*inputs, bias))
-        out = op(*own, bias=own_bias, backend=backend)
-        upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out)  # exact in every dtype
-        gradients = torch.autograd.grad(out, [*own, own_bias], upstream.to(out.dtype))
-        return [x.detach().double() for x in (out, *gradients)]
-
-    exact = run("torch", torch.float64)
-    kernels, again, plain = run("triton", dtype), run("triton", dtype), run("torch", dtype)
+def compared(dtype: torch.dtype, run: Run) -> Comparison:
+    """Compare the kernels with plain PyTorch in a dtype."""
+    exact, kernels, again, plain = (
+        [x.detach().double() for x in run(backend, number)]
+        for backend, number in (("torch", torch.float64), ("triton", dtype), ("triton", dtype), ("torch", dtype))
+    )
     errors = [
         [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
         for result in (kernels, plain)
@@ -48,3 +49,31 @@ def compared(dtype: torch.dtype, inputs: list[Tensor], bias: Tensor, op: Callabl
     worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
     same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
     return Comparison(max(errors[0]), max(errors[1]), worst, same_bits)
+
+
+def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Run:
+    """`op(*inputs, bias=bias, backend=...)` and its gradients, of inputs rounded to a dtype."""
+
+    def run(backend: Backend, number: torch.dtype) -> list[Tensor]:
+        *own, own_bias = (x.to(dtype).to(number).requires_grad_() for x in (*inputs, bias))
+        out = op(*own, bias=own_bias, backend=backend)
+        upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out)  # exact in every dtype
+        return [out, *torch.autograd.grad(out, [*own, own_bias], upstream.to(out.dtype))]
+
+    return run
+
+
+def prompt_and_state(dtype: torch.dtype, layer: FLASH, x: Tensor, sizes: Sequence[int]) -> Run:
+    """A causal layer that reads x [B, T, d] in pieces, and the tensors of the state after it; rounded to a dtype as above."""
+
+    @torch.no_grad()
+    def run(backend: Backend, number: torch.dtype) -> list[Tensor]:
+        own = deepcopy(layer).to(dtype).to(number)
+        set_backend(own, backend)
+        state, outputs = own.init_state(len(x)), []
+        for piece in x.to(dtype).to(number).split(list(sizes), 1):
+            out, state = own.extend(piece, state)
+            outputs.append(out)
+        return [torch.cat(outputs, 1), *(value for value in state if isinstance(value, Tensor))]
+
+    return run

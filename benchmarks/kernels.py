@@ -104,6 +104,15 @@ def flash(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, causal: b
     run_layer(FLASH(16, expansion=96, causal=causal, **options), shape, dtype)
 
 
+@torch.no_grad()
+def prompt(shape: tuple[int, int]) -> None:
+    """A piece of a prompt, under autocast to bf16."""
+    layer = FLASH(16, expansion=96, d_qk=128, causal=True)
+    set_backend(layer, "triton")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer.extend(torch.randn(*shape, 16), None)
+
+
 def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
     options = {"d_qk": 128, **options}
     run_layer(GAU(16, expansion=96, causal=True, **options), shape, dtype)
@@ -118,6 +127,7 @@ def loss() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "flash bf16": partial(flash, (2, 2048)),
+    "flash bf16, a prompt": partial(prompt, (1, 2048)),
     "loss bf16": loss,
     "flash-quad bf16, rotary bias": partial(gau, (2, 2048)),
     "flash-quad bf16, table of biases": partial(gau, (2, 512), max_length=512),

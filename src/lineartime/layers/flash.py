@@ -92,7 +92,7 @@ class FLASH(
 
     def mix_next(self, normed: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        if layout.prefix is not None or type(self).attend_next is not FLASH.attend_next:
+        if layout.prefix is not None or any(getattr(type(self), name) is not getattr(FLASH, name) for name in _STREAMING):
             return super().mix_next(normed, state, layout)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         bias = self.chunk_bias(layout)
@@ -126,6 +126,10 @@ class FLASH(
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         out: Tensor = self.to_output(step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out
+
+
+_STREAMING = ("attend_next", "split", "queries_and_keys", "gate")
+"""The methods that one operation stands for while FLASH streams, unless a subclass overrides one."""
 
 
 def _is_untouched(layer: nn.Module) -> bool:

@@ -180,8 +180,8 @@ class HasBackends(nn.Module):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
 
-    The variants of FLASH in `lineartime.baselines` have only one implementation, and so has streaming, except that FLASH reads
-    whole chunks of a prompt by the kernels of "triton" where no gradient is needed.
+    The variants of FLASH in `lineartime.baselines` have only one implementation. Streaming is plain PyTorch, except that FLASH
+    reads the whole chunks of a prompt by the kernels of "triton" where they can run and no gradient is needed.
 
     Args:
         module: a layer, or a module that contains layers.

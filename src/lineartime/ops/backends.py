@@ -35,7 +35,7 @@ def choose_backend(
     """
     check_choice("backend", backend, ("auto", *available))
     if backend == "auto":
-        if "triton" in available and like.device.type == "cuda" and why_not_triton(like.device, compute, activation) is None:
+        if "triton" in available and takes_triton(backend, like, compute, activation):
             return "triton"
         return "tiled" if "tiled" in available and why_not_tiled(like.device, compute, activation) is None else "torch"
     reason = None
@@ -46,6 +46,12 @@ def choose_backend(
     if reason is not None:
         raise ValueError(f"backend is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
     return backend
+
+
+def takes_triton(backend: Backend, like: Tensor, compute: torch.dtype, activation: Activation) -> bool:
+    """Whether a backend chooses the Triton kernels, "auto" on a GPU, and they can run here; arguments as above."""
+    chosen = backend == "triton" or (backend == "auto" and like.device.type == "cuda")
+    return chosen and why_not_triton(like.device, compute, activation) is None
 
 
 def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:

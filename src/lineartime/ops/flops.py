@@ -110,11 +110,12 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
     "mixed_chunk_attention": _triton_mixed_chunk,
     "mixed_chunk_attention_backward": _triton_mixed_chunk_backward,
     "gated_mixed_chunk": _gated_mixed_chunk,
+    "gated_mixed_chunk_extend": _gated_mixed_chunk,
     "gated_mixed_chunk_backward": _gated_mixed_chunk_backward,
     "quadratic_attention": _quadratic,
     "quadratic_attention_backward": _triton_quadratic_backward,
 }
-"""The formulas by the name of the operator in torch.ops.lineartime; the last six are for the Triton kernels."""
+"""The formulas by the name of the operator in torch.ops.lineartime; the last seven are for the Triton kernels."""
 
 
 # 2. How they reach the counter ----------------------------------------------------------------------------------------

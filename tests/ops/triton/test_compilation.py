@@ -32,7 +32,7 @@ SPILLED = {"bf16": 160, "fp32": 400}
 
 @pytest.mark.slow
 def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
-    cases = ("flash bf16", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
+    cases = ("flash bf16", "flash bf16, a prompt", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
     rows = compiled(tmp_path, *cases, "--gpus", "90")
     assert {row["kernel"] for row in rows} == WITH_PRODUCTS | OTHERS
     assert {row["case"] for row in rows} == set(cases)

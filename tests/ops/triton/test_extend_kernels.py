@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.layers import FLASH
 from lineartime.layers.gated import set_backend
+from lineartime.ops.flops import register_formulas
 
-pytest.importorskip("lineartime.ops.triton.gated")
+kernels = pytest.importorskip("lineartime.ops.triton.gated")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -23,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "laplace": {"activation": "laplace"},
     "bias of buckets": {"bias_form": "buckets"},
     "without bias and rotation": {"relative_bias": False, "rope": False},
+    "rotated in part": {"rotary_width": 4},
     "token shift": {"token_shift": True, "initial_scores": "unit"},
 }
 
@@ -62,15 +65,35 @@ def test_pieces_of_a_prompt_are_the_forward_pass(name: str, sizes: list[int], de
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, device: str) -> None:
-    exact, x = build(device), torch.randn(2, 70, D_MODEL, dtype=torch.float64, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_of_outputs_and_states_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, device: str) -> None:
+    exact, x = build(device), torch.randn(2, 150, D_MODEL, dtype=torch.float64, device=device)
     layer = build(device, dtype)
     layer.load_state_dict(exact.state_dict())
-    wanted, _ = read(exact, x, [70], "torch")
-    plain, fast = (read(layer, x.to(dtype), [70], backend)[0] for backend in ("torch", "triton"))
-    tiny = torch.finfo(torch.float32).eps * wanted.abs().max()
-    assert (fast - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 8 * tiny
+    sizes = [2 * CHUNK, 3 * CHUNK + 5, 150 - 5 * CHUNK - 5]
+    wanted, plain, fast = (
+        [out, *state]
+        for out, state in (
+            read(exact, x, sizes, "torch"),
+            read(layer, x.to(dtype), sizes, "torch"),
+            read(layer, x.to(dtype), sizes, "triton"),
+        )
+    )
+    for x, y, z in zip(fast, plain, wanted, strict=True):
+        assert x.dtype == y.dtype
+        tiny = torch.finfo(torch.float32).eps * z.abs().max()
+        assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 8 * tiny
+
+
+@torch.no_grad()
+def test_autocast_is_that_of_plain_pytorch(device: str) -> None:
+    layer, x = build(device, torch.float32), torch.randn(2, 70, D_MODEL, device=device)
+    exact, _ = read(layer.double(), x.double(), [32, 38], "torch")
+    layer.float()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        plain, fast = (read(layer, x, [32, 38], backend)[0] for backend in ("torch", "triton"))
+    assert fast.dtype == plain.dtype
+    assert (fast - exact).abs().max() <= 2 * (plain - exact).abs().max()
 
 
 @torch.no_grad()
@@ -85,12 +108,72 @@ def test_whole_chunks_alone_are_read_by_kernels(allocations: list[tuple[int, ...
     assert not allocations
 
 
-def test_a_gradient_is_computed_in_plain_pytorch(allocations: list[tuple[int, ...]], device: str) -> None:
-    layer, x = build(device, torch.float32), torch.randn(1, 2 * CHUNK, D_MODEL, device=device)
-    out, _ = read(layer, x, [2 * CHUNK], "triton")
-    out.sum().backward()
+@pytest.mark.parametrize("sizes", [[16, 32], [20, 28]], ids=str)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_are_those_of_plain_pytorch(is_frozen: bool, sizes: list[int], device: str) -> None:
+    layer = build(device).requires_grad_(not is_frozen)
+    first, rest = torch.randn(1, 48, D_MODEL, dtype=torch.float64, device=device).split(sizes, 1)
+    first.requires_grad_()  # the second piece depends on it by the state alone
+    gradients = []
+    for backend in ("torch", "triton"):
+        set_backend(layer, backend)
+        _, state = layer.extend(first, None)
+        out, _ = layer.extend(rest, state)
+        gradients.append(torch.autograd.grad(out.square().sum(), first)[0])
+    assert gradients[0].any()
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+def test_what_the_kernels_cannot_compute_is_read_in_plain_pytorch(allocations: list[tuple[int, ...]], device: str) -> None:
+    layer, x = build(device, torch.float32, activation="softmax"), torch.randn(1, 48, D_MODEL, device=device)
+    out, _ = read(layer, x, [48], "triton")
     assert not allocations
-    assert layer.gamma.grad is not None
+    torch.testing.assert_close(out, read(layer, x, [48], "torch")[0])
+
+
+@torch.no_grad()
+def test_an_overridden_part_is_called(device: str) -> None:
+    class Ungated(FLASH):
+        def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+            return attended
+
+    layer = Ungated(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=True).to(device)
+    x = torch.randn(1, 48, D_MODEL, device=device)
+    out, _ = read(layer, x, [48], "triton")
+    torch.testing.assert_close(out, read(layer, x, [48], "torch")[0], atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_a_compiled_prompt_calls_the_kernels(allocations: list[tuple[int, ...]], device: str) -> None:
+    layer, x = build(device, torch.float32), torch.randn(1, 48, D_MODEL, device=device)
+    expected, _ = read(layer, x, [48], "torch")
+    set_backend(layer, "triton")
+    state = layer.init_state(1)
+    out, _ = torch.compile(layer.extend, backend="aot_eager")(x, state)
+    assert allocations
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_operator_keeps_the_promises_of_a_custom_op(device: str) -> None:
+    tokens, tables = torch.randn(2, 3, CHUNK, 2 * 40 + 8, device=device), torch.rand(2, 4, 8, device=device)
+    scales = (torch.rand(2, 3, CHUNK, device=device), torch.rand(2, 3, device=device))
+    starts = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    summary = torch.randn(2, 8, 40, device=device)
+    arguments = (tokens, *tables.unbind(), summary, None, torch.randn(2, 1, 3, CHUNK, 4, device=device), *scales, starts)
+    torch.library.opcheck(kernels._extend_operator, (*arguments, 0.25, "relu2"))
+
+
+def test_its_products_are_counted() -> None:
+    register_formulas()
+    layer = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=True, device="meta")
+    counts = []
+    for by_kernels in (False, True):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lineartime.ops.mixed_chunk.triton.takes_triton", lambda *_, chosen=by_kernels: chosen)
+            layer.extend(torch.zeros(2, 64, D_MODEL, device="meta"), None)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@
     chunked.py           plain PyTorch, on any device
     tiled.py             a few chunks at a time, for CPUs; takes the projected tokens of a layer
     triton.py            kernels for GPUs; those of a layer take the projected tokens too
-    stream.py            many more tokens of streams at one position, with a state of constant size
-    step.py              one more token of each stream, at different positions
+    stream.py            many new tokens of streams at one position, with a state of constant size
+    step.py              one new token of each stream, at different positions
     context_parallel.py  over sequences that are split over several processes
 
 All of them compute the same function of (heads, bias, layout, options) or, with the gate of a FLASH layer around it, of

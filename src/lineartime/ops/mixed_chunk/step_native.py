@@ -32,7 +32,7 @@ def step(
     options: MixedChunkOptions,
     streams: "MixedChunkStreams",
 ) -> Tensor | None:
-    """`step_projected` of stream.py; return None, and leave `streams` unchanged, if this form cannot run."""
+    """`step_projected` of step.py; return None, and leave `streams` unchanged, if this form cannot run."""
     tokens, gamma, beta = projected.tokens.contiguous(), projected.gamma, projected.beta
     bias = None if bias is None else bias.to(tokens.dtype).contiguous()
     if gamma.dtype != tokens.dtype or beta.dtype != tokens.dtype or not is_plain(gamma, beta, bias):

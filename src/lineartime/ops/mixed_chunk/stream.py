@@ -101,31 +101,35 @@ def extend_projected(
     Args:
         projected: the new tokens, [B, N, 2 e + s], with gamma and beta.
         bias, options, state: as for `extend`.
-        rotations: [2, N, s / 2] or [2, B, N, s / 2], or None.
-        backend: that of the layer. Where it is "triton", which "auto" chooses on a GPU, kernels read whole chunks, unless a
-            gradient is needed. Everything else is plain PyTorch.
+        rotations: [2, N, s / 2], or None.
+        backend: that of the layer. "triton", which "auto" chooses on a GPU, reads whole chunks by kernels if they can run
+            and no gradient is needed. Everything else is plain PyTorch.
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state; `state` is not modified.
     """
 
-    def read(piece: slice, is_whole: bool, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
-        new = projected._replace(tokens=projected.tokens[:, piece])
-        own = None if rotations is None else rotations[..., piece, :]
-        if is_whole:
-            gated, summary = triton.extend_gated(new, bias, own, options, state.summary, state.position)
-            return gated, state._replace(summary=summary, position=state.position + new.tokens.shape[1])
+    def cut(piece: slice) -> tuple[Projected, Tensor | None]:
+        return projected._replace(tokens=projected.tokens[:, piece]), None if rotations is None else rotations[..., piece, :]
+
+    def plainly(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        new, own = cut(piece)
         gate, heads = new.heads(own)
         attended, state = extend(heads, bias, options, state)
         return gate * attended, state
 
+    def by_kernels(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        new, own = cut(piece)
+        gated, summary = triton.extend_gated(new, bias, own, options, state.summary, state.position)
+        return gated, state._replace(summary=summary, position=state.position + new.tokens.shape[1])
+
     length = projected.tokens.shape[1]
     has_whole = projected.tokens.numel() > 0 and length >= options.chunk_size
-    if not (has_whole and triton.can_extend(projected, bias, options, backend)):
-        return read(slice(0, length), False, state)
+    if not (has_whole and triton.can_extend(projected, bias, options, state.summary, backend)):
+        return plainly(slice(0, length), state)
     outputs = []
     for piece, is_whole in _pieces(state.position, length, options.chunk_size):
-        out, state = read(piece, is_whole, state)
+        out, state = (by_kernels if is_whole else plainly)(piece, state)
         outputs.append(out)
     return torch.cat(outputs, 1), state
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.backends import Backend, takes_triton
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
@@ -45,14 +45,15 @@ def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, opti
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))
 
 
-def can_extend(projected: Projected, bias: Tensor | None, options: MixedChunkOptions, backend: Backend) -> bool:
-    """Whether `extend_gated` can compute streams for a backend: the kernels run here, and no gradient is needed."""
+def can_extend(
+    projected: Projected, bias: Tensor | None, options: MixedChunkOptions, summary: Tensor, backend: Backend
+) -> bool:
+    """Whether `extend_gated` takes streams: the backend chooses the kernels, they can run here, and no gradient is needed."""
     tokens, gamma, beta, _ = projected
-    inputs = [x for x in (tokens, gamma, beta, bias) if x is not None]
-    if backend not in ("auto", "triton") or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    inputs = [x for x in (tokens, gamma, beta, bias, summary) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return False
-    compute = matmul_dtype(tokens, gamma)
-    return choose_backend(backend, ("torch", "triton"), tokens, compute, options.activation) == "triton"
+    return takes_triton(backend, tokens, matmul_dtype(tokens, gamma), options.activation)
 
 
 def extend_gated(
@@ -63,12 +64,12 @@ def extend_gated(
     summary: Tensor,
     position: int,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_gated` for whole chunks of new tokens of streams, after others.
+    """Causal `attend_gated` for whole chunks of new tokens of streams, after others; it has no gradient.
 
     Args:
         projected: the new tokens, [B, N, 2 e + s]; N is a multiple of C.
         bias: [C, C], or None.
-        rotations: [2, N, s / 2] or [2, B, N, s / 2], or None.
+        rotations: [2, N, s / 2], or None.
         options: causal ones.
         summary: [B, s, e], the sum of k_lin v^T over the tokens before; it is not changed.
         position: their number, a multiple of C.
@@ -81,8 +82,8 @@ def extend_gated(
     tokens, gamma, beta, _ = projected.with_bias()
     layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
     chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
-    if rotations is not None:
-        rotations = (rotations if rotations.dim() == 4 else rotations[:, None]).unflatten(2, (-1, options.chunk_size))
+    constants = _constants(layout, options, projected.d_qk, tokens, position)
+    del constants["causal"]
     with without_autocast(tokens):
         out, summary = kernels.extend(
             chunks.cut(tokens.to(dtype)),
@@ -90,8 +91,8 @@ def extend_gated(
             beta,
             summary,
             bias=bias,
-            rotations=rotations,
-            **_constants(layout, options, projected.d_qk, tokens, position),
+            rotations=None if rotations is None else rotations[:, None].unflatten(2, (-1, options.chunk_size)),
+            **constants,
         )
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma)))), summary
 

@@ -3,8 +3,9 @@
     P[g, t, j] = row_scale[g, t] f(X[g, t, j])                             X as in quadratic_kernels.py
     out[g] = P[g] v[g] + readers[g] states[g]        dv[h] = P[h]^T dout[h] + readers[h] states[h]
 
-Shapes: N chunks of the batch, C tokens each, s query/key width, e value width. The weights [N, C, C] are in memory, because the
-values are wider than a chunk is long: each of the blocks of columns that divide them would have to compute all weights again.
+Shapes: N chunks of the batch, C tokens each, s query/key width, e value width. The weights [N, C, C] are in memory for a
+moment: each of the blocks of columns that divide the values would have to compute all of them again. They take less than the
+values where C < e, as in all presets, and much for chunks of thousands of tokens.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
@@ -48,7 +49,7 @@ from lineartime.ops.triton.score_tiles import mask_tile, score_tile
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32}, num_warps=4, num_stages=2),
     ],
     key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 64, "BLOCK_N": 128},
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},  # smaller than those below, which then read tiles that are all zero
     unfit=chunk_weights_is_unfit,
 )
 @jit
@@ -70,9 +71,10 @@ def chunk_weights_kernel(
     q += chunk * T * S
     k += chunk * T * S
 
+    # A loop of one round or none: the products of a tile whose keys all come after its queries are left out.
     visible = 1
     if CAUSAL:
-        visible = tl.where(other_start < row_start + BLOCK_M, 1, 0)  # some query of the tile sees some of its keys
+        visible = tl.where(other_start < row_start + BLOCK_M, 1, 0)
     tile = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
     for _ in range(0, visible):
         x_tile = load_tile(q, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)

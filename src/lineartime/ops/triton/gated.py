@@ -6,7 +6,8 @@ Shapes: B batch, G chunks of all documents, C chunk size, R = B G C rows, e valu
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                       i = 1 ... 4
     gated = U * attention(q_quad, k_quad, q_lin, k_lin, V)                          as in mixed_chunk.py
 
-Forward, one kernel writes V and the four maps, and the kernel of the attention multiplies by U before it writes. Backward, one
+Forward, one kernel writes V and the four maps, and the kernel that reads the chunks multiplies by U before it writes. Streams
+have an operator of their own, which starts from a sum and returns it, without a gradient. Backward, one
 kernel takes the gradient of the gate and one that of V and the maps. The backward pass keeps the tokens, the attention's output
 and the states of the chunks, and makes V and the maps again.
 """
@@ -21,7 +22,7 @@ from lineartime.ops.precision import acc_dtype, without_autocast
 from lineartime.ops.triton.chunk_kernels import Gate
 from lineartime.ops.triton.common import state_dtype, workspace
 from lineartime.ops.triton.gated_kernels import gate_gradient, open_gradient, open_tokens
-from lineartime.ops.triton.mixed_chunk import backward, forward
+from lineartime.ops.triton.mixed_chunk import Summary, backward, forward
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
 # tokens: [B, G, C, W], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
@@ -45,8 +46,9 @@ def _gated_mixed_chunk(
     q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
     out, states = forward(
         q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
-        score_scale, causal, activation, Gate(tokens, attended),
+        score_scale, causal, activation, Gate(tokens.flatten(0, 1), None if attended is None else attended.flatten(0, 1)),
     )  # fmt: skip
+    out = out.to(tokens.dtype)
     return (out, tokens.new_empty(0), tokens.new_empty(0)) if attended is None else (out, attended, states)
 
 
@@ -86,7 +88,8 @@ def _fake(
     out = tokens.new_empty(*shape, d_value)
     if not keep:
         return out, tokens.new_empty(0), tokens.new_empty(0)
-    return out, torch.empty_like(out), tokens.new_empty(*shape[:2], d_qk, d_value, dtype=state_dtype(tokens.dtype))
+    dtype = state_dtype(tokens.dtype)
+    return out, torch.empty_like(out, dtype=dtype), tokens.new_empty(*shape[:2], d_qk, d_value, dtype=dtype)
 
 
 def _fake_backward(
@@ -141,23 +144,43 @@ def attend(
     return out
 
 
-def extend(
-    tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, *, bias: Tensor | None, rotations: Tensor | None,
-    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attend` for streams: every row of the batch continues after a sum of k_lin^T v, [B, s, e]; autograd sees nothing.
+# Streams --------------------------------------------------------------------------------------------------------------
 
-    Returns:
-        The gated output, and the sum with these tokens.
-    """
+
+def _gated_mixed_chunk_extend(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, bias: Tensor | None, rotations: Tensor | None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     tokens = tokens.contiguous()
     scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
     v, maps = open_tokens(tokens, scale, offset, _contiguous(rotations), None)
     q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
+    carried = Summary(summary.contiguous(), workspace(summary.shape, summary.dtype, summary.device))
     out, _ = forward(
         q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
-        score_scale, causal, activation, Gate(tokens, None), summary,
+        score_scale, True, activation, Gate(tokens.flatten(0, 1), None), carried,
     )  # fmt: skip
-    dtype = state_dtype(v.dtype)
-    new = k_lin.flatten(1, 2).mT.to(dtype) @ v.flatten(1, 2).to(dtype)
-    return out, summary + new
+    return out.to(tokens.dtype), carried.after
+
+
+def _fake_extend(tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    d_value = (tokens.shape[-1] - gamma.shape[1]) // 2
+    return tokens.new_empty(*tokens.shape[:3], d_value), torch.empty_like(summary)
+
+
+_extend_operator = register_operator(_gated_mixed_chunk_extend, _fake_extend)
+
+
+def extend(
+    tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, *, bias: Tensor | None, rotations: Tensor | None,
+    row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal `attend` for streams, each a row, after a sum of k_lin^T v, [B, s, e]; it has no gradient.
+
+    Returns:
+        The gated output, and the sum with these tokens.
+    """
+    out: tuple[Tensor, Tensor] = _extend_operator(
+        tokens, gamma, beta, summary, bias, rotations, row_scale, state_scale, document_starts, score_scale, activation
+    )
+    return out

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.triton.common import jit, number_formats, on_device, silu, silu_slope, tuned, workspace
+from lineartime.ops.triton.common import jit, number_formats, on_device, silu, silu_slope, state_dtype, tuned, workspace
 
 # 1. Kernels -----------------------------------------------------------------------------------------------------------
 
@@ -192,11 +192,15 @@ def _rotated_rows(rotations: Tensor | None) -> int:
 def open_tokens(
     tokens: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None, real: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """V [B, G, C, e] and the maps [4, B, G, C, s] of tokens [B, G, C, W]; V and k_lin are zero where `real` is False."""
+    """V [B, G, C, e] and the maps [4, B, G, C, s] of tokens [B, G, C, W]; V and k_lin are zero where `real` is False.
+
+    Those of float16 are float32, as plain PyTorch has them: rounded, they would take digits off every result.
+    """
     sizes, (*shape, _) = _sizes(tokens, gamma, rotations), tokens.shape
     n_rows = tokens[..., 0].numel()
-    v = workspace((*shape, sizes["E"]), tokens.dtype, tokens.device)
-    maps = workspace((4, *shape, sizes["S"]), tokens.dtype, tokens.device)
+    dtype = state_dtype(tokens.dtype)
+    v = workspace((*shape, sizes["E"]), dtype, tokens.device)
+    maps = workspace((4, *shape, sizes["S"]), dtype, tokens.device)
 
     def grid(config: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(n_rows, config["BLOCK_R"]), sizes["H_BLOCKS"] + triton.cdiv(sizes["E"], config["BLOCK_E"])

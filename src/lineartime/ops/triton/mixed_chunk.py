@@ -18,7 +18,7 @@ M stays there for the backward pass, which makes P and dX of the same scores.
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 # ruff: noqa: N803, N806
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -56,20 +56,29 @@ def chunk_at(order, first, n_chunks, BACKWARDS: tl.constexpr):
 )
 @jit
 def add_up_kernel(
-    sums, state_scale, document_starts, out, n_documents, G, SIZE,
-    CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, ACC: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    sums, state_scale, document_starts, before, after, out, n_documents, G, SIZE,
+    CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SUMMARY: tl.constexpr, ACC: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M, or, TRANSPOSED, N of the sums of every chunk; a program: some numbers of a state, over the chunks of one document."""
+    """M, or, TRANSPOSED, N of the sums of every chunk; a program: some numbers of a state, over the chunks of one document.
+
+    If it HAS_SUMMARY, every row of the batch is one document, whose sum starts from `before` and ends as `after`.
+    """
     BACKWARDS: tl.constexpr = CAUSAL and TRANSPOSED  # what a chunk's values are read by comes after it
     document = tl.program_id(0) % n_documents
     start_chunk = tl.load(document_starts + document)
     n_chunks = tl.load(document_starts + document + 1) - start_chunk
-    first = (tl.program_id(0) // n_documents).to(tl.int64) * G + start_chunk
+    row = (tl.program_id(0) // n_documents).to(tl.int64)
+    first = row * G + start_chunk
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (numbers < SIZE)[None, :]
     total = tl.full((BLOCK,), 0.0, ACC)
+    stop = n_chunks
+    if HAS_SUMMARY:
+        total += tl.load(before + row * SIZE + numbers, mask=numbers < SIZE, other=0.0)
+        stop += 1  # no chunk reads the last one, but the summary contains it
 
-    for start in range(0, n_chunks, CHUNKS):
+    for start in range(0, stop, CHUNKS):
         order = start + tl.arange(0, CHUNKS)
         if CAUSAL:
             # A chunk reads those before. To take its own off a sum that includes it would keep its infinities.
@@ -88,6 +97,8 @@ def add_up_kernel(
                 out + chunks[:, None] * SIZE + numbers[None, :], state.to(out.dtype.element_ty), mask=there[:, None] & inside
             )
         total += tl.sum(tile, 0)
+    if HAS_SUMMARY:
+        tl.store(after + row * SIZE + numbers, total, mask=numbers < SIZE)
 
     if not CAUSAL:
         for start in range(0, n_chunks, CHUNKS):
@@ -100,11 +111,25 @@ def add_up_kernel(
             )
 
 
+class Summary(NamedTuple):
+    """The sum of k_lin^T v over the chunks of a stream, in float32 or better.
+
+    Attributes:
+        before: [B, s, e], over the chunks before the first one here.
+        after: [B, s, e], memory for the sum up to the last one.
+    """
+
+    before: Tensor
+    after: Tensor
+
+
 def chunk_states(
-    x: Tensor, values: Tensor, state_scale: Tensor, document_starts: Tensor, *, causal: bool, transposed: bool
-) -> Tensor:
+    x: Tensor, values: Tensor, state_scale: Tensor, document_starts: Tensor, *, causal: bool, transposed: bool,
+    summary: Summary | None = None,
+) -> Tensor:  # fmt: skip
     """M of k_lin and v or, transposed, N of q_lin and dout: [B, G, C, s], [B, G, C, e] -> [B, G, s, e].
 
+    With a summary, every row is one causal document, and its chunks also read the sum over those before it.
     In two phases, so that one long sequence, too, keeps all of a GPU busy: the products of all chunks, and their sums.
     """
     dtype = state_dtype(values.dtype)
@@ -117,8 +142,8 @@ def chunk_states(
 
     with on_device(values):
         add_up_kernel[grid](
-            sums, state_scale, document_starts, out, n_documents, n_chunks, size,
-            CAUSAL=causal, TRANSPOSED=transposed, ACC=number_formats(values.dtype)["ACC"],
+            sums, state_scale, document_starts, *(summary or (None, None)), out, n_documents, n_chunks, size,
+            CAUSAL=causal, TRANSPOSED=transposed, HAS_SUMMARY=summary is not None, ACC=number_formats(values.dtype)["ACC"],
         )  # fmt: skip
     return out
 
@@ -165,12 +190,9 @@ def _attend(
 def forward(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
-    gate: Gate | None = None, summary: Tensor | None = None,
+    gate: Gate | None = None, summary: Summary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, times the gate where given, and M, which the backward pass reads.
-
-    A summary [B, s, e] is the sum of k_lin^T v over chunks before the first one, which is read as well.
-    """
+    """The output, times the gate where given, and M, which the backward pass reads; a summary as for `chunk_states`."""
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device), workspace(_shape_of_states(k_lin, v), state_dtype(v.dtype), v.device)
     row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
@@ -178,9 +200,7 @@ def forward(
         x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale)
     )
     with without_autocast(v):
-        states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False)
-        if summary is not None:
-            states += (state_scale[..., None, None] * summary[:, None]).to(states.dtype)
+        states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False, summary=summary)
     q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
     bias = None if bias is None else bias.contiguous()
     options: dict[str, Any] = {"causal": causal, "activation": activation}

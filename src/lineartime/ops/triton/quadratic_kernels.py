@@ -210,7 +210,7 @@ def score_input_gradient(
         triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
     ],
     key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_WEIGHTS", "PRECISION"],
-    interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},  # smaller than those that read what this one writes
     unfit=score_gradient_is_unfit,
 )
 @jit
