@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +18,15 @@ from lineartime.errors import Argument, ArgumentError, Call, LineartimeError
 
 Fails = Callable[..., None]
 COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "reproduce", "info")
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """What `main` changes for its process is changed back."""
+    handler, format_warning = signal.getsignal(signal.SIGINT), warnings.formatwarning
+    yield
+    signal.signal(signal.SIGINT, handler)
+    warnings.formatwarning = format_warning
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -240,6 +251,7 @@ def test_what_computes_nothing_appears_without_the_seconds_that_pytorch_takes(ar
     arguments = [argument.format(run=folder / "run") for argument in arguments]
     script = f"""
 import sys
+import warnings
 from lineartime.cli import main
 try:
     status = main({arguments})
