@@ -56,7 +56,7 @@ def _read_pickle(file: Path, size: int) -> object:
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):  # what zipfile raises for anything that is no archive
         raise LineartimeError(
             f"{file} is no file of weights: give one of safetensors, or of torch.save of PyTorch 1.6 or newer."
         ) from None

@@ -13,7 +13,7 @@ from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, w
 
 
 def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    """The same function as the chunked form, [B, T, e], keeps the states of chunks for the backward pass, and no scores."""
+    """The same function as the chunked form, [B, T, e]; it keeps the states of chunks, and no scores."""
     from lineartime.ops.triton import mixed_chunk as kernels  # Triton may be absent
 
     chunks, dtype = layout.require_chunks(), common_dtype(*heads)
@@ -21,6 +21,7 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
         out = kernels.attend(
             *(chunks.cut(x.to(dtype)) for x in heads),
             bias=bias,
+            causal=options.causal,
             **_constants(layout, options, heads.q_quad.shape[-1], heads.v),
         )
         return chunks.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))
@@ -40,6 +41,7 @@ def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, opti
             bias=bias,
             rotations=layout.chunk_rotations,
             real=chunks.real,
+            causal=options.causal,
             **_constants(layout, options, projected.d_qk, tokens),
         )
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))
@@ -82,8 +84,6 @@ def extend_gated(
     tokens, gamma, beta, _ = projected.with_bias()
     layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
     chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
-    constants = _constants(layout, options, projected.d_qk, tokens, position)
-    del constants["causal"]
     with without_autocast(tokens):
         out, summary = kernels.extend(
             chunks.cut(tokens.to(dtype)),
@@ -92,7 +92,7 @@ def extend_gated(
             summary,
             bias=bias,
             rotations=None if rotations is None else rotations[:, None].unflatten(2, (-1, options.chunk_size)),
-            **constants,
+            **_constants(layout, options, projected.d_qk, tokens, position),
         )
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma)))), summary
 
@@ -105,6 +105,5 @@ def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tens
         "state_scale": scales.state,
         "document_starts": chunks.document_starts.int(),
         "score_scale": scales.score,
-        "causal": options.causal,
         "activation": "laplace" if options.activation == "laplace" else "relu2",
     }

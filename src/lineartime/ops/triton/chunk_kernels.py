@@ -23,6 +23,7 @@ from lineartime.ops.triton.common import (
     activate,
     add_product,
     as_operand,
+    configurations,
     jit,
     length_bucket,
     load_tile,
@@ -42,12 +43,13 @@ from lineartime.ops.triton.score_tiles import mask_tile, score_tile
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 128}, num_warps=8, num_stages=2),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32}, num_warps=4, num_stages=2),
-    ],
+    configurations(
+        ("BLOCK_M", "BLOCK_N"),
+        (128, 128, 8, 2),
+        (128, 64, 4, 2),
+        (64, 64, 4, 2),
+        (32, 32, 4, 2),
+    ),
     key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
     interpreted={"BLOCK_M": 32, "BLOCK_N": 32},  # smaller than those below, which then read tiles that are all zero
     unfit=chunk_weights_is_unfit,
@@ -107,14 +109,15 @@ def chunk_weights(
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-    ],
+    configurations(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
+        (128, 64, 256, 8, 3),
+        (128, 64, 128, 8, 3),
+        (64, 64, 256, 8, 3),
+        (64, 64, 128, 4, 3),
+        (64, 32, 64, 4, 3),
+        (32, 32, 32, 4, 2),
+    ),
     key=["bucket", "tokens", "S", "E", "CAUSAL", "HAS_GATE", "KEEPS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=read_chunks_is_unfit,

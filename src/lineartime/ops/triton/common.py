@@ -105,6 +105,14 @@ def tuners() -> tuple[Any, ...]:
     return tuple(_TUNERS)
 
 
+def configurations(blocks: tuple[str, ...], *rows: tuple[int, ...]) -> list[Any]:
+    """Configurations for `tuned`, the preferred one first; a row has the sizes of the blocks, the warps and the stages."""
+    return [
+        triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps, num_stages=stages)
+        for *sizes, warps, stages in rows
+    ]
+
+
 def tuned(
     configs: list[Any],
     key: list[str],

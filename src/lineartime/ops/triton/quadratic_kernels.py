@@ -28,6 +28,7 @@ from lineartime.ops.triton.common import (
     activate,
     add_product,
     as_operand,
+    configurations,
     jit,
     length_bucket,
     load_tile,
@@ -46,14 +47,15 @@ from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, sc
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=2),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=8, num_stages=2),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 256}, num_warps=8, num_stages=2),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 128}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-    ],
+    configurations(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
+        (128, 64, 256, 8, 2),
+        (128, 64, 128, 8, 2),
+        (64, 64, 256, 8, 2),
+        (64, 64, 128, 4, 2),
+        (64, 32, 64, 4, 2),
+        (32, 32, 32, 4, 2),
+    ),
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=weigh_is_unfit,
@@ -123,13 +125,14 @@ def weigh(
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-    ],
+    configurations(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
+        (128, 64, 64, 8, 3),
+        (128, 32, 64, 8, 3),
+        (64, 32, 64, 4, 3),
+        (64, 32, 32, 4, 2),
+        (32, 32, 32, 4, 2),
+    ),
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 32},
     unfit=score_input_gradient_is_unfit,
@@ -201,14 +204,15 @@ def score_input_gradient(
 
 
 @tuned(
-    [
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32}, num_warps=4, num_stages=2),
-    ],
+    configurations(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
+        (128, 128, 64, 8, 3),
+        (128, 64, 64, 8, 3),
+        (64, 64, 64, 4, 3),
+        (64, 64, 32, 4, 2),
+        (64, 32, 32, 4, 2),
+        (32, 32, 32, 4, 2),
+    ),
     key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_WEIGHTS", "PRECISION"],
     interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},  # smaller than those that read what this one writes
     unfit=score_gradient_is_unfit,
