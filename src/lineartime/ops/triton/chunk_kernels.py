@@ -37,7 +37,7 @@ from lineartime.ops.triton.common import (
     workspace,
 )
 from lineartime.ops.triton.fit import chunk_weights_is_unfit, read_chunks_is_unfit
-from lineartime.ops.triton.score_tiles import mask_tile, score_tile
+from lineartime.ops.triton.score_tiles import mask_tile, score_tile, tile_of_program, visible_range
 
 # 1. P -----------------------------------------------------------------------------------------------------------------
 
@@ -62,12 +62,7 @@ def chunk_weights_kernel(
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """P, also where it is zero; a program: one tile of one chunk."""
-    row_blocks = (T + BLOCK_M - 1) // BLOCK_M
-    other_blocks = (T + BLOCK_N - 1) // BLOCK_N
-    chunk = (tl.program_id(0) // (row_blocks * other_blocks)).to(tl.int64)
-    block = tl.program_id(0) % (row_blocks * other_blocks)
-    row_start = block // other_blocks * BLOCK_M
-    other_start = block % other_blocks * BLOCK_N
+    chunk, row_start, other_start = tile_of_program(T, BLOCK_M, BLOCK_N)
     rows = row_start + tl.arange(0, BLOCK_M)
     others = other_start + tl.arange(0, BLOCK_N)
     q += chunk * T * S
@@ -152,12 +147,7 @@ def read_chunks_kernel(
         state = as_operand(load_tile(states, part, columns, S, E, states.dtype.element_ty), COMPUTE, PRECISION)
         acc = add_product(acc, reader, state, PRECISION)
 
-    first = 0
-    last = T
-    if CAUSAL and TRANSPOSED:
-        first = block * BLOCK_M // BLOCK_N * BLOCK_N
-    if CAUSAL and not TRANSPOSED:
-        last = tl.minimum((block + 1) * BLOCK_M, T)
+    first, last = visible_range(block, T, CAUSAL, TRANSPOSED, BLOCK_M, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         others = start + tl.arange(0, BLOCK_N)
         if TRANSPOSED:

@@ -41,7 +41,7 @@ from lineartime.ops.triton.common import (
     workspace,
 )
 from lineartime.ops.triton.fit import score_gradient_is_unfit, score_input_gradient_is_unfit, weigh_is_unfit
-from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, score_tile
+from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, score_tile, tile_of_program, visible_range
 
 # 1. out, and dv -------------------------------------------------------------------------------------------------------
 
@@ -84,12 +84,7 @@ def weigh_kernel(
     row_scale += batch * T
     acc = tl.full((BLOCK_M, BLOCK_E), 0.0, ACC)
 
-    first = 0
-    last = T
-    if CAUSAL and TRANSPOSED:
-        first = block * BLOCK_M // BLOCK_N * BLOCK_N
-    if CAUSAL and not TRANSPOSED:
-        last = tl.minimum((block + 1) * BLOCK_M, T)
+    first, last = visible_range(block, T, CAUSAL, TRANSPOSED, BLOCK_M, BLOCK_N)
     x_tile = load_tile(x, rows, inner, T, S, COMPUTE)
     for start in range(first, last, BLOCK_N):
         others = start + tl.arange(0, BLOCK_N)
@@ -158,12 +153,7 @@ def score_input_gradient_kernel(
     y_values += batch * T * E
     row_scale += batch * T
 
-    first = 0
-    last = T
-    if CAUSAL and TRANSPOSED:
-        first = block * BLOCK_M // BLOCK_N * BLOCK_N
-    if CAUSAL and not TRANSPOSED:
-        last = tl.minimum((block + 1) * BLOCK_M, T)
+    first, last = visible_range(block, T, CAUSAL, TRANSPOSED, BLOCK_M, BLOCK_N)
     acc = tl.full((BLOCK_M, BLOCK_S), 0.0, ACC)
     x_tile = load_tile(x, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
     for start in range(first, last, BLOCK_N):
@@ -225,12 +215,7 @@ def score_gradient_kernel(
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each; a program: one tile of one g."""
-    row_blocks = (T + BLOCK_M - 1) // BLOCK_M
-    other_blocks = (T + BLOCK_N - 1) // BLOCK_N
-    group = (tl.program_id(0) // (row_blocks * other_blocks)).to(tl.int64)
-    block = tl.program_id(0) % (row_blocks * other_blocks)
-    row_start = block // other_blocks * BLOCK_M
-    other_start = block % other_blocks * BLOCK_N
+    group, row_start, other_start = tile_of_program(T, BLOCK_M, BLOCK_N)
     rows = row_start + tl.arange(0, BLOCK_M)
     others = other_start + tl.arange(0, BLOCK_N)
 

@@ -10,6 +10,28 @@ from lineartime.ops.triton.common import activation_slope, add_product, jit, loa
 
 
 @jit
+def tile_of_program(T, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The matrix [T, T] of this program, if each has one tile of one matrix, and the first row and column of the tile."""
+    row_blocks = (T + BLOCK_M - 1) // BLOCK_M
+    other_blocks = (T + BLOCK_N - 1) // BLOCK_N
+    matrix = (tl.program_id(0) // (row_blocks * other_blocks)).to(tl.int64)
+    block = tl.program_id(0) % (row_blocks * other_blocks)
+    return matrix, block // other_blocks * BLOCK_M, block % other_blocks * BLOCK_N
+
+
+@jit
+def visible_range(block, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first of the others that a block of rows reads, in steps of BLOCK_N, and the end of them."""
+    first = 0
+    last = T
+    if CAUSAL and TRANSPOSED:
+        first = block * BLOCK_M // BLOCK_N * BLOCK_N
+    if CAUSAL and not TRANSPOSED:
+        last = tl.minimum((block + 1) * BLOCK_M, T)
+    return first, last
+
+
+@jit
 def score_tile(
     x, y, bias, x_tile, rows, others, T, score_scale,
     S: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_S: tl.constexpr,
