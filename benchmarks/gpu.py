@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
-from gpu_exactness import Run, compared, op_and_gradients, prompt_and_state
+from gpu_exactness import Computation, compared, op_and_gradients, prompt_and_state
 from gpu_report import Goal, Report
 from torch import Tensor
 
@@ -152,7 +152,7 @@ class Run:
         x = torch.randn(2, sum(sizes), d_model, device=self.device)
         self._add_errors("prompt in pieces", dtype, list(x.shape), prompt_and_state(dtype, layer, x, sizes))
 
-    def _add_errors(self, what: str, dtype: torch.dtype, shape: list[int], run: Run) -> None:
+    def _add_errors(self, what: str, dtype: torch.dtype, shape: list[int], run: Computation) -> None:
         found = compared(dtype, run)
         if EXACT in self.report.goals:
             self.report.reach(EXACT, found.worst_ratio)

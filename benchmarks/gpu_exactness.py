@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from lineartime.layers import FLASH, set_backend
+from lineartime.layers.streams import RaggedState, ShiftedState
+from lineartime.ops import MixedChunkState
 from lineartime.ops.backends import Backend
 
-Run = Callable[[Backend, torch.dtype], list[Tensor]]
+Computation = Callable[[Backend, torch.dtype], list[Tensor]]
 """Computes by a backend in a dtype, from the same numbers, and returns all results."""
 
 
@@ -34,12 +36,10 @@ class Comparison(NamedTuple):
         return {**errors, "worst_ratio": round(self.worst_ratio, 2), "same_bits": self.same_bits}
 
 
-def compared(dtype: torch.dtype, run: Run) -> Comparison:
+def compared(dtype: torch.dtype, run: Computation) -> Comparison:
     """Compare the kernels with plain PyTorch in a dtype."""
-    exact, kernels, again, plain = (
-        [x.detach().double() for x in run(backend, number)]
-        for backend, number in (("torch", torch.float64), ("triton", dtype), ("triton", dtype), ("torch", dtype))
-    )
+    runs: list[tuple[Backend, torch.dtype]] = [("torch", torch.float64), ("triton", dtype), ("triton", dtype), ("torch", dtype)]
+    exact, kernels, again, plain = ([x.detach().double() for x in run(*of)] for of in runs)
     errors = [
         [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
         for result in (kernels, plain)
@@ -51,7 +51,7 @@ def compared(dtype: torch.dtype, run: Run) -> Comparison:
     return Comparison(max(errors[0]), max(errors[1]), worst, same_bits)
 
 
-def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Run:
+def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Computation:
     """`op(*inputs, bias=bias, backend=...)` and its gradients, of inputs rounded to a dtype."""
 
     def run(backend: Backend, number: torch.dtype) -> list[Tensor]:
@@ -63,14 +63,15 @@ def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor,
     return run
 
 
-def prompt_and_state(dtype: torch.dtype, layer: FLASH, x: Tensor, sizes: Sequence[int]) -> Run:
+def prompt_and_state(dtype: torch.dtype, layer: FLASH, x: Tensor, sizes: Sequence[int]) -> Computation:
     """A causal layer that reads x [B, T, d] in pieces, and the tensors of the state after it; rounded to a dtype as above."""
 
     @torch.no_grad()
     def run(backend: Backend, number: torch.dtype) -> list[Tensor]:
         own = deepcopy(layer).to(dtype).to(number)
         set_backend(own, backend)
-        state, outputs = own.init_state(len(x)), []
+        state: MixedChunkState | ShiftedState | RaggedState = own.init_state(len(x))
+        outputs = []
         for piece in x.to(dtype).to(number).split(list(sizes), 1):
             out, state = own.extend(piece, state)
             outputs.append(out)
