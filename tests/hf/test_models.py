@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import lineartime
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, LineartimeModel
+from lineartime.hf.language import _without_prefix
 from lineartime.models.systems import SYSTEMS
 
 Tiny = Callable[..., LineartimeConfig]
@@ -153,6 +155,29 @@ def test_labels_are_the_tokens_themselves_and_give_the_loss_of_lineartime(causal
     torch.testing.assert_close(summed, own.total_loss(ids[:, :-1], labels[:, 1:]) / 30)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_of_a_prefix_are_no_targets_as_in_training(padded: bool, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(task="prefix-lm")))
+    own = lineartime.build(model.config.to_model_config()).eval()
+    own.backbone.load_state_dict(model.model.backbone.state_dict())
+    ids, prefix = ids_of(2, 9), torch.tensor([4, 0])
+    targets = ids[:, 1:].clone()
+    targets[0, :3] = -100  # the last token of a prefix predicts the first one after it
+    expected = own.loss(ids[:, :-1], targets, prefix_lengths=prefix)
+    if padded:
+        ids, mask = F.pad(ids, (2, 0)), F.pad(torch.ones_like(ids), (2, 0))
+        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), prefix_lengths=prefix).loss
+    else:
+        loss = model(ids, labels=ids, prefix_lengths=prefix).loss
+    torch.testing.assert_close(loss, expected)
+
+
+def test_tokens_of_packed_prefixes_are_no_targets() -> None:
+    labels = torch.arange(10)[None]
+    kept = _without_prefix(labels, None, torch.tensor([2, 0, 1]), torch.tensor([0, 4, 6, 10]))
+    assert kept.tolist() == [[-100, -100, 2, 3, 4, 5, -100, 7, 8, 9]]
+
+
 def test_masked_labels_give_the_loss_at_their_own_places(tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForMaskedLM(tiny(task="mlm")))
     ids = ids_of(2, 9)
@@ -259,7 +284,7 @@ def test_forward_is_compiled_as_one_graph(causal: LineartimeForCausalLM) -> None
     ("arguments", "message"),
     [
         ({}, "input_ids and inputs_embeds are both given or both missing"),
-        ({"input_ids": torch.tensor([[41]])}, "ids holds 41, but must be from 0 to vocab_size - 1 = 39"),
+        ({"input_ids": torch.tensor([[41]])}, "input_ids holds 41, but must be from 0 to vocab_size - 1 = 39"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask has shape \[2, 1, 4, 4\]"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask has shape \[2, 5\]"),
         ({"position_ids": torch.arange(3, 7)[None]}, "position_ids differs from the model's own positions, which"),

@@ -15,6 +15,7 @@ from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+from lineartime.ops.cross_entropy import IGNORED
 
 
 class LanguageHead(LineartimePreTrainedModel):
@@ -61,7 +62,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs: as for the base model.
-            labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored.
+            labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored, and so are the
+                tokens of a prefix, which have been read already.
             logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -79,6 +81,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         logits = self.lm_head(hidden if isinstance(places, int) else hidden[:, places])
         loss = None
         if labels is not None:
+            labels = _without_prefix(labels, attention_mask, kwargs.get("prefix_lengths"), kwargs.get("cu_seq_lens_q"))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
@@ -165,3 +168,15 @@ class LineartimeForMaskedLM(LanguageHead):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+def _without_prefix(labels: Tensor, mask: Tensor | None, prefix_lengths: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Labels [B, T] without those of the tokens in prefixes, int [B], or [D] for the documents of `cu_seqlens`."""
+    if prefix_lengths is None:
+        return labels
+    if cu_seqlens is not None:
+        lengths = cu_seqlens.diff()
+        place = torch.arange(labels.shape[1], device=labels.device) - cu_seqlens[:-1].repeat_interleave(lengths)
+        return labels.masked_fill(place < prefix_lengths.repeat_interleave(lengths), IGNORED)
+    real = torch.ones_like(labels) if mask is None else mask.long()
+    return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)

@@ -165,7 +165,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         )
 
     def _embed(self, ids: Tensor | None) -> Tensor:
-        self.backbone.check_ids(cast("Tensor", ids))  # which also reports None
+        self.backbone.check_ids(cast("Tensor", ids), "input_ids")  # which also reports None
         embedded: Tensor = self.backbone.embedding(ids)
         return embedded
 

@@ -124,6 +124,8 @@ class LineartimeForQuestionAnswering(TaskModel):
 class LineartimeForMultipleChoice(TaskModel):
     """Scores several texts, one of which is the right choice."""
 
+    accepts_loss_kwargs = False  # the loss is a mean, so `Trainer` has to divide it by its accumulated steps
+
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 1)
 
@@ -142,6 +144,9 @@ class LineartimeForMultipleChoice(TaskModel):
             raise ArgumentError("input_ids", "must be [B, C, T]: for each example, the tokens of each choice.")
         choices = given.shape[1]
         ids, mask, embedded = (None if x is None else x.flatten(0, 1) for x in (input_ids, attention_mask, inputs_embeds))
+        for name in ("token_type_ids", "position_ids"):
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = kwargs[name].flatten(0, 1)
         outputs = self.read(ids, mask, inputs_embeds=embedded, **kwargs)
         pooled = self.pooled(outputs.last_hidden_state, mask)
         logits = self.score(self.dropout(pooled)).view(-1, choices)
