@@ -65,7 +65,7 @@ class Report:
 
     @property
     def seconds_left(self) -> float:
-        """Of the budget."""
+        """Seconds of the budget that are left."""
         return self._end - time.monotonic()
 
     def attempt(self, name: str, part: Callable[[], None]) -> None:

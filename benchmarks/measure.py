@@ -48,5 +48,5 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def evaluate_in_memory(model: CausalLM, tokenizer: Tokenizer, context_length: int) -> Evaluation:
     """The loss, in fp32, on the test split of the text that models are trained on by default."""
     stream = token_stream(load_corpus(()), "test", tokenizer, cache_folder())
-    sizes = {"context_length": context_length, "stride": context_length, "batch_size": 8}
-    return windowed(model, stream, tokenizer, **sizes, bf16=False)
+    length = context_length
+    return windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=False)

@@ -109,8 +109,9 @@ def test_table(name: str, report: dict[str, Any]) -> str:
 
 
 def measured(row: dict[str, Any]) -> list[float]:
-    """The test bits per byte of all finished seeds."""
-    return [test["bits_per_byte"] for run in row["runs"] for test in run["tests"] if test["name"] == ""]
+    """The test bits per byte of all finished seeds; for masked tokens, which have none, nats per token."""
+    tests = [test for run in row["runs"] for test in run["tests"] if test["name"] == ""]
+    return [test["loss"] if test["bits_per_byte"] is None else test["bits_per_byte"] for test in tests]
 
 
 if __name__ == "__main__":

@@ -167,3 +167,10 @@ def compiler_missing(device: torch.device) -> str:
     """What torch.compile lacks on this machine, in words; empty if it lacks nothing."""
     present = device.type != "cpu" or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "" if present else "there is no C++ compiler here"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out."""
+    words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
+    told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lineartime import machine
 from lineartime.bench import command, memory
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.bench.measure import interleaved, is_out_of_memory, median_and_spread, median_seconds, repetitions
+from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, median_seconds, repetitions, timed
 from lineartime.bench.memory import Memory
 from lineartime.bench.plan import make_plan
 from lineartime.bench.plots import draw_plots, pareto_front
@@ -26,6 +27,7 @@ from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flo
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import read
+from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
 from lineartime.models.heads import LanguageModel
 from lineartime.models.presets import presets, resolve
@@ -94,6 +96,40 @@ def test_subjects_take_turns_until_they_fail() -> None:
     assert [key for key, _ in found] == list("abcabcab")
     assert [seconds for key, seconds in found if key == "a"] == [0.5, 0.5, 0.5]  # a tick for two calls
     assert isinstance(found[5][1], RuntimeError)
+
+
+def test_a_step_that_grows_is_timed_near_its_beginning_and_going_back_takes_no_time() -> None:
+    now, positions = 0.0, []
+
+    class Growing(RewindingStep):
+        burst = 3
+
+        def __init__(self) -> None:
+            self.position = 50
+
+        def __call__(self) -> None:
+            nonlocal now
+            positions.append(self.position)
+            self.position += 1
+            now += self.position / 10
+
+        def rewind(self) -> None:
+            nonlocal now
+            self.position = 10
+            now += 1000
+
+    assert timed(Growing(), 7, lambda: now) == pytest.approx((2 * (11 + 12 + 13) + 11) / 10 / 7)
+    assert positions == [10, 11, 12, 10, 11, 12, 10]
+
+
+def test_a_cache_is_timed_at_its_position_however_often_and_up_to_the_last_one() -> None:
+    model = subject("transformer-tiny", max_positions=40)
+    step = prepare(model, Case("decode", 30, "fp32", 1), CPU).step
+    assert timed(step, 50, time.perf_counter) > 0
+    assert isinstance(step, RewindingStep)
+    assert step.burst == 8
+    step = prepare(model, Case("decode", 38, "fp32", 1), CPU).step
+    assert timed(step, 5, time.perf_counter) > 0
 
 
 def test_median_seconds_leave_out_what_does_not_fit_into_memory_and_raise_other_errors() -> None:
@@ -329,7 +365,7 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
             {"presets": ("transformer-tiny",), "context_lengths": (1025,), "override": ()},
             "^context_lengths make .* read 1025 tokens, but it .* 1024",
         ),
-        ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "^positions make .* read 1025 tokens"),
+        ({"presets": ("transformer-tiny",), "positions": (1024,), "override": ()}, "^positions make .* read 1026 tokens"),
         ({"override": ("chunk=3",)}, "^override has 'chunk', which is not a field of any of these models; there are d_model"),
         (
             {"override": ("other-tiny.d_qk=8",)},

@@ -116,6 +116,11 @@ def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
     ):
         assert part in shown
     assert not (tmp_path / "run").exists()
+    others = [tmp_path / "run" / name for name in ("step-00000001", ".step-00000002.partial")]  # of a run that is going on
+    for other in others:
+        other.mkdir(parents=True)
+    assert main(["train", *small, *where, "--dry-run"]) == 0
+    assert all(other.is_dir() for other in others)
     with pytest.raises(LineartimeError, match="resume is True, but only a new run can be tried"):
         rehearse(config(resume=True))
     fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")

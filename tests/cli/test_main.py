@@ -221,16 +221,19 @@ def test_the_help_lists_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_too_little_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     import torch
 
-    from lineartime.cli import info
+    from lineartime.cli import info, train
 
-    errors = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("you can't allocate memory")]
+    errors = [MemoryError(), torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")]
     for error in errors:
 
         def run(options: object, error: Exception = error) -> None:
             raise error
 
         monkeypatch.setattr(info, "run", run)
-        fails(["info"], "too little memory: use a smaller --batch-size or --context-length")
+        fails(["info"], "This machine has too little memory.")
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "run", lambda options, arguments: run(options))
+            fails(["train"], "too little memory: use a smaller --batch-size or --context-length.")
 
     def broken(options: object) -> None:
         raise RuntimeError("a mistake in the program")

@@ -1,5 +1,7 @@
 """What the experiments list can be built, is of equal size, and is in the paper where they say so."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lineartime.choices import ScaleName
 from lineartime.experiments import catalogue, estimate
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Setting
+from lineartime.experiments.folder import adopted, begin
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import paper_cost, paper_loss, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan
@@ -69,6 +72,7 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
             options = plan.final_job(entry, "adamw", 0).options
             assert (options["steps"], options["tokens_per_batch"], options["learning_rate"]) == (125_000, 2**18, 7e-4)
             assert options["context_length"] == entry.setting.context
+            assert options["compile"] == "auto"
             assert TrainConfig.from_dict(dict(options)).model_config(32_000) == entry.model
             stated = PAPER_MILLIONS.get(options["preset"])
             if stated is not None and options["preset"] != "transformer-base":  # whose learned positions follow the context
@@ -78,6 +82,13 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
     assert "gau-scaling-1024" in {entry.options["preset"] for entry in plan_of("gau-vs-mhsa", "paper").entries}
     chunks = [entry.options["override"] for entry in plan_of("chunk-size", "paper").entries[:2]]
     assert chunks == [["chunk_size=64"], ["chunk_size=128"]]
+
+
+def test_a_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path: Path) -> None:
+    config = ReproduceConfig("lm", "paper", tmp_path)
+    first = make_plan(config)
+    begin(first)
+    assert make_plan(adopted(config)).entries == first.entries
 
 
 def test_arms_name_systems_presets_and_rows_that_exist() -> None:

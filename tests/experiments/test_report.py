@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lineartime.experiments.collect import collect
+from lineartime.experiments.collect import collect, relative
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import render
@@ -40,6 +40,21 @@ def test_the_cost_of_an_approximation_of_masked_models_is_in_nats_beside_the_pap
     assert "| context | from -> to | nats | loss | paper: perplexity |" in text
     assert "| wikipedia, 2,048 tokens | FLASH-Quad -> FLASH | -0.1000 | -5.00 % | +0.06 |" in text
     assert "MC-TFM++ |" not in text  # which has not run
+
+
+def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"arm": "transformer++", "runs": [{"loss": 2.0}, {"loss": 4.0}]},
+        {"arm": "flash", "runs": [{"loss": 1.0}, {"loss": 3.0}]},
+        {"arm": "combiner", "runs": [{"loss": 1.5}]},
+        {"arm": "performer", "runs": [{"loss": None}]},
+    ]
+    for row in rows:
+        row["paper_loss"] = None
+        for run in row["runs"]:
+            run["curve"] = []
+    relative(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
+    assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
 
 
 def test_a_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from lineartime import cli
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments import catalogue, command, worker
+from lineartime.experiments import __main__, catalogue, command, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Optimizer
@@ -23,7 +24,7 @@ from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
-from lineartime.experiments.runner import in_own_process, run_all
+from lineartime.experiments.runner import Progress, in_own_process, run_all
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
@@ -159,6 +160,43 @@ def test_a_failed_run_is_told_and_the_others_go_on(options: Options, done: list[
     assert len(done) == count  # it would fail again
 
 
+def test_a_trained_model_that_could_not_be_tested_is_tested_by_the_next_call(
+    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(options(seeds=1, systems=("flash",)))
+
+    def fail(*_: object) -> None:
+        raise LineartimeError("Cannot read the text: check the network.")
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        try:
+            return here(job, message)
+        except LineartimeError as error:  # as the process of a run ends
+            (job.folder / "log.txt").write_text(f"{error}\n")
+            return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_measured", fail)
+        problems = run_all(plan, ignore, do).problems
+    assert problems == ("wikipedia-64/flash/seed-0 ended with an error: Cannot read the text: check the network.",)
+    steps = len(read_metrics(plan.folder / "wikipedia-64" / "flash" / "seed-0"))
+    assert run_all(plan, ignore, do).problems == ()
+    assert done[-2:] == ["run", "run"]
+    assert len(read_metrics(plan.folder / "wikipedia-64" / "flash" / "seed-0")) == steps  # nothing was trained again
+    assert write_report(plan)[1]["settings"][0]["rows"][0]["runs"][0]["tests"]
+
+
+def test_a_call_whose_runs_failed_says_so_by_its_status(
+    options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_all", lambda plan, say: Progress(False, ("a run failed",)))
+    assert command.reproduce(options()).failed == 1
+    arguments = ["lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]
+    assert __main__.main(arguments) == 1
+    assert cli.main(["reproduce", *arguments]) == 1
+    assert capsys.readouterr().err.count("error: Not all runs ended well: those that did not are named above") == 2
+
+
 def test_a_killed_run_is_told_and_the_report_is_still_made(options: Options) -> None:
     plan = make_plan(options(seeds=1))
     progress = run_all(plan, ignore, lambda job, message: -9)
@@ -209,8 +247,8 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
     with pytest.raises(ArgumentError, match=r"data is .*other.txt, but the runs in .* were made with .*text.txt"):
         command.reproduce(options(data=(str(other),)))
     # What is not given is that of the runs there.
-    ended = command.reproduce(ReproduceConfig("lm", "trial", tmp_path / "out", report=True))
-    assert not ended.complete
+    command.reproduce(ReproduceConfig("lm", "trial", tmp_path / "out", report=True))
+    assert not json.loads((tmp_path / "out" / "lm-trial" / "report.json").read_text())["complete"]
     (tmp_path / "out" / "lm-trial" / "plan.json").write_text("[]")
     with pytest.raises(LineartimeError, match=r"plan.json is damaged \(.*\): restore it from a copy, or delete it if"):
         command.reproduce(options(report=True))
@@ -266,6 +304,19 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert rows[1]["relative"] == 1
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
+    [run] = [read_run(plan.latency_job(setting)) for setting in plan.settings]
+    results = json.loads((run.job.folder / "outcome.json").read_text())
+    assert plan.latency_job(plan.settings[0]).options["vocab_size"] == plan.entries[0].model.vocab_size, results
+
+
+def test_a_report_of_latency_says_why_a_system_has_no_number(options: Options, here: Do) -> None:
+    plan = make_plan(options("latency", threads=1))
+    run_all(plan, ignore, here)
+    file = plan.latency_job(plan.settings[0]).folder / "outcome.json"
+    outcome = json.loads(file.read_text())
+    outcome["entries"][0] |= {"median_seconds": None, "spread_seconds": None, "problem": "out of memory"}
+    file.write_text(json.dumps(outcome))
+    assert "| out of memory |" in write_report(plan)[0].read_text()
 
 
 def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +340,7 @@ def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, her
         return 1
 
     problems = run_all(plan, ignore, do).problems
-    start = "wikipedia-64/flash/adamw-speed-0 did not start: override does not fit the model: d_model is 0"
+    start = "wikipedia-64/flash/adamw-speed-0 ended with an error: override does not fit the model: d_model is 0"
     assert problems[0].startswith(start)
     assert run_all(plan, ignore, here).problems == ()
     assert done == ["speed", "speed", "tune", "tune", "run"]

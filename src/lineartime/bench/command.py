@@ -16,7 +16,6 @@ from lineartime.bench.config import RESULTS_FILE, BenchConfig
 from lineartime.bench.measure import (
     forget,
     interleaved,
-    is_out_of_memory,
     peak_flops,
     release,
     repetitions,
@@ -32,7 +31,7 @@ from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
 from lineartime.errors import LineartimeError
 from lineartime.host import freed_memory_kept
-from lineartime.machine import using_threads
+from lineartime.machine import is_out_of_memory, using_threads
 from lineartime.screen import SCREEN
 
 OUT_OF_MEMORY = "out of memory"

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
+
+from lineartime.machine import is_out_of_memory
 
 Key = TypeVar("Key")
 Clock = Callable[[], float]
@@ -36,24 +39,41 @@ def synchronized(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out."""
-    words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
-    told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
-    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
 def repetitions(seconds: float, min_seconds: float) -> int:
     """How often to repeat a step that takes `seconds`, for a measurement of at least `min_seconds`."""
     return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
 
 
+class RewindingStep(ABC):
+    """A step whose next call costs more than the last one: it goes back to its beginning after every `burst` calls."""
+
+    burst: int
+
+    @abstractmethod
+    def __call__(self) -> object:
+        """Take the step."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Go back to the beginning, which is not timed."""
+
+
 def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
     """The mean seconds per call, over `calls` calls."""
+    if not isinstance(step, RewindingStep):
+        return _seconds(step, calls, clock) / calls
+    seconds = 0.0
+    for first in range(0, calls, step.burst):
+        step.rewind()
+        seconds += _seconds(step, min(step.burst, calls - first), clock)
+    return seconds / calls
+
+
+def _seconds(step: Callable[[], object], calls: int, clock: Clock) -> float:
     start = clock()
     for _ in range(calls):
         step()
-    return (clock() - start) / calls
+    return clock() - start
 
 
 def interleaved(

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lineartime.bench.measure import is_out_of_memory, separate_compilations
+from lineartime.bench.measure import separate_compilations
 from lineartime.bench.subjects import Case, Ready, Subject, prepare
 from lineartime.host import peak_memory
+from lineartime.machine import is_out_of_memory
 
 _CLEAR = Path("/proc/self/clear_refs")
 # With these settings, the allocator returns freed memory to the system at once: the process holds only what it uses.

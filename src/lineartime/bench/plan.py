@@ -113,7 +113,7 @@ def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> No
     longest = config.longest_sequence
     for measure in options.measure:
         name, lengths = options.lengths(measure)
-        length = max(lengths) + (measure == "decode")
+        length = max(lengths) + (2 if measure == "decode" else 0)
         if longest is not None and length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
             raise ArgumentError(

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
+from lineartime.bench.measure import RewindingStep
 from lineartime.bench.peers import build_peer
 from lineartime.generation.streams import continuing, read
 from lineartime.machine import autocast
+from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
@@ -106,8 +108,8 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             model.compile_step()
         with torch.no_grad():
             state = state_after(model, context)
-            read_next = torch.no_grad()(continuing(model, [state]))
-        return Ready(model, partial(read_next, ids[:, -1]), state_bytes(state) // case.batch)
+            step = Decoding(model, state, ids[:, -1]) if model.steps_in_place else GrowingDecoding(model, state, ids[:, -1])
+        return Ready(model, step, state_bytes(state) // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
         compile_model()
@@ -122,6 +124,36 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         value.backward()
 
     return Ready(model, train)
+
+
+class Decoding:
+    """Reads one more token of each stream, from a state on."""
+
+    def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
+        self._model, self._state, self._tokens = model, state, tokens
+        self._read_next = continuing(model, [state])
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The logits of the next tokens."""
+        return self._read_next(self._tokens)
+
+
+class GrowingDecoding(Decoding, RewindingStep):
+    """The same with a state that grows: it goes back to its position before it has grown by more than a thirty-second."""
+
+    def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
+        super().__init__(model, state, tokens)
+        position, longest = state[0].position, model.config.longest_sequence
+        self.burst = max(8, position // 32)
+        if longest is not None:
+            self.burst = min(self.burst, longest - position - 1)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Begin again from the state, and read a token, which makes room for those that follow."""
+        self._read_next = continuing(self._model, [self._state])
+        self()
 
 
 def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:

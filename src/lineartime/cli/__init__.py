@@ -78,9 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard(sys.stdout)  # most likely, this is what failed
         return _fail(str(cannot("write", "the output or a file", error)))
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        from lineartime.machine import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
-        return _fail("This machine has too little memory: use a smaller --batch-size or --context-length.")
+        return _fail(_too_little_memory(options))
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "stopped", file=SCREEN)
         return INTERRUPTED
@@ -147,10 +149,10 @@ def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> st
     return next((alias for alias in aliases if alias in given), flag)
 
 
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    import torch
-
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+def _too_little_memory(options: Any) -> str:
+    """What to say when memory runs out: the options of the command that need less."""
+    sizes = [f"--{name.replace('_', '-')}" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)]
+    return "This machine has too little memory" + (f": use a smaller {' or '.join(sizes)}." if sizes else ".")
 
 
 def _fail(message: str) -> int:

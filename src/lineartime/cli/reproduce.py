@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import tyro
 
+from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
 
 
@@ -19,8 +20,16 @@ class Options(ReproduceConfig):
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Run what is missing and write the report; after an interrupt, KeyboardInterrupt names the command that resumes it."""
-    from lineartime.experiments.command import reproduce
+    """Run what is missing and write the report.
 
-    if reproduce(ReproduceConfig(**vars(options))).interrupted:
+    Raises:
+        KeyboardInterrupt: after an interrupt; it names the command that resumes.
+        LineartimeError: if runs failed.
+    """
+    from lineartime.experiments.command import FAILED, reproduce
+
+    ended = reproduce(ReproduceConfig(**vars(options)))
+    if ended.interrupted:
         raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")
+    if ended.failed:
+        raise LineartimeError(FAILED)

@@ -34,7 +34,7 @@ class Options:
 def run(options: Options) -> None:
     """Train the tokenizer, write it, and print its size."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
-    from lineartime.layers.checks import check_positive
+    from lineartime.ops.checks import check_positive
 
     if options.out.exists():
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")

@@ -1,4 +1,4 @@
-"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, with nothing beyond the standard library."""
+"""`python -m lineartime.experiments NAME`: as `lineartime reproduce`, where the packages of the command line are missing."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
-        from lineartime.experiments.command import reproduce
+        from lineartime.experiments.command import FAILED, reproduce
 
         ended = reproduce(ReproduceConfig(**options))
         sys.stdout.flush()  # so that an output nobody reads fails here
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ended.interrupted:
         print("interrupted: run the same command again to resume", file=SCREEN)
         return 130
+    if ended.failed:
+        print(f"error: {FAILED}", file=SCREEN)
+        return 1
     return 0
 
 

@@ -63,6 +63,7 @@ SCALES: dict[ScaleName, Scale] = {
         tokens_at_once=2**13,
         budget=None,
         tuning=None,
+        compile="auto",
     ),
 }
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lineartime.choices import DEFAULT_TEXT
 from lineartime.experiments.folder import identity
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_speed, read_tuning, seconds_to
-from lineartime.runs.curve import default_text
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
 Row = dict[str, Any]
@@ -108,7 +108,7 @@ def _setting(plan: Plan, index: int, state: _State) -> Row:
         shown: list[Tuning | None] = [*tunings] if plan.experiment.each_optimizer else [chosen]
         rows += [_row(plan, entry, tunings, each, state) for each in shown]
         state.texts[setting.label] = _text(entry.options)
-    _relative(plan, rows)
+    relative(plan, rows)
     return {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context, "rows": rows}
 
 
@@ -119,7 +119,7 @@ def _names(paths: Iterable[str]) -> list[str]:
 def _text(options: Mapping[str, Any]) -> str:
     """The names of the texts of a run, without their folders, which mean nothing on other machines."""
     data = options.get("data") or []
-    return ", ".join(_names([data] if isinstance(data, str) else data)) or default_text()
+    return ", ".join(_names([data] if isinstance(data, str) else data)) or DEFAULT_TEXT
 
 
 def _without_path(test: Row) -> Row:
@@ -184,15 +184,22 @@ def _run(run: Run, seed: int, speed: float | None) -> Row:
     }
 
 
-def _relative(plan: Plan, rows: list[Row]) -> None:
+def relative(plan: Plan, rows: list[Row]) -> None:
     """Add what is relative to the baseline: the loss, and of each seed the time to the baseline's final quality."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
     base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
     for row in rows:
-        row["relative_loss"] = _over(_mean(row, "loss"), base and _mean(base, "loss"))
+        row["relative_loss"] = _relative_loss(row, base)
         row["paper_relative_loss"] = _over(row["paper_loss"], base and base["paper_loss"])
         others = base["runs"] if base else []
         row["speedups"] = [_speedup(run, other) for run, other in zip(row["runs"], others, strict=False)]  # seed by seed
+
+
+def _relative_loss(row: Row, base: Row | None) -> float | None:
+    """By which share the mean loss of a row exceeds the baseline's, over the seeds that both have."""
+    pairs = [(run["loss"], other["loss"]) for run, other in zip(row["runs"], base["runs"] if base else [], strict=False)]
+    both = [pair for pair in pairs if None not in pair]
+    return _over(sum(loss for loss, _ in both), sum(other for _, other in both)) if both else None
 
 
 def _over(value: float | None, base: Any) -> float | None:

@@ -12,13 +12,15 @@ from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import run_all
 from lineartime.screen import SCREEN
 
+FAILED = "Not all runs ended well: those that did not are named above, and in the report."
+
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended: whether it was interrupted, and whether the experiment has everything now."""
+    """How a call ended: whether it was interrupted, and how many runs failed."""
 
     interrupted: bool = False
-    complete: bool = True
+    failed: int = 0
 
 
 def reproduce(config: ReproduceConfig) -> Ended:
@@ -45,10 +47,10 @@ def reproduce(config: ReproduceConfig) -> Ended:
     if not config.name:
         raise ArgumentError("name", f"is missing: give an experiment, {', '.join(EXPERIMENTS)}.")
     plan = make_plan(config)
-    interrupted = False
+    ended = Ended()
     if not config.report:
         progress = run_all(plan, _say)
-        interrupted = progress.interrupted
+        ended = Ended(progress.interrupted, len(progress.problems))
     file, report, notes = write_report(plan)
     for note in notes:
         _say(note)
@@ -57,7 +59,7 @@ def reproduce(config: ReproduceConfig) -> Ended:
     if report["missing"]:
         _say(f"{len(report['missing'])} runs are missing in the report.")
     print(f"report: {file}")
-    return Ended(interrupted, report["complete"])
+    return ended
 
 
 def _say(line: str) -> None:

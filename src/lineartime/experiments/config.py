@@ -47,7 +47,7 @@ class ReproduceConfig:
     """Seconds of training of each run, without evaluations; the default is the scale's."""
     tuning: float | None = None
     """Seconds of training of each run that tries a learning rate; the default is the scale's."""
-    compile: Literal["on", "off"] | None = None
+    compile: Literal["auto", "on", "off"] | None = None
     """Whether to use torch.compile; the default is the scale's."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it."""

@@ -92,19 +92,19 @@ class Scale:
     """How large the runs are. All durations are seconds of training, without evaluations and compilation.
 
     Attributes:
-        description: in a line.
-        sizes: of the models, by name.
-        tokens_per_batch: in an optimiser step.
-        tokens_at_once: computed together; a step of more accumulates gradients.
-        budget: of a run; None if the recipe has the steps.
-        tuning: of a run that tries a learning rate; None if none is tried.
-        tokenizer: as training names it.
+        description: one line about the scale.
+        sizes: the sizes of the models, by name.
+        tokens_per_batch: tokens in an optimiser step.
+        tokens_at_once: tokens computed together; a step of more accumulates gradients.
+        budget: seconds of training of a run; None if the recipe fixes the steps.
+        tuning: seconds of a run that tries a learning rate; None if no rate is tried.
+        tokenizer: the name of the tokenizer, as for training.
         speed_steps: steps of a run that measures how fast a model trains, before any is tuned.
         speed_rounds: how often all models are measured, in turn.
-        evaluations: on held-out text during a run.
-        validation_tokens: of each of them.
-        test_tokens: at the end, from the beginning of the test split.
-        compile: by torch.compile.
+        evaluations: how often a run is evaluated on held-out text.
+        validation_tokens: tokens of each of these evaluations.
+        test_tokens: tokens of the test at the end, from the beginning of the test split.
+        compile: whether models are compiled by torch.compile.
     """
 
     description: str
@@ -119,11 +119,11 @@ class Scale:
     evaluations: int = 12
     validation_tokens: int = 32_768
     test_tokens: int = 262_144
-    compile: Literal["on", "off"] = "off"
+    compile: Literal["auto", "on", "off"] = "off"
 
     @property
     def vocab_size(self) -> int:
-        """That of its tokenizer."""
+        """The vocabulary size of the tokenizer."""
         return BYTE_VOCABULARY if self.tokenizer == "bytes" else int(self.tokenizer.rpartition("-")[2])
 
 
@@ -132,12 +132,12 @@ class Experiment:
     """One question, the models that answer it, and where they are compared.
 
     Attributes:
-        title: in a report.
-        question: what it answers, in a sentence.
+        title: its title in a report.
+        question: the question that it answers, in a sentence.
         arms: the models. Parameters are matched to the first.
         settings: where they are compared, by scale; `trial` takes the first one of `cpu`, with a short context.
         baseline: the arm whose final quality the others have to reach, and that losses and times are relative to.
-        task: what is learnt.
+        task: the task that models learn.
         recipe: the paper's recipe, for the scale `paper`.
         paper_tables: the paper's tables that have rows of the arms; empty if the paper has no numbers.
         tests: what is measured at the end of a run.
@@ -145,7 +145,7 @@ class Experiment:
         pairs: arms whose difference the paper reports, (exact, approximate), by the paper's name.
         words: whether the metric is the perplexity per word.
         kind: "quality", or "latency", which trains nothing.
-        budget: of a run by scale, if it is not the scale's.
+        budget: seconds of training of a run by scale, if they are not the scale's.
     """
 
     title: str

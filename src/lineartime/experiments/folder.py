@@ -30,7 +30,7 @@ class PlanOptions:
     budget: Seconds | None
     tuning: Seconds | None
     optimizers: tuple[str, ...]
-    compile: Literal["on", "off"] | None
+    compile: Literal["auto", "on", "off"] | None
     precision: Precision
     threads: Annotated[int, Between(1, MOST_THREADS)] | None
     rates: tuple[float, ...] = ()  # earlier versions had those of the scale alone

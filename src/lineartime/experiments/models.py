@@ -1,20 +1,21 @@
 """The models of an experiment: their sizes, and parameters within 3 % of each other."""
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
-
-import torch
 
 from lineartime.choices import Task
 from lineartime.experiments.definitions import Arm, Setting
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import build_model
+from lineartime.models.cost import count_parameters
 from lineartime.models.presets import model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
+from lineartime.training.config import written
 
 TOLERANCE = 0.03
 """How far the parameters of compared models may be apart, as a share of the first one's."""
+
+parameters = cache(count_parameters)
+"""The number of parameters of a model."""
 
 
 def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int) -> ModelConfig:
@@ -33,16 +34,6 @@ def matched(config: ModelConfig, size: Size, target: int) -> ModelConfig:
     return min(models, key=lambda model: abs(parameters(model) - target))
 
 
-@cache
-def parameters(config: ModelConfig) -> int:
-    """The number of parameters of a model, whose blocks are all alike."""
-    with torch.device("meta"):
-        model = build_model(config.override(n_blocks=1))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    of_block = sum(size for name, size in sizes.items() if ".blocks.0." in f".{name}")
-    return sum(sizes.values()) + (config.n_blocks - 1) * of_block
-
-
 def paper_preset(arm: Arm, setting: Setting) -> str:
     """The preset of an arm at the scale `paper`."""
     return arm.paper_preset.replace("{size}", setting.size) or f"{arm.system}-base"
@@ -54,10 +45,3 @@ def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
     usual = values_of(resolve(preset, config.task))
     different = {name: value for name, value in values_of(config).items() if usual[name] != value and name != "vocab_size"}
     return {"preset": preset, "task": config.task, "override": written(different)}
-
-
-def written(values: Mapping[str, Any]) -> list[str]:
-    """Fields of a model as training takes them: NAME=VALUE."""
-    return [
-        f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}" for name, value in values.items()
-    ]

@@ -15,12 +15,12 @@ class Measurement:
     Attributes:
         name: what differed from training; empty for nothing.
         context_length: tokens of a window.
-        loss: in nats per token.
+        loss: the mean loss in nats per token.
         bits_per_byte: None for masked tokens.
         word_perplexity: None where words cannot be counted.
-        tokens: those that were measured.
-        text: their name.
-        by_position: first place, last place and loss of parts of the window.
+        tokens: the number of tokens that were measured.
+        text: the name of the text.
+        by_position: the first place, the last place and the loss of each part of the window.
     """
 
     name: str

@@ -10,10 +10,10 @@ from lineartime.errors import LineartimeError
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, Test
-from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options, written
+from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
-from lineartime.training.config import TrainConfig
+from lineartime.training.config import TrainConfig, written
 from lineartime.training.recipes import recipe_config
 
 JobKind = Literal["speed", "tune", "run", "latency"]
@@ -61,7 +61,7 @@ class Entry:
 
     @cached_property
     def parameters(self) -> int:
-        """Their number."""
+        """The number of parameters of the model."""
         return parameters(self.model)
 
 
@@ -163,6 +163,7 @@ class Plan:
                 f"{entry.options['preset']}.{item}" for entry in self.entries_of(setting) for item in entry.options["override"]
             ],
             "context_lengths": [setting.context],
+            "vocab_size": self.entries_of(setting)[0].model.vocab_size,
             "measure": ["train"],
             "tokens_per_batch": max(self.scale.tokens_per_batch, LATENCY_TOKENS) if self.tunes else LATENCY_TOKENS,
             "modes": ["compiled" if self.compile == "on" else "eager"],
@@ -174,7 +175,7 @@ class Plan:
         return Job(self.folder / setting.label, "latency", options)
 
     @property
-    def compile(self) -> Literal["on", "off"]:
+    def compile(self) -> Literal["auto", "on", "off"]:
         """Whether models are compiled."""
         return self.config.compile or self.scale.compile
 
@@ -222,8 +223,9 @@ def make_plan(config: ReproduceConfig) -> Plan:
 def _entries(
     config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], settings: tuple[Setting, ...]
 ) -> Iterator[Entry]:
-    running = {name: getattr(config, name) for name in ("precision", "device", "threads", "compile")}
+    running = {name: getattr(config, name) for name in ("precision", "device", "threads")}
     running = {name: value for name, value in running.items() if value is not None}
+    running |= {"compile": config.compile or scale.compile}
     running |= {"cache": None if config.cache is None else str(config.cache), "track": []}
     for setting in settings:
         data = {"data": list(getattr(config, setting.text) or config.data)}

@@ -266,7 +266,7 @@ def _parameters(report: dict[str, Any]) -> str:
             f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
             f"Any two of a setting differ by at most {apart:.1%}."
         )
-    why = "as published" if report["scale"] == "paper" else "for the width must be a multiple of the heads"
+    why = "as published" if report["scale"] == "paper" else "because the width must be a multiple of the heads"
     return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
 
 
@@ -290,8 +290,7 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
         columns: dict[str, list[str]] = {"system": names}
         for setting in report["settings"]:
             columns[f"{setting['context']:,}"] = [
-                NOT_THERE if row[name] is None else form(row[name]) if not row["problem"] else row["problem"]
-                for row in setting["rows"]
+                (row["problem"] or NOT_THERE) if row[name] is None else form(row[name]) for row in setting["rows"]
             ]
         yield f"## {title}"
         yield table(columns)

@@ -198,10 +198,10 @@ def _steps(tokens_per_second: float, job: Job) -> int:
 
 
 def _why(job: Job, status: int) -> str:
-    """Why a process left nothing, in words: by its output if it ended by itself."""
+    """Why a process left no outcome: the last line of its output, if it ended by itself."""
     log = job.folder / LOG_FILE
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if status == 1 and log.exists() else []
-    return f"did not start: {lines[-1]}" if lines else f"ended with status {status}: see {log}."
+    return f"ended with an error: {lines[-1]}" if lines else f"ended with status {status}: see {log}."
 
 
 def in_own_process(job: Job, message: dict[str, Any]) -> int:

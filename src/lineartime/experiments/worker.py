@@ -49,12 +49,19 @@ def _end_with_parent(parent: int) -> None:
 def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Do a job and write its outcome, which is returned; None if it was interrupted.
 
+    An error of training is an outcome: the same steps would fail again. After any other one, the next call tries again.
+
     Raises:
-        LineartimeError: for an error before the first step, which has nothing to do with how the run trains.
+        LineartimeError: for an error before the first step.
+        Exception: for any error of testing the trained model.
     """
     folder = Path(job["folder"])
+    outcome: dict[str, Any] | None = None
     try:
-        outcome = _latency(folder, job) if job["kind"] == "latency" else _trained(folder, job)
+        if job["kind"] == "latency":
+            outcome = _latency(folder, job)
+        elif not _train(folder, job):
+            return None
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
         first_line = next(iter(str(error).strip().splitlines()), "")
         sentence = first_line if isinstance(error, LineartimeError) else f"{type(error).__name__}: {first_line}"
@@ -62,12 +69,14 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
             raise LineartimeError(sentence) from error
         outcome = {"error": sentence}
         print(sentence, file=SCREEN)
-    if outcome is not None:
-        write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
+    if outcome is None:
+        outcome = _tested(folder, job)
+    write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
 
 
-def _trained(folder: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
+def _train(folder: Path, job: Mapping[str, Any]) -> bool:
+    """Train, or resume; return whether the run has finished."""
     from lineartime.checkpoint import list_checkpoints
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import train
@@ -76,8 +85,13 @@ def _trained(folder: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
         result = train(out=folder, resume=True)
     else:
         result = train(TrainConfig.from_dict({**job["options"], "out": str(folder)}))
-    if not result.finished:
-        return None
+    return result.finished
+
+
+def _tested(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Test the model of a finished run, and delete the checkpoints that nobody needs."""
+    from lineartime.checkpoint import list_checkpoints
+
     tests = [Test(**test) for test in job["tests"]]
     outcome = {"tests": _measured(folder, tests, job["test_tokens"])} if tests else {}
     for checkpoint in list_checkpoints(folder)[: -1 if job["kind"] == "run" else None]:
