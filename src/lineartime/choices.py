@@ -16,6 +16,8 @@ TextName = Literal["code", "books", "wikipedia"]
 
 MAX_EXPANSION = 100
 """The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""
+DEFAULT_TEXT = "the Python standard library"
+"""The name of the text of a run for which none is given."""
 TEXT_COLUMN = "text"
 """The column of records that holds the text, unless another one is named."""
 VOCAB_SIZE = 32_000

@@ -99,3 +99,13 @@ def sha256(file: Path) -> str:
         while block := opened.read(1 << 20):
             hasher.update(block)
     return hasher.hexdigest()
+
+
+def is_there(path: str) -> bool:
+    """Whether a path exists. Unlike `Path.exists`, it does not raise for names that are too long or may not be looked at."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a folder; like `is_there`, without an error."""
+    return os.path.isdir(path)  # noqa: PTH112

@@ -1,5 +1,6 @@
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,17 @@ def test_a_damaged_file_is_an_error_of_one_sentence(mirror: Path, name: str, fil
     with pytest.raises(LineartimeError, match=rf"^Cannot read {name} \(.+\): check its files or the network") as caught:
         texts(name, "train")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("mirror")
+def test_an_error_within_an_article_is_one_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: object) -> Iterator[dict[str, str]]:
+        yield {"text": " = First = \n"}
+        raise ConnectionError("the network is gone")
+
+    monkeypatch.setattr(HubCorpus, "examples", rows)
+    with pytest.raises(LineartimeError, match=r"^Cannot read wikitext \(.*the network is gone.*\): check its files"):
+        texts("wikitext", "train")
 
 
 @pytest.fixture

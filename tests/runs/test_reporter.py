@@ -24,8 +24,8 @@ def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
 
 
 def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> None:
-    defaults = {"learning_rates": {"learning_rate": 0.25}, "gradient_norm": 3.0, "tokens": 100, "waiting": 0.0, "skipped": 0}
-    report.step(step, StepMetrics(loss=loss, **{**defaults, **numbers}))
+    defaults = {"learning_rates": {"learning_rate": 0.25}, "gradient_norm": 3.0, "tokens": 100, "seconds": 0.5, "waiting": 0.0}
+    report.step(step, StepMetrics(loss=loss, **{**defaults, "skipped": 0, **numbers}))
 
 
 def test_metrics_hold_all_numbers(tmp_path: Path) -> None:
@@ -85,38 +85,30 @@ def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     with reporter(tmp_path, first_step=2, steps=4) as report:
         now += 7
         take(report, 3, skipped=1)
-        report.skipped(4, "no reason")
+        take(report, 4, skipped=2)
     lines = read_metrics(tmp_path)
     assert [(line["step"], line["tokens"], line["seconds"]) for line in lines] == [
         (1, 100, 5.0),
         (2, 200, 10.0),
         (3, 300, 17.0),
-        (4, 300, 17.0),
+        (4, 400, 17.0),
     ]
     assert lines[-1]["skipped"] == 2
 
 
-def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path: Path) -> None:
+def test_speed_and_waiting_are_those_of_the_step_itself(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
-        take(report, 1, skipped=3)
-    with reporter(tmp_path, first_step=1) as report:
-        report.skipped(2, "no reason")
-    assert read_metrics(tmp_path)[-1]["skipped"] == 4
+        report.validation(0, 8.0, None)
+        time.sleep(0.05)  # an evaluation or a checkpoint belongs to no step
+        take(report, 1, seconds=2.0, waiting=0.5)
+        take(report, 2, seconds=2.0, waiting=99.0)
+    _, *steps = read_metrics(tmp_path)
+    assert [(line["tokens_per_second"], line["waiting"]) for line in steps] == [(50.0, 0.25), (50.0, 1.0)]
 
 
-def test_waiting_is_a_share_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    with reporter(tmp_path) as report:
-        take(report, 1, waiting=0.25)
-        take(report, 2, waiting=99.0)
-    assert [line["waiting"] for line in read_metrics(tmp_path)] == [0.25, 1.0]
-
-
-def test_a_skipped_step_is_said_and_counted_and_leaves_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, steps=3) as report:
         take(report, 1, loss=2.0)
-        report.skipped(2, "the loss is nan")
         take(report, 2, loss=math.nan, gradient_norm=math.inf, skipped=1)
         report.validation(2, 2.5, None)
 
@@ -125,10 +117,9 @@ def test_a_skipped_step_is_said_and_counted_and_leaves_valid_json(tmp_path: Path
 
     text = (tmp_path / "metrics.jsonl").read_text()
     lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    assert [line.get("skipped") for line in lines] == [None, 1, 1, None]
-    assert not {"loss", "gradient_norm"} & lines[2].keys()
+    assert [line.get("skipped") for line in lines] == [None, 1, None]
+    assert not {"loss", "gradient_norm"} & lines[1].keys()
     shown = capsys.readouterr().err
-    assert "step 2 was skipped (1 so far in this run): the loss is nan" in shown
     assert "training loss 2.000" in shown  # the mean of losses that are numbers
 
 
@@ -140,13 +131,12 @@ def test_a_resumed_run_may_begin_with_an_evaluation(tmp_path: Path, capsys: pyte
 
 def test_the_null_reporter_takes_all_calls_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name in vars(Reporter) if not name.startswith("_")]
-    assert {"step", "skipped", "validation", "say"} <= set(names)
+    assert {"step", "validation", "say"} <= set(names)
     for name in names:
         assert inspect.signature(getattr(NullReporter, name)) == inspect.signature(getattr(Reporter, name))
     with NullReporter() as report:
         report.say("nothing")
         take(report, 1)
-        report.skipped(1, "nothing")
         report.validation(1, 1.0, None)
     assert capsys.readouterr() == ("", "")
 

@@ -1,9 +1,10 @@
 import dataclasses
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,24 @@ def test_folders_are_searched_three_levels_down_and_never_in_runs(tmp_path: Path
     make_run(tmp_path / "1" / "2" / "3" / "inside")
     make_run(tmp_path / "one" / "two" / "three" / "four")
     make_run(tmp_path / ".hidden")
-    assert list(find_runs(tmp_path)) == [tmp_path / "1" / "2" / "3"]
+    assert list(find_runs(tmp_path, [])) == [tmp_path / "1" / "2" / "3"]
+
+
+def test_a_subfolder_that_cannot_be_read_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a")
+    (tmp_path / "lost+found").mkdir()
+    listed = Path.iterdir
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return iter(listed(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    unreadable: list[str] = []
+    assert list(find_runs(tmp_path, unreadable)) == [run]
+    assert len(unreadable) == 1
+    assert f"Cannot read {tmp_path / 'lost+found'}" in unreadable[0]
 
 
 def test_options_are_shown_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

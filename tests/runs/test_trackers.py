@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def run_with(run: Path, *trackers: str, first_step: int = 0) -> None:
     with Reporter(run, first_step, 5, trackers, record={"seed": 3}) as report:
         for step in (first_step + 1, first_step + 2):
-            report.step(step, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, waiting=0.0, skipped=0))
+            report.step(step, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
         report.validation(first_step + 2, 5.25, 7.5)
 
 
@@ -189,7 +189,7 @@ def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.Captur
     with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}) as report:
         tracker: Any = report._trackers._trackers["tensorboard"]
         tracker._writer.write_event = fail
-        report.step(1, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, waiting=0.0, skipped=0))
+        report.step(1, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
     tracker.close()
     assert "The tracker tensorboard failed, and training continues without it: [Errno 28] No space" in capsys.readouterr().err
     assert len(read_metrics(tmp_path)) == 1

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_valida
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
+from lineartime.training.liveness import meet
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -234,6 +236,17 @@ if os.environ["RANK"] == "1":
     processes = launch(config(), 2, before=elsewhere)
     assert processes.wait(30) == [1, 1]
     assert "is not the same folder for 1 of the 2 processes" in processes.errors()[0]
+
+
+def test_a_second_run_of_the_same_processes_sees_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    first = meet(0, 1, 10.0)
+    first.set("first/the corpus/0", "made")
+    assert not meet(0, 1, 10.0).check(["first/the corpus/0"])
 
 
 def test_a_process_that_never_starts_is_named(config: MakeConfig, launch: Launch) -> None:

@@ -1,10 +1,12 @@
+import fcntl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.claim import is_claimed
+from lineartime.runs.claim import claim, is_claimed
 from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -29,6 +31,19 @@ def test_a_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
     assert not run.exists()  # nothing came of it
     trained(config(steps=1))
     assert not is_claimed(run)
+
+
+def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(config: MakeConfig) -> None:
+    run = trained(config(steps=1))
+    lock = run / ".lock"
+    lock.chmod(0o400)
+    assert not is_claimed(run)
+    with lock.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not is_claimed(run)  # somebody else looks, too
+        threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        lock.chmod(0o600)
+        claim(run).close()  # waits for the moment that looking takes
 
 
 def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeConfig) -> None:

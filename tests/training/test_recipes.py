@@ -7,13 +7,14 @@ from typing import Any, get_args
 import pytest
 
 import lineartime
+from lineartime.checkpoint import last_checkpoint
 from lineartime.cli import main
 from lineartime.errors import LineartimeError
 from lineartime.models.presets import presets
 from lineartime.training.config import RecipeName, TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.recipes import recipe_config
-from lineartime.training.resuming import complete
+from lineartime.training.resuming import complete, saved_config
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {
@@ -114,6 +115,25 @@ def test_an_override_beside_a_run_to_repeat_changes_one_field_and_keeps_the_othe
     repeated = completed(like=first, override={"n_blocks": 1, "dropout": 0.1})
     assert repeated.override == ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "dropout=0.1")
     assert completed(like=first).override == config().override
+
+
+def test_a_run_to_repeat_that_began_from_another_keeps_its_own_model(config: Callable[..., TrainConfig]) -> None:
+    base = train(config(steps=1)).run
+    second = train(
+        init_from=base, task="prefix-lm", override={"dropout": 0.1}, steps=1, data=config().data, out=base.with_name("second")
+    ).run
+    again = completed(like=second)
+    own = saved_config(last_checkpoint(second))
+    assert (again.task, again.init_from, again.override) == ("prefix-lm", own.init_from, own.override)
+    assert "dropout=0.1" in again.override
+
+
+def test_another_optimiser_than_that_of_a_recipe_needs_no_other_option() -> None:
+    config = completed(recipe="quick", optimizer="adamw")
+    config.check()
+    assert config.optimizer == "adamw"
+    with pytest.raises(LineartimeError, match=r"^warmup_steps is 500, but must be below steps=420\.$"):
+        completed(recipe="quick", warmup_steps=500).check()
 
 
 def test_another_model_takes_of_a_run_to_repeat_the_fields_that_it_has(config: Callable[..., TrainConfig]) -> None:

@@ -1,10 +1,13 @@
+import json
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lineartime.data import read_window
+from lineartime.data import read_window, spread_windows
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import prepare
 
@@ -27,6 +30,25 @@ def test_the_quick_look_is_the_mean_over_its_windows_and_changes_no_mode_and_no_
         window = read_window(stream, start, 25)
         losses.append(F.cross_entropy(trainer.model(window[None, :-1])[0], window[1:]))
     assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+
+
+def test_a_packed_run_is_measured_with_its_documents_apart(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    for split in ("train", "validation", "test"):  # a line is a document
+        lines = (json.dumps({"text": f"line {number}"}) for number in range(40))
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    trainer = prepare(config(data=tmp_path, packed=True, eval_windows=2, batch_size=2))
+    text = trainer.text.validation
+    windows = torch.stack([read_window(text, start, 25) for start in spread_windows(text, 2, 24)])
+    end = trainer.setup.tokenizer.end_of_document
+    losses = []
+    for window in windows:
+        [*ends] = (window[:-1] == end).nonzero()[:, 0].tolist()
+        for first, last in pairwise([-1, *ends, 24 - 1] if ends[-1:] != [23] else [-1, *ends]):
+            document = window[first + 1 : last + 2]  # and the token after it, which an end of document does not predict
+            targets = document[1:].masked_fill(document[:-1] == end, -100)
+            losses.append(F.cross_entropy(trainer.model(document[None, :-1])[0], targets, reduction="sum").detach())
+    count = int((windows[:, :-1] != end).sum())
+    assert trainer.validation.loss() == pytest.approx(float(sum(losses)) / count, rel=1e-6)
 
 
 def test_masked_tokens_are_the_same_ones_every_time(config: Callable[..., TrainConfig]) -> None:

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a next token to predict.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +120,31 @@ def drawn_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tenso
     return (chance[starts] * lengths).long()
 
 
-def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int]) -> Batch:
+def make_batch(
+    task: Task,
+    windows: Tensor,
+    tokenizer: Tokenizer,
+    mask_keys: Sequence[tuple[int, ...]],
+    prefix_lengths: Callable[[Batch], Tensor],
+    packed: bool,
+) -> Batch:
+    """Make the batch of a task.
+
+    Args:
+        task: "clm", "mlm" or "prefix-lm".
+        windows: int64 [B, T + 1].
+        tokenizer: the tokenizer that encoded the windows.
+        mask_keys: a seed for the masks of each window, for "mlm".
+        prefix_lengths: the length of the prefix of each row or packed document of a batch, for "prefix-lm".
+        packed: whether documents are kept apart.
+    """
+    batch = masked_batch(windows, tokenizer, mask_keys) if task == "mlm" else causal_batch(windows)
+    if packed:
+        batch = packed_batch(batch, windows, tokenizer.end_of_document)
+    return prefix_batch(batch, prefix_lengths(batch)) if task == "prefix-lm" else batch
+
+
+def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int], *, packed: bool = False) -> Batch:
     """Make a batch for evaluation: as in training, but with the same masks every time, and half of each row as its prefix.
 
     Args:
@@ -128,8 +152,7 @@ def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: S
         windows: int64 [B, T + 1].
         tokenizer: the tokenizer that encoded the windows.
         numbers: the number of each window, which alone determines its masks.
+        packed: whether documents are kept apart, as in `packed_batch`.
     """
-    if task == "mlm":
-        return masked_batch(windows, tokenizer, [(0, number) for number in numbers])
-    batch = causal_batch(windows)
-    return prefix_batch(batch, batch.lengths() // 2) if task == "prefix-lm" else batch
+    keys = [(0, number) for number in numbers]
+    return make_batch(task, windows, tokenizer, keys, lambda batch: batch.lengths() // 2, packed)

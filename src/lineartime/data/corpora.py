@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Split
+from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
 from lineartime.data.readers import SPLITS, Part
@@ -277,7 +277,7 @@ def standard_library() -> LocalCorpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus("the Python standard library", by_file(root, map(Part, files)))
+    return LocalCorpus(DEFAULT_TEXT, by_file(root, map(Part, files)))
 
 
 def _corpus_of_name(name: str, column: str) -> Source:

@@ -102,14 +102,17 @@ class HubCorpus:
             for each in SPLITS:
                 yield from self.documents(each)
             return
+        if self.lines:
+            lines = (example["text"] or " \n" for example in self._rows(split))  # the hub has "" for an empty line
+            yield from (article for _, article in groupby(lines, _ArticleNumber()))
+            return
+        for example in self._rows(split):
+            yield from map(pieces, self.texts(example))
+
+    def _rows(self, split: Split) -> Iterator[Example]:
+        """The rows of a split; every error of reading is a LineartimeError, wherever the rows are consumed."""
         with guarded(self.name):
-            examples = iter(self.examples(split))
-            if self.lines:
-                lines = (example["text"] or " \n" for example in examples)  # the hub has "" for an empty line
-                yield from (article for _, article in groupby(lines, _ArticleNumber()))
-                return
-            for example in examples:
-                yield from map(pieces, self.texts(example))
+            yield from self.examples(split)
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""

@@ -6,7 +6,7 @@ on the number of processes or the size of micro-batches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +17,8 @@ from torch import Tensor
 from lineartime.choices import Task
 from lineartime.data.batches import (
     Batch,
-    causal_batch,
     drawn_prefix_lengths,
-    masked_batch,
-    packed_batch,
-    prefix_batch,
+    make_batch,
     read_window,
 )
 from lineartime.data.tokenizers import Tokenizer
@@ -125,15 +122,9 @@ class BatchMaker:
 
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
         """Make the batch of these windows."""
-        if self.task == "mlm":
-            batch = masked_batch(windows, self.tokenizer, [(self.seed, _MASKS, row) for row in rows])
-        else:
-            batch = causal_batch(windows)
-        if self.packed:
-            batch = packed_batch(batch, windows, self.tokenizer.end_of_document)
-        if self.task == "prefix-lm":
-            batch = prefix_batch(batch, drawn_prefix_lengths(batch, [(self.seed, _PREFIXES, row) for row in rows]))
-        return batch
+        masks, prefixes = ([(self.seed, purpose, row) for row in rows] for purpose in (_MASKS, _PREFIXES))
+        lengths = partial(drawn_prefix_lengths, keys=prefixes)
+        return make_batch(self.task, windows, self.tokenizer, masks, lengths, self.packed)
 
 
 class CachedLoader:

@@ -22,7 +22,7 @@ from lineartime.data.tokenizers import (
     whole_lines,
 )
 from lineartime.errors import ArgumentError, cannot, missing_extra
-from lineartime.files import write_atomically
+from lineartime.files import is_there, write_atomically
 
 _FORMAT = 1  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
@@ -141,7 +141,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     if wanted is None:
         if isinstance(choice, str) and names_hub_tokenizer(choice):
             return hub_tokenizer(choice)
-        if isinstance(choice, str) and not Path(choice).exists():
+        if isinstance(choice, str) and not is_there(choice):
             raise ArgumentError(
                 "tokenizer",
                 f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "

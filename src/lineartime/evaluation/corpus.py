@@ -13,10 +13,10 @@ from lineartime.errors import Argument, ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, carried, windowed
 from lineartime.fields import Between, check_limits
 from lineartime.host import cache_folder
-from lineartime.layers.checks import check_positive
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
+from lineartime.ops.checks import check_positive
 
 
 def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
@@ -132,6 +132,7 @@ def evaluate(
             stride=length if stride is None else stride,
             batch_size=batch_size,
             bf16=bf16,
+            packed=trained.get("packed", False),
             max_tokens=max_tokens,
         )
     return replace(evaluation, checkpoint=measured)

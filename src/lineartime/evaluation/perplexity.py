@@ -104,6 +104,7 @@ def windowed(
     stride: int,
     batch_size: int,
     bf16: bool,
+    packed: bool = False,
     max_tokens: int | None = None,
 ) -> Evaluation:
     """Evaluate on independent windows of `context_length` tokens, each `stride` tokens after the previous one.
@@ -111,6 +112,7 @@ def windowed(
     The model predicts every token once (a masked model: every selected token). In each window but the first, only the last
     `stride` tokens count. A model of task "prefix-lm" reads the first half of each window as its prefix, and only predictions
     after the prefix count. If the stride is at most half a window, these are all tokens after the first half window.
+    With `packed`, no token reads another document, and the first token of a document is not predicted.
 
     Raises:
         LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
@@ -125,17 +127,21 @@ def windowed(
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
-            batch = measured_batch(task, windows, tokenizer, starts)
-            prefix = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
+            batch = measured_batch(task, windows, tokenizer, starts, packed=packed)
+            cu_seqlens, prefix = (None if x is None else x.to(device) for x in (batch.cu_seqlens, batch.prefix_lengths))
             with autocast(device, bf16):
-                logits = model(batch.inputs.to(device), prefix_lengths=prefix)
-            losses = token_losses(logits, batch.targets.to(device)).cpu()
-            positions.add(losses[:, skip:], batch.targets[:, skip:] != IGNORED, skip)
+                logits = model(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
+            losses = token_losses(logits, batch.targets.to(device)).view(len(windows), -1).cpu()
+            counted = batch.targets.view(len(windows), -1) != IGNORED
+            positions.add(losses[:, skip:], counted[:, skip:], skip)
             progress.advance(losses[:, skip:].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     context = f"windows of {context_length} tokens, {overlap}"
     if task == "prefix-lm":
-        context += "; the first half of each is its prefix, read in both directions, and not counted"
+        part = "document" if packed else "window"
+        context += f"; the first half of each {part} is its prefix, read in both directions, and not counted"
+    if packed:
+        context += "; no document reads another, as in training"
     return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=task == "mlm")
 
 

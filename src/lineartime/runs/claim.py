@@ -1,21 +1,29 @@
 """The lock in a run's folder, which admits one training run at a time."""
 
+import time
 from pathlib import Path
 from typing import IO
 
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, reporting
 
 LOCK_FILE = ".lock"
+_PAUSES = (0.05, 0.1, 0.2, 0.0)
+"""Seconds after each attempt to lock: `is_claimed` may hold the lock for a moment."""
 
 
 def is_claimed(run: Path) -> bool:
     """Whether a process of this machine is training in a folder now."""
-    if not (run / LOCK_FILE).exists():
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: no lock
         return False
     try:
-        claim(run).close()
-    except LineartimeError:
+        with (run / LOCK_FILE).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+    except BlockingIOError:
         return True
+    except OSError:  # no lock, one that may not be read, or a file system without locks
+        return False
     return False
 
 
@@ -31,11 +39,13 @@ def claim(run: Path) -> IO[str]:
         import fcntl
     except ImportError:  # not a POSIX system: no lock
         return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
-    except BlockingIOError:
-        file.close()
-        raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+    for seconds in _PAUSES:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
+            return file
+        except BlockingIOError:
+            time.sleep(seconds)
+        except OSError:  # a file system without locks
+            return file
+    file.close()
+    raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.")

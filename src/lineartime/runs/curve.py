@@ -3,11 +3,11 @@
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import LineartimeError, missing_extra, reporting
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
@@ -163,17 +163,8 @@ def _title(run: Path) -> str:
         return run.name
     data = options.get("data") or []
     texts = [Path(text).name for text in ([data] if isinstance(data, str) else data)]
-    text = ", ".join(texts) or default_text()
+    text = ", ".join(texts) or DEFAULT_TEXT
     return f"{options.get('preset')} on {text}"
-
-
-@cache
-def default_text() -> str:
-    """The name of the default text, which a run uses if none is given."""
-    from lineartime.data import load_corpus
-
-    name: str = load_corpus(None).name
-    return name
 
 
 def new_figure(purpose: str, width: float, height: float) -> Any:

@@ -37,7 +37,6 @@ class MetricsLog:
 
     Attributes:
         tokens: tokens trained on so far, over all processes of the run.
-        skipped: steps skipped so far.
 
     Raises:
         LineartimeError: if the file cannot be written.
@@ -52,7 +51,6 @@ class MetricsLog:
             self._opened = self._file.open("a", encoding="utf-8")
         totals = {name: value for line in kept for name, value in line.items()}  # the last value of each name
         self.tokens = int(totals.get("tokens", 0))
-        self.skipped = int(totals.get("skipped", 0))
         self._begin = time.perf_counter() - totals.get("seconds", 0)  # the time between processes does not count
 
     def write(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:

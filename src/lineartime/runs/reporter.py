@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ class StepMetrics:
         learning_rates: the learning rates of this step, by their names in metrics.jsonl.
         gradient_norm: the norm of the gradient before clipping.
         tokens: the number of tokens in this step, over all processes.
+        seconds: how long the step took.
         waiting: seconds of the step spent waiting for data.
         skipped: the number of steps so far that were skipped because a number was not finite.
     """
@@ -39,6 +39,7 @@ class StepMetrics:
     learning_rates: Mapping[str, float]
     gradient_norm: float
     tokens: int
+    seconds: float
     waiting: float
     skipped: int
 
@@ -58,11 +59,8 @@ class NullReporter:
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Record step number `step` (from 1), which has just ended."""
 
-    def skipped(self, step: int, reason: str) -> None:
-        """Report why a step is skipped. `step` is also called for a skipped step, afterwards."""
-
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print an evaluation on held-out text after a step. Its time is not part of any step."""
+        """Record and print an evaluation on held-out text after a step."""
 
 
 class Reporter(NullReporter):
@@ -94,7 +92,6 @@ class Reporter(NullReporter):
         except LineartimeError:
             self._log.close()
             raise
-        self._clock = time.perf_counter()
         self._step_tokens = 0
         self._latest: dict[str, deque[float]] = {name: deque(maxlen=AVERAGED) for name in ("loss", "speed")}
 
@@ -119,11 +116,9 @@ class Reporter(NullReporter):
 
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Record step number `step` (from 1), which has just ended."""
-        now = time.perf_counter()
-        duration = max(now - self._clock, 1e-9)
-        self._clock, self._step_tokens = now, metrics.tokens
+        duration = max(metrics.seconds, 1e-9)
+        self._step_tokens = metrics.tokens
         self._log.tokens += metrics.tokens
-        self._log.skipped = metrics.skipped
         self._latest["speed"].append(metrics.tokens / duration)
         if math.isfinite(metrics.loss):
             self._latest["loss"].append(metrics.loss)
@@ -144,14 +139,8 @@ class Reporter(NullReporter):
             **({"skipped": metrics.skipped} if metrics.skipped else {}),
         )
 
-    def skipped(self, step: int, reason: str) -> None:
-        """Report why a step is skipped. `step` is also called for a skipped step, afterwards."""
-        self._log.skipped += 1
-        self.say(f"step {step} was skipped ({self._log.skipped} so far in this run): {reason}")
-        self._record(step, skipped=self._log.skipped)
-
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and print an evaluation on held-out text after a step. Its time is not part of any step."""
+        """Record and print an evaluation on held-out text after a step."""
         bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
         steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         training = f"training loss {self._average('loss'):.3f}  " if self._latest["loss"] else ""  # none just after resuming
@@ -164,7 +153,6 @@ class Reporter(NullReporter):
         self.say(f"{steps}  {losses}{pace}")
         extra = {} if bits_per_byte is None else {"validation_bits_per_byte": bits_per_byte}
         self._record(step, validation_loss=loss, **extra)
-        self._clock = time.perf_counter()
 
     def _average(self, name: str) -> float:
         """The mean over the latest steps; NaN before the first."""

@@ -64,14 +64,18 @@ class RunSummary:
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items() if name != "lines"}
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the runs in a folder and its subfolders. Raises OSError if the folder cannot be read."""
-    if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
-        yield folder
-    else:
-        for path in sorted(folder.iterdir()):
-            if depth and path.is_dir() and not path.name.startswith("."):
-                yield from find_runs(path, depth - 1)
+def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
+    try:
+        if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
+            yield folder
+            return
+        within = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    except OSError as error:
+        unreadable.append(str(cannot("read", folder, error)))
+        return
+    for path in within if depth else ():
+        yield from find_runs(path, unreadable, depth - 1)
 
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:

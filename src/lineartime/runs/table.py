@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from lineartime.choices import TEXT_COLUMN
-from lineartime.errors import cannot
-from lineartime.runs.curve import counted, default_text
+from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN
+from lineartime.runs.curve import counted
 from lineartime.runs.summary import RunSummary, find_runs
 
 _MOST_OPTIONS = 4
@@ -64,12 +63,10 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
         if not folder.exists():
             missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
             continue
-        try:
-            runs = list(find_runs(folder))
-        except OSError as error:
-            missing.append(str(cannot("read", folder, error)))
-            continue
-        if not runs:
+        unreadable: list[str] = []
+        runs = list(find_runs(folder, unreadable))
+        missing += unreadable
+        if not runs and not unreadable:
             missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
         for run in runs:
             name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
@@ -96,7 +93,7 @@ def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
     if not run.options:
         return ()
     given = run.options.get
-    data, column = given("data") or default_text(), given("text_column")
+    data, column = given("data") or DEFAULT_TEXT, given("text_column")
     texts = [data] if isinstance(data, str) else data
     in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
     return (*map(str, texts), *in_column), (str(given("tokenizer") or "bytes"),), (str(given("task") or "clm"),)

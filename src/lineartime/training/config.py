@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, decode
+from lineartime.files import is_there
 from lineartime.host import MOST_THREADS
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
@@ -142,12 +143,12 @@ class TrainConfig:
         given: dict[str, Any] = dict(vars(self))  # Python callers may pass a mapping, lists, and a str or a Path for each path
         override = given["override"]
         if isinstance(override, Mapping):
-            override = _items(override)
+            override = written(override)
         if not isinstance(self.preset, str):
             from lineartime.training.given_model import options_of
 
             given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
-            override = [*_items(given["override"]), *override]
+            override = [*written(given["override"]), *override]
             for name in ("preset", "task"):
                 object.__setattr__(self, name, given[name])
         given["override"] = override
@@ -186,10 +187,11 @@ class TrainConfig:
         check_fields(self)
         check_ranges(self)
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            source = "" if self.recipe is None else f" (the recipe {self.recipe} has 10000)"
-            found = f"is {self.warmup_steps}{source}, but must be below "
-            raise ArgumentError("warmup_steps", found, Argument("steps", self.steps), ".")
-        if self.optimizer == "adamw" and not self.resume and self.like is None:  # those of another run may be unused here
+            raise ArgumentError(
+                "warmup_steps", f"is {self.warmup_steps}, but must be below ", Argument("steps", self.steps), "."
+            )
+        inherits = self.resume or self.like is not None or self.recipe is not None  # what was not given may be unused here
+        if self.optimizer == "adamw" and not inherits:
             for name in ("adamw_ratio", "momentum"):
                 value, usual = getattr(self, name), getattr(TrainConfig, name)
                 if value != usual:
@@ -313,7 +315,7 @@ def errors_in_override(*own: str) -> Iterator[None]:
 
 def _absolute(value: Any, is_name: Callable[[str], bool]) -> Any:
     """Make an existing path absolute. Names and paths that do not exist are returned unchanged."""
-    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and Path(value).exists()):
+    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and is_there(value)):
         return str(Path(value).absolute())
     return value
 
@@ -334,11 +336,11 @@ def _read(item: str) -> tuple[str, Any]:
     return name, text
 
 
-def _items(values: Mapping[str, Any]) -> list[str]:
+def written(values: Mapping[str, Any]) -> list[str]:
     """Fields of a model as the command line writes them: NAME=VALUE."""
-    return [f"{name}={_written(value)}" for name, value in values.items()]
+    return [f"{name}={_value(value)}" for name, value in values.items()]
 
 
-def _written(value: object) -> str:
+def _value(value: object) -> str:
     """A value as `_read` reads it back."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

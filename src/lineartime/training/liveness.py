@@ -3,6 +3,7 @@
 They use the key-value store of torch.distributed, which is served by torchrun or else by process 0.
 """
 
+import itertools
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ from lineartime.training.environment import read_environment
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
 """A process without a heartbeat for this long is considered lost."""
+_MEETINGS = itertools.count()
+"""Counts the meetings of this process, as all others do: a script may train several times."""
 
 
 def meet(rank: int, size: int, timeout: float) -> dist.Store:
@@ -83,8 +86,8 @@ def _connect(rank: int, size: int, timeout: float) -> dist.Store:
             f"Process {rank} of {size} found no server at {host}:{port} within {timeout:g} s (timeout): process 0, or "
             "torchrun, is not running there; its own output says why."
         ) from None
-    # Processes from before a restart used another prefix.
-    return dist.PrefixStore(f"lineartime/{environment.restart_count}", store)
+    # Processes from before a restart, and earlier runs of these processes, used other prefixes.
+    return dist.PrefixStore(f"lineartime/{environment.restart_count}/{next(_MEETINGS)}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout: float) -> None:

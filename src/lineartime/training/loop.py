@@ -82,21 +82,26 @@ def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResul
     record = RunRecord(config.run_directory)
     with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
-        return prepare(config, world, left_out, record).run()
+        start, notes = world.share(lambda: starting_point(config))
+        check_shared(config.run_directory, world)
+        return prepare(config, world, start, notes, left_out, record).run()
 
 
 def prepare(
-    config: TrainConfig, world: World | None = None, left_out: TrainConfig | None = None, record: RunRecord | None = None
+    config: TrainConfig,
+    world: World | None = None,
+    start: Path | None = None,
+    notes: Sequence[str] = (),
+    left_out: TrainConfig | None = None,
+    record: RunRecord | None = None,
 ) -> "Trainer":
-    """The trainer of a new run, or of an existing run at its last checkpoint. Raises as `train`."""
+    """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
     world = world or World()
     with world.failing_together():
         config.check()
         check_trackers(config.track)
     if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
         config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
-    start, notes = world.share(lambda: starting_point(config))
-    check_shared(config.run_directory, world)
     if start is not None:
         with world.failing_together():
             started = saved_config(start)
@@ -230,21 +235,23 @@ class Trainer:
         self.step += 1
         self._validation_loss = None
         if infinite:
-            self._skip(loss, report)
+            self.skipped += 1
+            self._skipped_in_a_row += 1
         else:
             self._skipped_in_a_row = 0
             self.optimizer.step()
         self.optimizer.zero_grad()
-        report.step(self.step, StepMetrics(loss, rates, norm, self.setup.tokens_per_step, waiting, self.skipped))
+        seconds = time.perf_counter() - start
+        report.step(self.step, StepMetrics(loss, rates, norm, self.setup.tokens_per_step, seconds, waiting, self.skipped))
+        if infinite:
+            self._report_skipped(loss, report)
         return stopped > 0
 
-    def _skip(self, loss: float, report: NullReporter) -> None:
-        """Count a skipped step. Raises LineartimeError after too many in a row."""
-        self.skipped += 1
-        self._skipped_in_a_row += 1
+    def _report_skipped(self, loss: float, report: NullReporter) -> None:
+        """Say why the step was skipped. Raises LineartimeError after too many in a row."""
         reason = "its gradient was not finite" if math.isfinite(loss) else f"its loss was {loss}"
         if self._skipped_in_a_row < self.config.max_skipped:
-            report.skipped(self.step, reason)
+            report.say(f"step {self.step} was skipped ({self.skipped} so far in this run): {reason}")
             return
         self.writer.finish()
         raise self._diverged(

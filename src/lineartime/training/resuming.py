@@ -22,7 +22,7 @@ from lineartime.training.given_model import options_of
 from lineartime.training.recipes import recipe_config, recipe_preset
 
 _MAY_CHANGE = (
-    "data",  # another path to the same text, which is checked
+    "data",  # another path to the same encoded text, which is checked
     "text_column",
     "max_expansion",
     "device",
@@ -122,7 +122,7 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, reparse)
-    if config.init_from is not None:
+    if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
         usual = defaults
         defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
         config = _merging_override(defaults, reparse)

@@ -9,6 +9,7 @@ import torch
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Corpus, Rows, Tokenizer, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
 from lineartime.errors import Argument, ArgumentError
+from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
@@ -137,7 +138,7 @@ def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, de
 
 def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """The tokenizer of a name or a path, which may be the folder of another run."""
-    if choice is not None and not names_tokenizer(choice) and Path(choice).is_dir():
+    if choice is not None and not names_tokenizer(choice) and is_folder(choice):
         return checkpoints.load_tokenizer(choice)
     return tokenizer_for(choice, corpus, cache)
 

@@ -30,7 +30,7 @@ class Text:
         is_lossy: whether decoding fails to restore the beginning of the held-out text, apart from whitespace at its ends. If
             so, losses per byte and per word leave out some of the text.
         name: a description of the training text.
-        identity: a description that changes with the training text, but not with its path.
+        identity: a description that changes with the training text; for encoded text, not with its path.
         splits: a line that describes each split of the text.
 
     Raises:

@@ -78,4 +78,4 @@ class Validation:
         setup = self._setup
         text, length = setup.text.validation, self._length + 1
         windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])
-        return measured_batch(setup.config.task, windows, setup.tokenizer, indices)
+        return measured_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)
