@@ -9,8 +9,8 @@ import torch
 
 from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_positive
 from lineartime.models.heads import MaskedLM, check_model
+from lineartime.ops.checks import check_positive
 
 
 @dataclass(frozen=True)

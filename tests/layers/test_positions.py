@@ -25,6 +25,13 @@ def test_positions_show_their_sizes(part: nn.Module, shown: str) -> None:
     assert repr(part) == shown
 
 
+def test_compiled_code_refuses_more_tokens_than_it_has_learned_positions() -> None:
+    positions = torch.compile(LearnedPositions(4, 8), backend="aot_eager", dynamic=True)
+    assert positions(torch.arange(4)).shape == (4, 8)
+    with pytest.raises(RuntimeError, match="max_positions is 4, the number of learned positions, but the sequence is longer"):
+        positions(torch.arange(5))
+
+
 @pytest.mark.parametrize("bias", [TableBias(300), RotaryBias(8), BucketBias(causal=True), BucketBias(causal=False)])
 @pytest.mark.parametrize(
     ("n_queries", "n_keys", "first"), [(1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)]

@@ -171,6 +171,13 @@ def test_the_state_after_a_prefix_is_the_causal_one_and_an_empty_prefix_is_none(
     assert state.position == 0
 
 
+@pytest.mark.parametrize("layer", [FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK, causal=True), GAU(D_MODEL, d_qk=4, causal=True)])
+def test_the_backend_of_a_layer_reads_its_prefixes_too(layer: PrefixMixer[Any]) -> None:
+    set_backend(layer, "triton")
+    with pytest.raises(ArgumentError, match="backend is 'triton', which cannot run here"):
+        layer.read_prefix(torch.zeros(1, 3, D_MODEL))
+
+
 def test_layers_without_a_prefix_form_and_layers_that_look_both_ways_say_so() -> None:
     lengths, x = torch.tensor([1]), torch.zeros(1, 3, D_MODEL)
     for kind, mixer in KINDS["mixer"].items():

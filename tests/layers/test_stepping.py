@@ -51,6 +51,14 @@ def test_a_state_of_another_layer_is_named_when_streams_are_joined(token_shift: 
         layer.join_streams([layer.init_state(1), other.init_state(1)])
 
 
+def test_no_streams_can_be_joined_and_stepped_but_not_no_states() -> None:
+    layer = build(False)
+    streams = layer.join_streams([layer.init_state(0)])
+    assert layer.step(torch.zeros(0, 1, D_MODEL, dtype=torch.float64), streams).shape == (0, 1, D_MODEL)
+    with pytest.raises(ArgumentError, match="states is empty"):
+        layer.join_streams([])
+
+
 def test_streams_at_positions_of_their_own_are_taken_in_any_order() -> None:
     torch.manual_seed(0)
     layer = GAU(8, d_qk=4, causal=True)

@@ -66,6 +66,14 @@ def test_a_copied_cache_is_one_of_its_own() -> None:
     assert torch.equal(again.k[:, 4:], tokens(2, 3)[0])
 
 
+def test_a_cache_made_in_inference_mode_can_be_continued_outside() -> None:
+    with torch.inference_mode():
+        first = empty().append(*tokens(2))
+    with torch.no_grad():
+        grown = first.append(*tokens(1, 1))
+    assert torch.equal(grown.k, torch.cat([tokens(2)[0], tokens(1, 1)[0]], 1))
+
+
 def test_gradients_flow_through_a_cache() -> None:
     k, v = (x.double().requires_grad_() for x in tokens(6))
 

@@ -41,6 +41,11 @@ def test_values_and_gradients_are_those_of_the_definition(
         torch.testing.assert_close(gradient, expected, atol=1e-10, rtol=0)
 
 
+def test_an_empty_batch_may_have_a_mask() -> None:
+    q, k, v = (torch.zeros(0, 3, width) for width in (6, 6, 5))
+    assert cross_attention(q, k, v, source_mask=torch.ones(0, 3, dtype=torch.bool)).shape == (0, 3, 5)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nothing_to_ask_and_nothing_to_read(activation: Any) -> None:
     assert cross_attention(*make_inputs(0, 3), activation=activation).shape == (3, 0, 5)

@@ -310,6 +310,18 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[0, 5\]"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
+        ({"chunk_size": 4.0}, "chunk_size is 4.0, but must be an integer"),
+        ({"positions": torch.arange(CHUNK)}, r"positions has shape \[4\], but must be \[T\] = \[8\] or \[B, T\] = \[1, 8\]"),
+        ({"positions": torch.arange(8.0)}, "positions has dtype torch.float32"),
+        (
+            {
+                "positions": torch.arange(8),
+                "gamma": torch.ones(4, 5),
+                "beta": torch.ones(4, 5),
+                "projected": torch.ones(1, 8, 9),
+            },
+            "positions rotate pairs of features, but s is 5",
+        ),
     ],
 )
 def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], message: str, backend: Any) -> None:

@@ -228,6 +228,20 @@ def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool
         torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "relu"}, "activation is 'relu'"),
+        ({"normalization": "mean"}, "normalization is 'mean'"),
+        ({"normalization": "paper"}, "normalization is 'paper', but a stream needs 'count', or a fixed n"),
+    ],
+)
+def test_an_option_that_a_stream_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
+    q, k, v = make_inputs(1, 2)
+    with pytest.raises(ValueError, match=message):
+        quadratic_attention_extend(q, k, v, KVCache(k[:, :0], v[:, :0]), **options)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "torch", "oracle"])
 @pytest.mark.parametrize("normalization", ["count", "paper", 7])
 def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> None:

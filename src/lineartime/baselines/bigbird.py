@@ -20,10 +20,10 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import cut_blocks, join_blocks, joint_softmax, with_global_queries, with_neighbours
 from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_positive
 from lineartime.ops.chunks import open_chunk_pieces
 from lineartime.ops.precision import acc_dtype
 

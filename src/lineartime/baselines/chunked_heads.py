@@ -6,9 +6,9 @@ Shapes: B batch, T tokens, d model width, H heads, h head width, C chunk size.
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import check_positive
 from lineartime.layers.mixer import State
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
 
 

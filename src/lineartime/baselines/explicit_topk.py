@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.scores import masked_products
-from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
 
 COMPARED = 2**20

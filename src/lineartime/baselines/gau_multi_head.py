@@ -11,13 +11,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.checks import check_even
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
 from lineartime.layers.opened import Opened
 from lineartime.ops.cache import KVCache
-from lineartime.ops.checks import check_rotary_width
+from lineartime.ops.checks import check_positive, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 

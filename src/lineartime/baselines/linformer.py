@@ -16,10 +16,11 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
-from lineartime.layers.checks import check_fits, check_positive
+from lineartime.layers.checks import check_fits
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.layers.streams import StreamState
+from lineartime.ops.checks import check_positive
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.baselines.scores import masked_products
-from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

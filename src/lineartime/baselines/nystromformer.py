@@ -21,10 +21,10 @@ from typing_extensions import Unpack
 from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.layers.streams import StreamState
+from lineartime.ops.checks import check_positive
 
 ITERATIONS = 6
 

@@ -14,9 +14,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import cut_blocks, join_blocks, visible_band, with_neighbours
 from lineartime.baselines.scores import masked_products
-from lineartime.layers.checks import check_positive
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
 
 GATHERED = 8192

@@ -16,7 +16,6 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_type
 from lineartime.foreign.weights import StateDict, interleaved_order
-from lineartime.layers.checks import check_positive
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import Norm
@@ -24,6 +23,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.activations import Activation
+from lineartime.ops.checks import check_positive
 from lineartime.ops.positions import N_BUCKETS
 
 PACKAGE = "FLASH-pytorch"

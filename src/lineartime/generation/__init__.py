@@ -14,8 +14,8 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.generation.sampling import Sampling, chosen, draw
 from lineartime.generation.streams import drawing, prefill
-from lineartime.layers.checks import check_positive
 from lineartime.models.heads import CausalLM, check_model
+from lineartime.ops.checks import check_positive
 
 __all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
 

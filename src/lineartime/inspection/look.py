@@ -15,11 +15,11 @@ from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
-from lineartime.layers.checks import check_positive
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.opened import OpenMixer, Part
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.models.heads import LanguageModel, check_model
+from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
 
 MOST_TOKENS = 2048

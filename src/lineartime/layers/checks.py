@@ -67,15 +67,6 @@ def check_device(argument: str, x: Tensor, part: nn.Module) -> Tensor:
     return parameter
 
 
-def check_positive(**sizes: int) -> None:
-    """Raise ArgumentError, naming the argument, unless every size is at least 1."""
-    for argument, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ArgumentError(argument, f"is {value!r}, but must be an integer.")
-        if value < 1:
-            raise ArgumentError(argument, f"is {value}, but must be at least 1.")
-
-
 def check_fits(layer: str, length: int, max_length: int) -> None:
     """Raise ArgumentError if a sequence is longer than the layer's max_length."""
     if length > max_length:

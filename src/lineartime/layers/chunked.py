@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import State
 from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, build_relative_bias
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS, check_choice
+from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state

@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.residual import LayerOptions, ResidualLayer
+from lineartime.ops.checks import check_positive
 
 
 class MLP(ResidualLayer):

@@ -18,6 +18,7 @@ from lineartime.layers.opened import Part
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
+from lineartime.ops.backends import Backend
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, Projected
@@ -92,7 +93,7 @@ class FLASH(
 
     def mix_next(self, normed: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        if layout.prefix is not None or any(getattr(type(self), name) is not getattr(FLASH, name) for name in _STREAMING):
+        if layout.prefix is not None:
             return super().mix_next(normed, state, layout)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         bias = self.chunk_bias(layout)
@@ -105,7 +106,8 @@ class FLASH(
 
     def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Bidirectional attention within each prefix: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
-        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways)
+        backend: Backend = "torch" if self.backend == "tiled" else self.backend  # tiles begin with the projected tokens
+        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways, backend)
 
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions."""
@@ -126,10 +128,6 @@ class FLASH(
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         out: Tensor = self.to_output(step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out
-
-
-_STREAMING = ("attend_next", "split", "queries_and_keys", "gate")
-"""The methods that one operation stands for while FLASH streams, unless a subclass overrides one."""
 
 
 def _is_untouched(layer: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_positive
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.opened import Part
@@ -22,6 +21,7 @@ from lineartime.layers.prefix import PrefixMixer
 from lineartime.ops import exported
 from lineartime.ops.activations import QUADRATIC_NORMALIZATIONS, check_choice
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import acc_dtype

@@ -14,10 +14,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_even, check_positive
+from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import FactoryOptions
-from lineartime.ops.checks import is_readable
+from lineartime.ops.checks import is_readable, require
 from lineartime.ops.positions import (
     N_BUCKETS,
     FactoredBias,
@@ -178,4 +178,7 @@ class LearnedPositions(nn.Module):
                     f"is {len(self.table)}, the number of learned positions, but the sequence has {longest} tokens: "
                     "increase max_positions or pass shorter sequences.",
                 )
+        elif not torch.compiler.is_exporting():  # ONNX has no assertions
+            beyond = f"is {len(self.table)}, the number of learned positions, but the sequence is longer."
+            require(positions < len(self.table), "max_positions", beyond)
         return self.table[positions]

@@ -46,9 +46,11 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             states: states that `extend` returned, each of one or more streams; they are not modified.
 
         Raises:
-            ArgumentError: if the mixer is not causal, or a state belongs to another layer.
+            ArgumentError: if the mixer is not causal, there is no state, or a state belongs to another layer.
         """
         self.check_causal()
+        if not states:
+            raise ArgumentError("states", "is empty, but must hold the state of at least one group of streams.")
         for state in states:
             check_state(state, self.no_streams, type(self).__name__, "states")
         own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in states])

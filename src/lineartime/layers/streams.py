@@ -81,7 +81,7 @@ def extend_ragged(
         for count in sorted({counts[row] for row in rows}):
             places = [place for place, row in enumerate(rows) if counts[row] == count]
             chosen = tuple(rows[place] for place in places)
-            part = take_streams(group_state, torch.tensor(places, device=x.device))
+            part = group_state if len(places) == len(rows) else take_streams(group_state, torch.tensor(places, device=x.device))
             if count:
                 index = torch.tensor(chosen, device=x.device)
                 real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
@@ -94,15 +94,15 @@ def extend_ragged(
     joined = [_join(parts) for _, parts in sorted(after.items())]
     if len(joined) == 1:
         ((rows, one),) = joined
-        order = torch.tensor(rows, device=x.device).argsort()
-        return out, take_streams(one, order)
+        in_order = rows == tuple(range(batch))
+        return out, one if in_order else take_streams(one, torch.tensor(rows, device=x.device).argsort())
     return out, RaggedState(tuple(rows for rows, _ in joined), tuple(one for _, one in joined))
 
 
 def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], Any]:
     """Merge groups of streams at the same position into one group."""
     rows = tuple(row for rows, _ in parts for row in rows)
-    return rows, join_groups([state for _, state in parts])
+    return rows, parts[0][1] if len(parts) == 1 else join_groups([state for _, state in parts])
 
 
 def join_groups(states: Sequence[Any]) -> Any:

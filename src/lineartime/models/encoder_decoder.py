@@ -9,19 +9,18 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, from_fields
-from lineartime.layers.checks import check_positive
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
-from lineartime.ops.checks import as_mask
+from lineartime.ops.checks import as_mask, check_positive
+from lineartime.ops.dense import dense
 from lineartime.ops.layout import Layout
 
 # 1. The description ---------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class EncoderDecoder(nn.Module):
         return next(iter(self.blocks)).mixer
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.encoder.embedding.weight)
+        return dense(self.norm(x), self.encoder.embedding.weight, None)
 
 
 # 3. Decoding ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
+from lineartime.layers.dense import Dense
 from lineartime.models.backbone import Backbone, BackboneState, JoinedStates
 from lineartime.models.compiled_step import CompiledStep, compiled_step
 from lineartime.models.config import ModelConfig
@@ -29,9 +30,7 @@ class LanguageModel(nn.Module):
         self.backbone = Backbone(config)
         self.lm_head: nn.Linear | None = None
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size)
-            nn.init.normal_(self.lm_head.weight, std=0.02)
-            nn.init.zeros_(self.lm_head.bias)
+            self.lm_head = Dense(config.d_model, config.vocab_size)
 
     def forward(
         self,

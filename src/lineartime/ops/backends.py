@@ -2,16 +2,17 @@
 
 import importlib.util
 import os
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, check_choice
 from lineartime.ops.operator import under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
-BACKENDS: tuple[str, ...] = ("auto", "torch", "tiled", "triton", "oracle")
+BACKENDS: tuple[str, ...] = get_args(Backend)
 """auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in tiles that
 fit the cache of a CPU. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
 
@@ -44,7 +45,7 @@ def choose_backend(
     elif backend == "tiled":
         reason = why_not_tiled(like.device, compute, activation)
     if reason is not None:
-        raise ValueError(f"backend is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
+        raise ArgumentError("backend", f"is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
     return backend
 
 

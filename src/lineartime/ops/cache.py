@@ -62,6 +62,8 @@ class _Room:
         """Reserve the places from `start` to `stop`, if free, for a caller whose keys `k` are the first `start` tokens."""
         if k.data_ptr() != self.k.data_ptr() or stop > self.k.shape[-2]:  # from other memory, or no more room
             return False
+        if self.k.is_inference() and not torch.is_inference_mode_enabled():  # PyTorch refuses to write to it
+            return False
         try:
             used = self._used.pop()
         except IndexError:

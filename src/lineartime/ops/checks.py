@@ -9,24 +9,32 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.operator import under_transform
 
 
+def check_positive(**sizes: int) -> None:
+    """Raise ArgumentError, naming the argument, unless every size is an integer of at least 1."""
+    for argument, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ArgumentError(argument, f"is {value!r}, but must be an integer.")
+        if value < 1:
+            raise ArgumentError(argument, f"is {value}, but must be at least 1.")
+
+
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
-    """Raise ValueError unless every named query or key is [B, T, s], with the same s, for values [B, T, e]."""
+    """Raise ArgumentError unless every named query or key is [B, T, s], with the same s, for values [B, T, e]."""
     if v.dim() != 3:
-        raise ValueError(f"v has shape {list(v.shape)}, but must be [B, T, e].")
+        raise ArgumentError("v", f"has shape {list(v.shape)}, but must be [B, T, e].")
     d_qk = next(iter(queries_and_keys.values())).shape[-1]
     expected = [*v.shape[:2], d_qk]
     for name, tensor in queries_and_keys.items():
         if list(tensor.shape) != expected:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, but must be [B, T, s] = {expected} to match v of shape "
-                f"{list(v.shape)}."
+            raise ArgumentError(
+                name, f"has shape {list(tensor.shape)}, but must be [B, T, s] = {expected} to match v of shape {list(v.shape)}."
             )
 
 
 def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
-    """Raise ValueError unless `bias` is None or [size, size]."""
+    """Raise ArgumentError unless `bias` is None or [size, size]."""
     if bias is not None and bias.shape != (size, size):
-        raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")
+        raise ArgumentError("bias", f"has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")
 
 
 def is_readable(x: Tensor) -> bool:

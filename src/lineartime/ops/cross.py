@@ -8,6 +8,7 @@ applied across two sequences. The paper leaves n open; here it is the number of 
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
 from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
@@ -60,7 +61,7 @@ def cross_attention(
     source_mask = _check(q, k, v, source_mask, activation)
     visible: Tensor | None = None
     if source_mask is not None:
-        real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), -1)
+        real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), source_mask.shape[1])
         k, v = (x.masked_fill(~real[..., None], 0.0) for x in (k, v))  # 0 * inf, at padding, would be NaN
         visible = real[..., None, :]
     return attend_visible(q, k, v, visible=visible, activation=activation, published_length=None)
@@ -70,16 +71,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activati
     """Check the arguments, and return the mask as bool."""
     check_choice("activation", activation, ACTIVATIONS)
     if q.dim() < 3:
-        raise ValueError(f"q has shape {list(q.shape)}, but must be [B, ..., T, s].")
+        raise ArgumentError("q", f"has shape {list(q.shape)}, but must be [B, ..., T, s].")
     if v.dim() != q.dim() or v.shape[:-2] != q.shape[:-2]:
         expected = ", ".join([*map(str, q.shape[:-2]), "S", "e"])
-        raise ValueError(
-            f"v has shape {list(v.shape)}, but must be [B, ..., S, e] = [{expected}] to match q of shape {list(q.shape)}."
+        raise ArgumentError(
+            "v", f"has shape {list(v.shape)}, but must be [B, ..., S, e] = [{expected}] to match q of shape {list(q.shape)}."
         )
     if k.shape != (*v.shape[:-1], q.shape[-1]):
         expected = ", ".join(map(str, [*v.shape[:-1], q.shape[-1]]))
-        raise ValueError(
-            f"k has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}] to match q of shape {list(q.shape)} "
-            f"and v of shape {list(v.shape)}."
+        raise ArgumentError(
+            "k",
+            f"has shape {list(k.shape)}, but must be [B, ..., S, s] = [{expected}] to match q of shape {list(q.shape)} "
+            f"and v of shape {list(v.shape)}.",
         )
     return as_mask("source_mask", source_mask, v.shape[0], v.shape[-2], v.device)

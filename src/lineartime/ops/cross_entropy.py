@@ -131,6 +131,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.dtypes = [x.dtype for x in inputs[:2]]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else PyTorch would make zeros of their sizes
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ def by_document(attend: Callable[..., Tensor], *tensors: Tensor, layout: Layout)
     are [B, T, f]; the result is [B, T, e], with zeros at padding.
     """
     batch, length, _ = tensors[-1].shape
-    document = torch.zeros(length, dtype=torch.long) if layout.document is None else layout.document
+    document = torch.zeros(length, dtype=torch.long, device=tensors[-1].device) if layout.document is None else layout.document
     out = torch.zeros_like(tensors[-1])
     for b in range(batch):
         for one in document.unique():

@@ -133,18 +133,6 @@ def test_what_the_kernels_cannot_compute_is_read_in_plain_pytorch(allocations: l
 
 
 @torch.no_grad()
-def test_an_overridden_part_is_called(device: str) -> None:
-    class Ungated(FLASH):
-        def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-            return attended
-
-    layer = Ungated(D_MODEL, d_qk=8, chunk_size=CHUNK, causal=True).to(device)
-    x = torch.randn(1, 48, D_MODEL, device=device)
-    out, _ = read(layer, x, [48], "triton")
-    torch.testing.assert_close(out, read(layer, x, [48], "torch")[0], atol=0, rtol=0)
-
-
-@torch.no_grad()
 def test_a_compiled_prompt_calls_the_kernels(allocations: list[tuple[int, ...]], device: str) -> None:
     layer, x = build(device, torch.float32), torch.randn(1, 48, D_MODEL, device=device)
     expected, _ = read(layer, x, [48], "torch")

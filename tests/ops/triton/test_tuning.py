@@ -13,7 +13,11 @@ def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
     for kernel in (*kernels, chunks.chunk_weights_kernel, chunks.read_chunks_kernel):
         assert "tokens" in kernel.keys
     assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)
-    assert "n_summed" in quadratic.score_gradient_kernel.keys
+    assert "SUMS" in quadratic.score_gradient_kernel.keys
+
+
+def test_another_number_of_rows_is_not_tuned_again() -> None:
+    assert "n_summed" not in quadratic.score_gradient_kernel.keys  # packs have another number in every batch
 
 
 def test_lengths_within_a_bucket_are_tuned_once() -> None:

@@ -27,7 +27,7 @@ from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import check_bias, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
 from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_projected
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
 from lineartime.ops.precision import acc_dtype, matmul_dtype
 from lineartime.ops.prefix import check_prefix
 
@@ -157,6 +157,7 @@ def gated_mixed_chunk_attention(
     check_projected(tokens)
     check_bias(bias, chunk_size, "C")
     check_prefix(prefix_lengths, causal)
+    check_positions(positions, projected.shape[0], projected.shape[1], tokens.d_qk)
     check_rotary_width(rotary_width, tokens.d_qk)
     plan = LayoutPlan(chunk_size=chunk_size)
     layout = make_layout(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, plan=plan)

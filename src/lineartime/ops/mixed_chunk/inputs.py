@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import ACTIVATIONS, CHUNK_NORMALIZATIONS, Activation, Normalization, check_choice
-from lineartime.ops.checks import check_queries_keys_values
+from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
 from lineartime.ops.positions import over_heads, rotate
 
 
@@ -37,8 +38,7 @@ class MixedChunkOptions:
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("normalization", self.normalization, CHUNK_NORMALIZATIONS)
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}, but must be at least 1.")
+        check_positive(chunk_size=self.chunk_size)
 
     @property
     def both_ways(self) -> "MixedChunkOptions":
@@ -132,18 +132,30 @@ def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor |
 
 
 def check_heads(heads: Heads) -> None:
-    """Raise ValueError unless queries and keys are [B, T, s], with the same s, for values [B, T, e]."""
+    """Raise ArgumentError unless queries and keys are [B, T, s], with the same s, for values [B, T, e]."""
     check_queries_keys_values({name: getattr(heads, name) for name in Heads._fields[:-1]}, heads.v)
 
 
+def check_positions(positions: Tensor | None, batch: int, length: int, width: int) -> None:
+    """Raise ArgumentError unless positions are None, or int [T] or [B, T] for vectors of an even width."""
+    if positions is None:
+        return
+    check_whole("positions", positions)
+    if positions.shape not in ((length,), (batch, length)):
+        shape = list(positions.shape)
+        raise ArgumentError("positions", f"has shape {shape}, but must be [T] = [{length}] or [B, T] = [{batch}, {length}].")
+    if width % 2:
+        raise ArgumentError("positions", f"rotate pairs of features, but s is {width}: use an even s, or None.")
+
+
 def check_projected(projected: Projected) -> None:
-    """Raise ValueError unless the shapes fit together."""
+    """Raise ArgumentError unless the shapes fit together."""
     tokens, gamma, beta, _ = projected
     for name, tensor in (("gamma", gamma), ("beta", beta)):
         if tensor.dim() != 2 or tensor.shape[0] != 4:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, but must be [4, s].")
+            raise ArgumentError(name, f"has shape {list(tensor.shape)}, but must be [4, s].")
     d_qk = gamma.shape[1]
     if beta.shape[1] != d_qk:
-        raise ValueError(f"beta has shape {list(beta.shape)}, but must be that of gamma, {list(gamma.shape)}.")
+        raise ArgumentError("beta", f"has shape {list(beta.shape)}, but must be that of gamma, {list(gamma.shape)}.")
     if tokens.dim() != 3 or (tokens.shape[-1] - d_qk) % 2 or tokens.shape[-1] <= d_qk:
-        raise ValueError(f"projected has shape {list(tokens.shape)}, but must be [B, T, 2 e + s] with s = {d_qk}.")
+        raise ArgumentError("projected", f"has shape {list(tokens.shape)}, but must be [B, T, 2 e + s] with s = {d_qk}.")

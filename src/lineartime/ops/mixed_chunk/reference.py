@@ -53,7 +53,7 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
             rows.append(o_quad + o_lin)
         return torch.stack(rows)
 
-    in_prefix = torch.full(heads.v.shape[:2], layout.prefix is not None)
+    in_prefix = torch.full(heads.v.shape[:2], layout.prefix is not None, device=heads.v.device)
     if layout.prefix is not None and layout.prefix.mask is not None:
         in_prefix = layout.prefix.mask
     return by_document(document, in_prefix[..., None], *heads, layout=layout)

@@ -51,7 +51,7 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | 
     with without_autocast(v):
         # Rounded like the values that a step subtracts from the sums again.
         sums = torch.baddbmm(summary, keys[:, 1].mT.to(summary.dtype), values.to(summary.dtype))
-    return MixedChunkStreams(sums, keys, values, torch.tensor(positions, device=v.device))
+    return MixedChunkStreams(sums, keys, values, torch.tensor(positions, dtype=torch.long, device=v.device))
 
 
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization, attention_weights
 from lineartime.ops.backends import Backend
+from lineartime.ops.checks import check_bias
 from lineartime.ops.chunks import exclusive_cumsum, fill
 from lineartime.ops.mixed_chunk import triton
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 
@@ -68,9 +69,15 @@ def mixed_chunk_attention_extend(
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state.
+
+    Raises:
+        ArgumentError: if shapes do not match, or the activation or normalization is unknown.
     """
+    heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
     options = MixedChunkOptions(state.v.shape[1], True, activation, normalization)
-    return extend(Heads(q_quad, k_quad, q_lin, k_lin, v), bias, options, state)
+    check_heads(heads)
+    check_bias(bias, options.chunk_size, "C")
+    return extend(heads, bias, options, state)
 
 
 def extend(

@@ -105,5 +105,5 @@ def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tens
         "state_scale": scales.state,
         "document_starts": chunks.document_starts.int(),
         "score_scale": scales.score,
-        "activation": "laplace" if options.activation == "laplace" else "relu2",
+        "activation": options.activation,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization, check_choice
 from lineartime.ops.checks import check_bias
 from lineartime.ops.positions import FactoredBias
@@ -55,10 +56,10 @@ class QuadraticOptions:
 
 
 def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> None:
-    """Raise ValueError unless the bias is None, [T, T], or has two factors [T, f]."""
+    """Raise ArgumentError unless the bias is None, [T, T], or has two factors [T, f]."""
     if not isinstance(bias, FactoredBias):
         check_bias(bias, length, "T")
         return
     for part in bias:
         if part.dim() != 2 or len(part) != length:
-            raise ValueError(f"bias has factors of shape {list(part.shape)}, but they must be [T, f] with T = {length}.")
+            raise ArgumentError("bias", f"has factors of shape {list(part.shape)}, but they must be [T, f] with T = {length}.")

@@ -43,7 +43,7 @@ def attend(
             rows.append(weights @ v[visible])
         return torch.stack(rows)
 
-    in_prefix = torch.zeros(v.shape[:2], dtype=torch.bool) if prefix is None else prefix
+    in_prefix = torch.zeros(v.shape[:2], dtype=torch.bool, device=v.device) if prefix is None else prefix
     places = slots[None, :, None].expand(len(v), -1, -1)
     return by_document(document, places, in_prefix[..., None], q, k, v, layout=Layout(real, slots))
 

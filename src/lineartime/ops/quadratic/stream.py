@@ -7,10 +7,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import output_dtype
 from lineartime.ops.quadratic.blocked import attend_visible
+from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 
 def quadratic_attention_extend(
@@ -33,7 +35,13 @@ def quadratic_attention_extend(
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state.
+
+    Raises:
+        ArgumentError: if the activation is unknown, or the normalization is neither "count" nor a number.
     """
+    options = QuadraticOptions(True, activation, normalization)
+    if isinstance(normalization, str) and normalization != "count":
+        raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
     state = state.append(k, v)
     out = attend_visible(
         q,
@@ -42,6 +50,6 @@ def quadratic_attention_extend(
         visible=state.visible(q.shape[-2]),
         bias=bias,
         activation=activation,
-        published_length=None if normalization == "count" else float(normalization),
+        published_length=options.published_length(0, None),
     )
     return out.to(output_dtype(v, out.dtype)), state

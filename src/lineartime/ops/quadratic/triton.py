@@ -30,6 +30,6 @@ def attend(
             row_scale=row_scale.to(torch.float32),
             score_scale=score_scale,
             causal=options.causal,
-            activation="laplace" if options.activation == "laplace" else "relu2",
+            activation=options.activation,
         )
     return out.to(dtype)

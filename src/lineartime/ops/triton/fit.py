@@ -43,10 +43,7 @@ def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
 def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
     """Of `score_gradient_kernel`; a sum over sequences needs a second tile of sums."""
     return bool(
-        (
-            (sizes["n_summed"] > 1 or sizes["S"] > 128 or sizes["IN_REGISTERS"])
-            and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64
-        )
+        ((sizes["SUMS"] or sizes["S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
     )

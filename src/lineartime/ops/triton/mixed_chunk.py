@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import without_autocast
 from lineartime.ops.triton.chunk_kernels import Gate, chunk_weights, read_chunks
 from lineartime.ops.triton.common import (
@@ -171,14 +172,13 @@ def attend(
     Returns:
         [B, G, C, e].
     """
-    out: Tensor = _attend(
+    out: Tensor = _forward_operator(
         q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, score_scale, causal, activation
     )[0]
     return out
 
 
-@torch.library.custom_op("lineartime::mixed_chunk_attention", mutates_args=())
-def _attend(
+def _mixed_chunk_attention(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -213,8 +213,7 @@ def _shape_of_states(x: Tensor, values: Tensor) -> tuple[int, ...]:
     return (*values.shape[:2], x.shape[-1], values.shape[-1])
 
 
-@torch.library.custom_op("lineartime::mixed_chunk_attention_backward", mutates_args=())
-def _attend_backward(
+def _mixed_chunk_attention_backward(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
@@ -268,29 +267,32 @@ def backward(
 # 3. For autograd and the compiler -------------------------------------------------------------------------------------
 
 
-@_attend.register_fake
-def _(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), v.new_empty(_shape_of_states(k_lin, v), dtype=state_dtype(v.dtype))
 
 
-@_attend_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *inputs, bias = arguments[:6]
     with_d_bias = arguments[-1]
     d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else inputs[0].new_empty(0)
     return *(x.new_empty(x.shape) for x in inputs), d_bias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.score_scale, ctx.causal, ctx.activation = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # nobody reads zeros for the states
 
 
-def _backward(ctx: Any, d_out: Tensor, _of_states: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_out: Tensor, _of_states: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_out, "backend 'triton'", "use backend 'torch'")
     with_d_bias = ctx.needs_input_grad[5]
-    *d_inputs, d_bias = _attend_backward(*ctx.saved_tensors, d_out, ctx.score_scale, ctx.causal, ctx.activation, with_d_bias)
+    *d_inputs, d_bias = _backward_operator(*ctx.saved_tensors, d_out, ctx.score_scale, ctx.causal, ctx.activation, with_d_bias)
     return *d_inputs, d_bias if with_d_bias else None, None, None, None, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_setup_context)
+_forward_operator = register_operator(
+    _mixed_chunk_attention, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+)
+_backward_operator = register_operator(_mixed_chunk_attention_backward, _fake_backward)

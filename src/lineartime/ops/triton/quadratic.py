@@ -8,37 +8,14 @@ The mathematics and the kernels are in `quadratic_kernels`. Shapes: B batch, T t
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.triton.common import workspace
 from lineartime.ops.triton.quadratic_kernels import score_gradient, score_input_gradient, weigh
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, row_scale: Tensor, score_scale: float, causal: bool,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    """row_scale[t] * sum over j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
-
-    Args:
-        q, k: [B, T, s].
-        v: [B, T, e], zero at keys that must not be read.
-        bias: [T, T].
-        row_scale: float32 [B, T], a constant for autograd.
-        score_scale: a constant too.
-        causal: whether a row reads only itself and earlier rows.
-        activation: f, "relu2" or "laplace".
-
-    Returns:
-        [B, T, e].
-    """
-    out: Tensor = _attend(q, k, v, bias, row_scale, score_scale, causal, activation)
-    return out
-
-
-@torch.library.custom_op("lineartime::quadratic_attention", mutates_args=())
-def _attend(
+def _quadratic_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool,
     activation: str,
 ) -> Tensor:  # fmt: skip
@@ -49,13 +26,11 @@ def _attend(
     return weigh(q, k, v, bias, row_scale, score_scale, causal=causal, activation=activation)
 
 
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("lineartime::quadratic_attention_backward", mutates_args=())
-def _attend_backward(
+def _quadratic_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -77,24 +52,49 @@ def _attend_backward(
     return d_q, d_k, d_v, d_bias
 
 
-@_attend_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with_d_bias = rest[-1]
     d_bias = bias.new_empty(bias.shape) if bias is not None and with_d_bias else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.score_scale, ctx.causal, ctx.activation = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(d_out, "backend 'triton'", "use backend 'torch'")
     with_d_bias = ctx.needs_input_grad[3]
-    d_q, d_k, d_v, d_bias = _attend_backward(
+    d_q, d_k, d_v, d_bias = _backward_operator(
         *ctx.saved_tensors, d_out, ctx.score_scale, ctx.causal, ctx.activation, with_d_bias
     )
     return d_q, d_k, d_v, d_bias if with_d_bias else None, None, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_setup_context)
+_forward_operator = register_operator(
+    _quadratic_attention, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+)
+_backward_operator = register_operator(_quadratic_attention_backward, _fake_backward)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, row_scale: Tensor, score_scale: float, causal: bool,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """row_scale[t] * sum over j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
+
+    Args:
+        q, k: [B, T, s].
+        v: [B, T, e], zero at keys that must not be read.
+        bias: [T, T].
+        row_scale: float32 [B, T], a constant for autograd.
+        score_scale: a constant too.
+        causal: whether a row reads only itself and earlier rows.
+        activation: f, "relu2" or "laplace".
+
+    Returns:
+        [B, T, e].
+    """
+    out: Tensor = _forward_operator(q, k, v, bias, row_scale, score_scale, causal, activation)
+    return out

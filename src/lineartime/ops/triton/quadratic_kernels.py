@@ -203,7 +203,7 @@ def score_input_gradient(
         (64, 32, 32, 4, 2),
         (32, 32, 32, 4, 2),
     ),
-    key=["n_summed", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_WEIGHTS", "PRECISION"],
+    key=["SUMS", "bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "HAS_WEIGHTS", "PRECISION"],
     interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},  # smaller than those that read what this one writes
     unfit=score_gradient_is_unfit,
 )
@@ -211,10 +211,13 @@ def score_input_gradient(
 def score_gradient_kernel(
     q, k, v, bias, row_scale, d_out, weights, out, n_summed, T, bucket, tokens, score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each; a program: one tile of one g."""
+    """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each; a program: one tile of one g.
+
+    SUMS, whether n_summed > 1, is for the autotuner, so that it does not time another number of sequences again.
+    """
     group, row_start, other_start = tile_of_program(T, BLOCK_M, BLOCK_N)
     rows = row_start + tl.arange(0, BLOCK_M)
     others = other_start + tl.arange(0, BLOCK_N)
@@ -263,6 +266,7 @@ def score_gradient(
             q, k, v, bias, row_scale, d_out, weights, out, n_summed, length, length_bucket(length),
             token_bucket(batch * length), score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            HAS_WEIGHTS=weights is not None, BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
+            HAS_WEIGHTS=weights is not None, SUMS=n_summed > 1, BLOCK_S=width_block(width, v.dtype),
+            **number_formats(v.dtype),
         )  # fmt: skip
     return out
