@@ -166,7 +166,8 @@ def test_tokens_of_a_prefix_are_no_targets_as_in_training(padded: bool, tiny: Ti
     expected = own.loss(ids[:, :-1], targets, prefix_lengths=prefix)
     if padded:
         ids, mask = F.pad(ids, (2, 0)), F.pad(torch.ones_like(ids), (2, 0))
-        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), prefix_lengths=prefix).loss
+        labels = ids.masked_fill(mask.cumsum(1) < 2, -100)  # padding predicts no first token
+        loss = model(ids, attention_mask=mask, labels=labels, prefix_lengths=prefix).loss
     else:
         loss = model(ids, labels=ids, prefix_lengths=prefix).loss
     torch.testing.assert_close(loss, expected)

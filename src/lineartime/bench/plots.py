@@ -6,10 +6,11 @@ from typing import Any
 
 from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results
-from lineartime.errors import cannot, missing_extra
+from lineartime.runs.figures import new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.6, 3.4
+PURPOSE = "A plot"
 AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 
 
@@ -23,10 +24,6 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
     Raises:
         LineartimeError: if matplotlib is missing, or a file cannot be written.
     """
-    try:
-        import matplotlib.figure  # noqa: F401  # only whether it is there
-    except ImportError:
-        raise missing_extra("matplotlib", "plot", "A plot") from None
     at_once = [entry for entry in results.finished if entry.case.measure in AT_ONCE and entry.median is not None]
     decode = [entry for entry in results.finished if entry.case.measure == "decode"]
     plots: list[tuple[str, list[Entry], str, str, Callable[[Entry], float | None]]] = [
@@ -42,12 +39,7 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
             figures[results.folder / f"{name}.png"] = _by_length(shown, x, y, value, colours)
     if costs := _costs(at_once, quality):
         figures[results.folder / "pareto.png"] = _pareto(costs, quality, colours)
-    for file, figure in figures.items():
-        try:
-            figure.savefig(file, dpi=130)
-        except OSError as error:
-            raise cannot("write", file, error) from None
-    return list(figures)
+    return [save_figure(figure, file, 130) for file, figure in figures.items()]
 
 
 def _microseconds(entry: Entry) -> float | None:
@@ -66,15 +58,12 @@ def _by_length(
     entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None], colours: dict[str, str]
 ) -> Any:
     """Draw curves by length: a panel for each measure and precision, with a shared legend."""
-    from matplotlib.figure import Figure
-
     measures = list(dict.fromkeys(entry.case.measure for entry in entries))
     dtypes = list(dict.fromkeys(entry.case.dtype for entry in entries))
     subjects = list(dict.fromkeys(entry.subject for entry in entries))
     rows, columns = (len(dtypes), len(measures)) if len(measures) > 1 else (1, len(dtypes))
-    figure = Figure(
-        figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + 0.25 * -(-len(subjects) // (2 * columns))), layout="constrained"
-    )
+    legend = 0.25 * -(-len(subjects) // (2 * columns))
+    figure = new_figure(PURPOSE, WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + legend)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     panels = [(measure, dtype) for dtype in dtypes for measure in measures]
     lines: dict[str, Any] = {}
@@ -116,9 +105,7 @@ def _costs(entries: Sequence[Entry], quality: dict[str, float]) -> dict[str, dic
 
 def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Any:
     """Draw quality by cost: a panel for each precision, with a line through the Pareto front."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH * len(costs) + 0.4, HEIGHT + 0.4), layout="constrained")
+    figure = new_figure(PURPOSE, WIDTH * len(costs) + 0.4, HEIGHT + 0.4)
     for (title, points), axes in zip(costs.items(), figure.subplots(1, len(costs), squeeze=False).flat, strict=True):
         best = pareto_front({name: (cost, quality[name]) for name, cost in points.items()})
         axes.plot([points[name] for name in best], [quality[name] for name in best], "-", color="0.75", zorder=0)

@@ -37,7 +37,7 @@ from lineartime.checkpoint.format import (
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
-from lineartime.files import TOKENIZER_FILE
+from lineartime.files import TOKENIZER_FILE, is_folder
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
@@ -143,17 +143,16 @@ def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | 
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load the tokenizer of a run or of a checkpoint, or from a tokenizer.json.
+    """Load the tokenizer of a run or of a checkpoint, from a tokenizer.json, or by its name: "bytes", or "hub:gpt2".
 
     Raises:
         LineartimeError: if there is none, or it cannot be read.
     """
-    from lineartime.data import read_tokenizer
+    from lineartime.data.tokenizers import named_tokenizer, read_tokenizer
 
-    path = Path(path)
-    if path.is_dir() and not (path / TOKENIZER_FILE).exists():
+    if is_folder(str(path)) and not Path(path, TOKENIZER_FILE).exists():
         return read_from(path, read_tokenizer)
-    return read_tokenizer(path)
+    return named_tokenizer(str(path))
 
 
 def last_checkpoint(run: str | Path) -> Path:

@@ -25,7 +25,7 @@ class Options:
     flash_pytorch: tuple[str, ...] = ()
     """Arguments NAME=VALUE with which a model of FLASH-pytorch was built, if not its defaults: causal=true group_size=128."""
     tokenizer: str | None = None
-    """Tokenizer of a model of FLASH-pytorch: bytes, hub:NAME, or the path of a tokenizer.json."""
+    """Tokenizer of a model of FLASH-pytorch: bytes, hub:NAME, or the path of a tokenizer.json or of a run."""
 
 
 def run(options: Options) -> None:
@@ -56,12 +56,12 @@ def _convert(options: Options) -> str:
 
 
 def _read_foreign(options: Options) -> str:
-    from lineartime.data.tokenizers import named_tokenizer
+    from lineartime.checkpoint import load_tokenizer
     from lineartime.foreign import convert
 
     _refuse(options, "checkpoint")
     arguments = dict(_read(item) for item in options.flash_pytorch)
-    tokenizer = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     return _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
 
 

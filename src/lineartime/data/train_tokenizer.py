@@ -13,10 +13,9 @@ from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import (
-    ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
-    hub_tokenizer,
+    named_tokenizer,
     names_hub_tokenizer,
     read_tokenizer,
     whole_lines,
@@ -135,19 +134,16 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     Raises:
         LineartimeError: for any other choice, and for errors in training or reading the tokenizer.
     """
-    if choice is None or choice == "bytes":
-        return ByteTokenizer()
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
-        if isinstance(choice, str) and names_hub_tokenizer(choice):
-            return hub_tokenizer(choice)
-        if isinstance(choice, str) and not is_there(choice):
+        name = str(choice or "bytes")
+        if not names_tokenizer(name) and not is_there(name):
             raise ArgumentError(
                 "tokenizer",
                 f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
                 "hub:NAME or the path of a tokenizer.json.",
             )
-        return read_tokenizer(Path(choice))
+        return named_tokenizer(name)
     kind, vocab_size = wanted
     if vocab_size < _SMALLEST[kind]:
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")

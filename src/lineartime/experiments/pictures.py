@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import missing_extra, reporting
 from lineartime.experiments.collect import metric_of_test, values_of_row
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import CURVES
+from lineartime.runs.figures import new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.8, 3.6
@@ -17,10 +17,6 @@ _MARKERS = "osD^v<>PX*"
 
 def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
     """Draw what there are numbers for; each picture with its caption. LineartimeError without matplotlib."""
-    try:
-        import matplotlib.figure  # noqa: F401  # only whether it is there
-    except ImportError:
-        raise missing_extra("matplotlib", "plot", "A picture") from None
     if plan.experiment.kind == "latency":
         figures = [("latency", _latency(report), "Time of a token by the length of the context, here and in the paper.")]
     else:
@@ -35,10 +31,7 @@ def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
         if figure is None:
             (plan.folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier report, perhaps
             continue
-        file = plan.folder / f"{name}.png"
-        with reporting("write", file):
-            figure.savefig(file, dpi=130)
-        drawn.append((file, caption))
+        drawn.append((save_figure(figure, plan.folder / f"{name}.png", 130), caption))
     return drawn
 
 
@@ -58,13 +51,10 @@ def _columns(panels: int) -> int:
 
 def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
     """A figure with panels in rows of two or three, and room for a legend below them."""
-    from matplotlib.figure import Figure
-
     columns = _columns(panels)
     rows, lines = -(-panels // columns), -(-names // (3 * columns))
-    figure = Figure(figsize=(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines), layout="constrained")
-    # matplotlib types the engine of any layout; that of a constrained one has these options.
-    figure.get_layout_engine().set(wspace=0.05, hspace=0.05)  # type: ignore[call-arg, union-attr]
+    figure = new_figure("A picture", WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
+    figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in grid[panels:]:
         unused.remove()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.errors import missing_extra
 from lineartime.inspection.look import Inspection, LayerView
-from lineartime.runs.curve import drawable, new_figure, save_figure
+from lineartime.runs.figures import drawable, new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 POSITIVE, NEGATIVE = (217, 95, 2), (31, 119, 180)

@@ -1,6 +1,6 @@
 """The norms of layers. Shapes: d model width."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from lineartime.ops.activations import check_choice
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
-NORMS: tuple[str, ...] = ("layernorm", "scalenorm", "rmsnorm")
+NORMS: tuple[str, ...] = get_args(Norm)
 
 
 class ScaleNorm(nn.Module):

@@ -3,7 +3,7 @@
 Shapes: Q queries, K keys, s query/key width, d model width.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from lineartime.ops.positions import (
 )
 
 BiasForm = Literal["auto", "buckets"]
-BIAS_FORMS: tuple[str, ...] = ("auto", "buckets")
+BIAS_FORMS: tuple[str, ...] = get_args(BiasForm)
 
 LARGEST_TABLE = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""

@@ -16,7 +16,7 @@ _WEIGHT = 4
 _BLOCKS = "backbone.blocks."
 
 
-class Size(NamedTuple):
+class ModelTensors(NamedTuple):
     """The tensors of a model. All blocks are identical, so only the tensors of one block are held.
 
     Attributes:
@@ -54,7 +54,7 @@ class Size(NamedTuple):
         return None
 
 
-def size_of(config: ModelConfig) -> Size:
+def size_of(config: ModelConfig) -> ModelTensors:
     """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
         with torch.device("meta"):
@@ -67,7 +67,7 @@ def size_of(config: ModelConfig) -> Size:
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
     if numbers > 2**60:
         raise too_large(config, "which no tensor can have")
-    return Size(block, rest, config.n_blocks)
+    return ModelTensors(block, rest, config.n_blocks)
 
 
 def check_memory(

@@ -4,7 +4,7 @@ Shapes: Q queries, K keys; every tensor may have leading batch dimensions.
 """
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lineartime.ops.precision import acc_dtype
 Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
 Normalization = Literal["count", "paper", "paper_sum", "paper_bias"]
 
-ACTIVATIONS: tuple[str, ...] = ("relu2", "softmax", "softmax_plus", "laplace")
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
 """The normalizations of every attention. Mixed chunk attention also has "paper_sum", in which its linear part sums over chunks
 without averaging. Quadratic attention also has "paper_bias", which divides the bias too."""

@@ -1,14 +1,14 @@
 """Plots of losses: one run by step, and by position in the context; several runs by step, tokens and time."""
 
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.errors import LineartimeError, missing_extra, reporting
+from lineartime.errors import LineartimeError, reporting
+from lineartime.runs.figures import drawable, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
 from lineartime.runs.ticks import label_axes
@@ -167,36 +167,12 @@ def _title(run: Path) -> str:
     return f"{options.get('preset')} on {text}"
 
 
-def new_figure(purpose: str, width: float, height: float) -> Any:
-    """Create a figure of the given size in inches. Raises LineartimeError, naming the purpose, without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra("matplotlib", "plot", purpose) from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def counted(number: float) -> str:
     """A count in short form: 600, 12,000, 1.23 M, 45 G."""
     for limit, unit in ((1e9, " G"), (1e6, " M")):
         if abs(number) >= limit:
             return f"{number / limit:.3g}{unit}"
     return f"{number:,.0f}"
-
-
-def save_figure(figure: Any, file: Path) -> Path:
-    """Write a figure and return the file. Raises LineartimeError if that fails or the suffix is not an image format."""
-    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
-        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
-    with reporting("write", file), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
-        figure.savefig(file, dpi=150)
-    return file
-
-
-def drawable(text: str) -> str:
-    """A text that matplotlib can draw: dollar signs, which enclose formulas, are escaped; unprintable characters replaced."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text).replace("$", r"\$")
 
 
 def _trailing_means(losses: Sequence[float]) -> list[float]:

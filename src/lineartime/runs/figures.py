@@ -1,0 +1,31 @@
+"""Figures of matplotlib, which may be missing: how they are made, titled and written."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import LineartimeError, missing_extra, reporting
+
+
+def new_figure(purpose: str, width: float, height: float) -> Any:
+    """Create a figure of the given size in inches. Raises LineartimeError, naming the purpose, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("matplotlib", "plot", purpose) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
+    """Write a figure and return the file. Raises LineartimeError if that fails or the suffix is not an image format."""
+    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
+    with reporting("write", file), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
+        figure.savefig(file, dpi=dots_per_inch)
+    return file
+
+
+def drawable(text: str) -> str:
+    """A text that matplotlib can draw: dollar signs, which enclose formulas, are escaped; unprintable characters replaced."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text).replace("$", r"\$")
