@@ -12,7 +12,7 @@ from lineartime.ops.quadratic.scales import scaled_inputs
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
-    """Every row by itself, as the other forms; padding holds zeros. Keeps no scores."""
+    """Attend within each row, like the other forms, without keeping scores; padding holds zeros."""
     from lineartime.ops.triton import quadratic as kernels  # Triton may be absent
 
     dtype = output_dtype(v, matmul_dtype(q, k, v))

@@ -1,1 +1,1 @@
-"""The attentions of GAU and FLASH as Triton kernels; to import this package is not to import Triton: its files do that."""
+"""The attentions of GAU and FLASH as Triton kernels. Triton is imported only by the files of this package."""

@@ -4,8 +4,8 @@
     out[g] = P[g] v[g] + readers[g] states[g]        dv[h] = P[h]^T dout[h] + readers[h] states[h]
 
 Shapes: N chunks of the batch, C tokens each, s query/key width, e value width. The weights [N, C, C] are in memory for a
-moment: each of the blocks of columns that divide the values would have to compute all of them again. They take less than the
-values where C < e, as in all presets, and much for chunks of thousands of tokens.
+moment: each of the blocks of columns that divide the values would have to compute all of them again. They are smaller
+than the values where C < e, as in all presets, but large for chunks of thousands of tokens.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.

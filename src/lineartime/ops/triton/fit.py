@@ -13,17 +13,17 @@ import triton.language as tl
 
 
 def chunk_weights_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Of `chunk_weights_kernel`."""
+    """Whether these blocks are too large for `chunk_weights_kernel`."""
     return bool(sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32))
 
 
 def read_chunks_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Of `read_chunks_kernel`."""
+    """Whether these blocks are too large for `read_chunks_kernel`."""
     return bool(sizes["IN_REGISTERS"] and sizes["TRANSPOSED"] and sizes["BLOCK_M"] * sizes["BLOCK_E"] > 128 * 128)
 
 
 def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Of `weigh_kernel`."""
+    """Whether these blocks are too large for `weigh_kernel`."""
     return bool(
         (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
         or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
@@ -31,7 +31,7 @@ def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
 
 
 def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Of `score_input_gradient_kernel`."""
+    """Whether these blocks are too large for `score_input_gradient_kernel`."""
     return bool(
         ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
         or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
@@ -41,7 +41,7 @@ def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
 
 
 def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Of `score_gradient_kernel`; a sum over sequences needs a second tile of sums."""
+    """Whether these blocks are too large for `score_gradient_kernel`; a sum over sequences needs a second tile."""
     return bool(
         ((sizes["SUMS"] or sizes["S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)

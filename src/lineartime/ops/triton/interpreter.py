@@ -1,9 +1,11 @@
-"""Repairs of Triton's interpreter, which runs kernels as Python on the CPU, so that it computes what a GPU does.
+"""Repairs of Triton's interpreter, which runs kernels as Python on the CPU: repaired, it computes what a GPU does.
 
-As it comes, it rounds to bfloat16 by truncation, multiplies the bit patterns of bfloat16, and multiplies tf32, and what is
-split into three products of tf32, exactly. It prepares the language at every call of a function in a kernel, which takes most
-of the time, instead of once for all of a kernel. In Triton 3.6, the bounds of a loop are arrays of one number, which NumPy 2.4
-no longer takes for a number.
+Unrepaired, it differs in these ways:
+
+- It truncates to bfloat16 instead of rounding, and multiplies the bit patterns of bfloat16.
+- It multiplies tf32 exactly, and so the three products of tf32 into which a product of float32 is split.
+- It prepares the language at every call of a function in a kernel, which takes most of the time; once per kernel is enough.
+- In Triton 3.6, the bounds of a loop are arrays of one number, which NumPy 2.4 no longer accepts as a number.
 """
 
 # Triton may be absent, and has no types.
@@ -20,7 +22,7 @@ from triton.runtime import interpreter, jit
 
 @cache
 def repair_interpreter() -> None:
-    """Have kernels that are interpreted from now on compute what a GPU does, up to the order of sums."""
+    """Repair the interpreter for all kernels that it runs from now on; they differ from a GPU only in the order of sums."""
     _build_exactly()
     _patch_all_of_the_language()
     interpreter.InterpretedFunction.__call__ = _call

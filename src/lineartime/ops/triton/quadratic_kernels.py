@@ -139,7 +139,7 @@ def score_input_gradient_kernel(
     TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Dq = c dX k, or dk = c dX^T q; a program: rows of one sequence x columns of y."""
+    """`dq` = c dX k, or dk = c dX^T q; a program: rows of one sequence x columns of y."""
     blocks = (T + BLOCK_M - 1) // BLOCK_M
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
@@ -172,7 +172,7 @@ def score_input_gradient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
     causal: bool, activation: str, transposed: bool,
 ) -> Tensor:  # fmt: skip
-    """Dq or, transposed, of a bias that is transposed too, dk: [B, T, s]."""
+    """`dq` or, transposed, of a bias that is transposed too, dk: [B, T, s]."""
     (batch, length, width), n_columns = q.shape, v.shape[-1]
     x, y, x_values, y_values = (k, q, v, d_out) if transposed else (q, k, d_out, v)
     out, block = workspace(x.shape, x.dtype, x.device), width_block(width, v.dtype)
