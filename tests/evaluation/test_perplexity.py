@@ -143,7 +143,7 @@ def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_windo
     assert result.tokens == len(expected) == 3 * 9 + 2
     assert result.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert result.bits_per_byte == pytest.approx(sum(expected) / round(49 * len(expected) / 50) / math.log(2), rel=1e-5)
-    assert "the first half of each is its prefix, read in both directions, and not counted" in result.context
+    assert "the first half of each window is its prefix, read in both directions, and not counted" in result.context
     assert measure(prefix, source, 16, 4).tokens == 50 - 7  # every token behind the first half window
 
 

@@ -19,7 +19,7 @@ from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_valida
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.liveness import meet
+from lineartime.training.liveness import meet, naming_the_lost
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -238,15 +238,33 @@ if os.environ["RANK"] == "1":
     assert "is not the same folder for 1 of the 2 processes" in processes.errors()[0]
 
 
-def test_a_second_run_of_the_same_processes_sees_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be the one that serves the store of two."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
-        monkeypatch.setenv(name, value)
-    first = meet(0, 1, 10.0)
+    values = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("serving")
+def test_a_second_run_of_the_same_processes_sees_nothing_of_the_first() -> None:
+    first = meet(0, 0, 1, 10.0)
     first.set("first/the corpus/0", "made")
-    assert not meet(0, 1, 10.0).check(["first/the corpus/0"])
+    assert meet(0, 0, 1, 10.0).check(["first/the corpus/0"])
+    assert not meet(1, 0, 1, 10.0).check(["first/the corpus/0"])
+
+
+@pytest.mark.usefixtures("serving")
+def test_heartbeats_are_heard_by_the_store_of_the_same_meeting() -> None:
+    store = meet(3, 0, 1, 10.0)
+    with naming_the_lost(store, 3, 0, 1, 10.0):
+        deadline = time.monotonic() + 10
+        while store.add("beat/0", 0) == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_a_process_that_never_starts_is_named(config: MakeConfig, launch: Launch) -> None:

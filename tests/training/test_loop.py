@@ -376,8 +376,9 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
     run = trained(config(steps=1))
     with pytest.raises(LineartimeError, match=r"seed is 5, but the run in .* was started with 0"):
         trained(config(steps=1, seed=5, resume=True))
-    assert prepare(config(steps=1, precision="bf16", resume=True)).config.precision == "bf16"
-    assert prepare(config(steps=1, precision="auto", resume=True)).config.precision == "fp32"
+    start = last_checkpoint(run)
+    assert prepare(config(steps=1, precision="bf16", resume=True), start=start).config.precision == "bf16"
+    assert prepare(config(steps=1, precision="auto", resume=True), start=start).config.precision == "fp32"
     with pytest.raises(LineartimeError, match="which is a checkpoint: give the folder of its run, or a new one"):
         trained(config(out=last_checkpoint(run)))
 

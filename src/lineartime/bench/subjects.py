@@ -140,12 +140,12 @@ class Decoding:
 
 
 class GrowingDecoding(Decoding, RewindingStep):
-    """The same with a state that grows: it goes back to its position before it has grown by more than a thirty-second."""
+    """The same with a state that grows: it goes back before it has grown by more than a thirty-second, or nine tokens."""
 
     def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
         super().__init__(model, state, tokens)
         position, longest = state[0].position, model.config.longest_sequence
-        self.burst = max(8, position // 32)
+        self.burst = max(8, position // 32 - 1)
         if longest is not None:
             self.burst = min(self.burst, longest - position - 1)
 

@@ -103,16 +103,17 @@ class HubCorpus:
                 yield from self.documents(each)
             return
         if self.lines:
-            lines = (example["text"] or " \n" for example in self._rows(split))  # the hub has "" for an empty line
-            yield from (article for _, article in groupby(lines, _ArticleNumber()))
+            yield from (article for _, article in groupby(self._lines(split), _ArticleNumber()))
             return
-        for example in self._rows(split):
-            yield from map(pieces, self.texts(example))
-
-    def _rows(self, split: Split) -> Iterator[Example]:
-        """The rows of a split; every error of reading is a LineartimeError, wherever the rows are consumed."""
         with guarded(self.name):
-            yield from self.examples(split)
+            for example in self.examples(split):
+                yield from map(pieces, self.texts(example))
+
+    def _lines(self, split: Split) -> Iterator[str]:
+        """The lines of a split; every error of reading is a LineartimeError, also where an article consumes them."""
+        with guarded(self.name):
+            for example in self.examples(split):
+                yield example["text"] or " \n"  # the hub has "" for an empty line
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""

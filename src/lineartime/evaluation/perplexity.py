@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, measured_batch, read_window
+from lineartime.data.batches import Batch, causal_batch, measured_batch, read_window
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.prose import is_prose
@@ -133,7 +133,8 @@ def windowed(
                 logits = model(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
             losses = token_losses(logits, batch.targets.to(device)).view(len(windows), -1).cpu()
             counted = batch.targets.view(len(windows), -1) != IGNORED
-            positions.add(losses[:, skip:], counted[:, skip:], skip)
+            before = _tokens_before(batch).view(len(windows), -1)
+            positions.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
             progress.advance(losses[:, skip:].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     context = f"windows of {context_length} tokens, {overlap}"
@@ -172,7 +173,8 @@ def carried(
             with autocast(device, bf16):
                 logits, state = model.extend(batch.inputs.to(device), state)
             losses = token_losses(logits, batch.targets.to(device)).cpu()
-            positions.add(losses, torch.ones_like(losses, dtype=torch.bool), start)
+            before = torch.arange(start + 1, start + 1 + losses.shape[1])[None]
+            positions.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
             progress.advance(losses.numel())
     context = "carried from the first token of the split to the last"
     return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=False)
@@ -189,6 +191,13 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
+
+
+def _tokens_before(batch: Batch) -> Tensor:
+    """How many tokens precede each target in its row or packed document, from 1 on: int64, in the order of the inputs."""
+    lengths = batch.lengths()
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(batch.inputs.numel()) - starts.repeat_interleave(lengths) + 1
 
 
 def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
@@ -221,13 +230,12 @@ class _Positions:
         self._counts = torch.zeros(64, dtype=torch.float64)
         self._longest = 0
 
-    def add(self, losses: Tensor, counted: Tensor, first: int) -> None:
-        """Add losses [B, T] of tokens with first + 1, first + 2, ... preceding tokens; `counted` marks those with a target."""
-        before = torch.arange(first + 1, first + 1 + losses.shape[1])
-        bucket = before.double().log2().floor().long()
-        self._longest = max(self._longest, first + losses.shape[1])
-        self._sums.index_add_(0, bucket, losses.double().sum(0))
-        self._counts.index_add_(0, bucket, counted.double().sum(0))
+    def add(self, losses: Tensor, counted: Tensor, before: Tensor) -> None:
+        """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
+        bucket = before.double().log2().floor().long().flatten()
+        self._longest = max(self._longest, int(before.max()))
+        self._sums.index_add_(0, bucket, losses.double().flatten())
+        self._counts.index_add_(0, bucket, counted.double().flatten())
 
     def evaluation(self, context: str, stream: TokenStream, prose: bool, masked: bool) -> Evaluation:
         count = int(self._counts.sum())

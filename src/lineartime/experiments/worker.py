@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Read a job, do it, and return the exit status: 0, also for a run that failed; 1 for one that did not start; 130."""
+    """Read a job, do it, and return the exit status: 0, also for a run that failed; 1 to be tried again; 130 if interrupted."""
     with suppress(OSError, AttributeError):
         os.setpgrp()  # Ctrl-C reaches the parent alone, which passes it on once
     job = json.loads(sys.stdin.readline())
@@ -52,11 +52,12 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
     An error of training is an outcome: the same steps would fail again. After any other one, the next call tries again.
 
     Raises:
-        LineartimeError: for an error before the first step.
+        LineartimeError: for an error before the first step of this call.
         Exception: for any error of testing the trained model.
     """
     folder = Path(job["folder"])
     outcome: dict[str, Any] | None = None
+    steps = _steps_in(folder)
     try:
         if job["kind"] == "latency":
             outcome = _latency(folder, job)
@@ -65,7 +66,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
         first_line = next(iter(str(error).strip().splitlines()), "")
         sentence = first_line if isinstance(error, LineartimeError) else f"{type(error).__name__}: {first_line}"
-        if not (folder / METRICS_FILE).exists() or not read_metrics(folder):
+        if _steps_in(folder) == steps:  # it has nothing to do with how the run trains
             raise LineartimeError(sentence) from error
         outcome = {"error": sentence}
         print(sentence, file=SCREEN)
@@ -73,6 +74,11 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
         outcome = _tested(folder, job)
     write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
+
+
+def _steps_in(folder: Path) -> int:
+    """How many lines a run has written about its steps."""
+    return len(read_metrics(folder)) if (folder / METRICS_FILE).exists() else 0
 
 
 def _train(folder: Path, job: Mapping[str, Any]) -> bool:

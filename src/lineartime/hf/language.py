@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
+from lineartime.hf.inputs import checked_mask, document_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -44,6 +45,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
     def __init__(self, config: LineartimeConfig) -> None:
         check_task(config, "a causal language model", masked=False)
         super().__init__(config)
+        if config.task == "prefix-lm":  # `Trainer` would divide the loss by its count of labels, which includes the prefixes
+            self.accepts_loss_kwargs = False
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -81,7 +84,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         logits = self.lm_head(hidden if isinstance(places, int) else hidden[:, places])
         loss = None
         if labels is not None:
-            labels = _without_prefix(labels, attention_mask, kwargs.get("prefix_lengths"), kwargs.get("cu_seq_lens_q"))
+            labels = _without_prefix(labels, attention_mask, position_ids=position_ids, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
@@ -170,13 +173,17 @@ class LineartimeForMaskedLM(LanguageHead):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
-def _without_prefix(labels: Tensor, mask: Tensor | None, prefix_lengths: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Labels [B, T] without those of the tokens in prefixes, int [B], or [D] for the documents of `cu_seqlens`."""
+def _without_prefix(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
+    """Labels [B, T] without those of the tokens in prefixes; `inputs` as for the model, which has checked them."""
+    prefix_lengths = inputs.get("prefix_lengths")
     if prefix_lengths is None:
         return labels
-    if cu_seqlens is not None:
-        lengths = cu_seqlens.diff()
-        place = torch.arange(labels.shape[1], device=labels.device) - cu_seqlens[:-1].repeat_interleave(lengths)
-        return labels.masked_fill(place < prefix_lengths.repeat_interleave(lengths), IGNORED)
-    real = torch.ones_like(labels) if mask is None else mask.long()
-    return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)
+    prefix_lengths, boundaries = prefix_lengths.to(labels.device), inputs.get("cu_seq_lens_q")
+    if boundaries is None and inputs.get("position_ids") is not None:
+        boundaries = document_boundaries(inputs["position_ids"], checked_mask(mask, labels), labels)
+    if boundaries is None:
+        real = torch.ones_like(labels) if mask is None else mask.long()
+        return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)
+    length, boundaries = labels.shape[1], boundaries.to(labels.device)
+    starts, prefixes = (x.repeat_interleave(boundaries.diff(), output_size=length) for x in (boundaries[:-1], prefix_lengths))
+    return labels.masked_fill(torch.arange(length, device=labels.device) - starts < prefixes, IGNORED)

@@ -4,6 +4,7 @@ torchrun starts the processes and describes the place of each in environment var
 Without torchrun, a run is a single process, which exchanges nothing.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,10 @@ class World:
         return result if self.local_rank == 0 else make()
 
 
+_MEETINGS = itertools.count()
+"""Counts the runs of this process, as all others do."""
+
+
 @contextmanager
 def join_world(device: torch.device, *, timeout: float, context_parallel: int = 1) -> Iterator[World]:
     """Connect to the other processes that torchrun started, for the duration of a `with` block.
@@ -180,10 +185,11 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = meet(rank, size, timeout)
+    meeting = next(_MEETINGS)
+    store = meet(meeting, rank, size, timeout)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with naming_the_lost(store, rank, size, timeout):
+    with naming_the_lost(store, meeting, rank, size, timeout):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),

@@ -3,7 +3,6 @@
 They use the key-value store of torch.distributed, which is served by torchrun or else by process 0.
 """
 
-import itertools
 import os
 import socket
 import threading
@@ -20,13 +19,14 @@ from lineartime.training.environment import read_environment
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 4.0
 """A process without a heartbeat for this long is considered lost."""
-_MEETINGS = itertools.count()
-"""Counts the meetings of this process, as all others do: a script may train several times."""
 
 
-def meet(rank: int, size: int, timeout: float) -> dist.Store:
-    """Wait for all processes and return the store they share. Raises LineartimeError naming those that do not start."""
-    store = _connect(rank, size, timeout)
+def meet(meeting: int, rank: int, size: int, timeout: float) -> dist.Store:
+    """Wait for all processes and return the store they share. Raises LineartimeError naming those that do not start.
+
+    `meeting` is the same number in all of them: runs of the same processes, one after another, share nothing in the store.
+    """
+    store = _connect(meeting, rank, size, timeout)
     deadline = time.monotonic() + timeout
     missing = list(range(size))
     try:
@@ -46,10 +46,11 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 
 
 @contextmanager
-def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> Iterator[None]:
+def naming_the_lost(store: dist.Store, meeting: int, rank: int, size: int, timeout: float) -> Iterator[None]:
     """Send heartbeats, and turn a failed exchange into a LineartimeError that names the lost process."""
     ended = threading.Event()
-    pulse = _connect(rank, size, timeout)  # its own connection: a thread that waits on a store blocks all others that use it
+    # Its own connection: a thread that waits on a store blocks all others that use it.
+    pulse = _connect(meeting, rank, size, timeout)
     threading.Thread(target=_beat, args=(pulse, rank, ended), daemon=True).start()
     try:
         yield
@@ -70,7 +71,7 @@ def naming_the_lost(store: dist.Store, rank: int, size: int, timeout: float) -> 
         ended.set()
 
 
-def _connect(rank: int, size: int, timeout: float) -> dist.Store:
+def _connect(meeting: int, rank: int, size: int, timeout: float) -> dist.Store:
     environment = read_environment()
     host, port = os.environ["MASTER_ADDR"], environment.master_port or 0
     # torchrun, which outlives all processes, serves the store if it can.
@@ -87,7 +88,7 @@ def _connect(rank: int, size: int, timeout: float) -> dist.Store:
             "torchrun, is not running there; its own output says why."
         ) from None
     # Processes from before a restart, and earlier runs of these processes, used other prefixes.
-    return dist.PrefixStore(f"lineartime/{environment.restart_count}/{next(_MEETINGS)}", store)
+    return dist.PrefixStore(f"lineartime/{environment.restart_count}/{meeting}", store)
 
 
 def _wait_for_server(host: str, port: int, timeout: float) -> None:

@@ -82,6 +82,9 @@ def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResul
     record = RunRecord(config.run_directory)
     with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
+        if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
+            exists = bool(checkpoints.list_checkpoints(config.run_directory))
+            config = dataclasses.replace(config, resume=config.resume or exists)
         start, notes = world.share(lambda: starting_point(config))
         check_shared(config.run_directory, world)
         return prepare(config, world, start, notes, left_out, record).run()
@@ -100,8 +103,6 @@ def prepare(
     with world.failing_together():
         config.check()
         check_trackers(config.track)
-    if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
-        config = dataclasses.replace(config, resume=config.resume or bool(checkpoints.list_checkpoints(config.run_directory)))
     if start is not None:
         with world.failing_together():
             started = saved_config(start)
@@ -148,7 +149,8 @@ class Trainer:
                 restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
         if config.task == "prefix-lm":
-            self.notes.append("Validation reads the first half of each sequence as its prefix and measures what follows.")
+            each = "document" if config.packed else "sequence"
+            self.notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
         if self.text.is_lossy:
             self.notes.append(
                 "The tokenizer does not restore the text exactly: bits per byte and perplexity per word leave out what it "
