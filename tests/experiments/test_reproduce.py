@@ -263,6 +263,7 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         ),
         ({"name": ""}, "name is missing: give an experiment, latency, lm,"),
         ({"systems": ("flsh",)}, r"systems has 'flsh', which is no model of this experiment here \(did you mean flash\?\)"),
+        ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all models of a context"),
         ({"contexts": (512,)}, "contexts has 512, which is no context of this experiment here: use 64"),
         ({"texts": ("books",)}, "texts has 'books', which is no text of this experiment here: use wikipedia"),
         ({"optimizers": ("adam",)}, r"optimizers has 'adam', which is no optimiser here \(did you mean adamw\?\): use adamw"),

@@ -458,7 +458,7 @@ def test_mistakes_are_named(name: str, arguments: tuple[Any, ...], message: str)
 @every_causal_mixer
 def test_a_state_of_another_batch_size_is_named(name: str) -> None:
     mixer = build(name, causal=True)
-    message = r"x has batch size 3, but its state was made for 2: call init_state\(3\)"
+    message = "state is of 2 streams, but there are tokens of 3: give the state of these streams"
     with pytest.raises(ArgumentError, match=message):
         mixer.extend(torch.zeros(3, 1, D_MODEL), mixer.init_state(2))
     _, ragged = mixer.extend(torch.zeros(2, 2, D_MODEL), None, mask=torch.tensor([[0, 1], [1, 1]]))

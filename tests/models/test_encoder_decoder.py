@@ -144,7 +144,7 @@ def test_inputs_that_do_not_fit_are_named() -> None:
         model(source, target, torch.ones(2, 7, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"target_mask has shape \[2, 9\], but must be \[B, T\] = \[2, 7\]"):
         model(source, target, None, torch.ones(2, 9, dtype=torch.bool))
-    with pytest.raises(ValueError, match="x has batch size 1, but its state was made for 2"):
+    with pytest.raises(ValueError, match="state is of 2 streams, but there are tokens of 1"):
         model.extend(target[:1], model.init_state(source))
     with pytest.raises(ValueError, match="ids holds 20"):
         model(source, torch.full_like(target, 20))

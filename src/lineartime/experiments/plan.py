@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, Test
@@ -212,6 +212,11 @@ def make_plan(config: ReproduceConfig) -> Plan:
         raise LineartimeError(f"The experiment {config.name} is not of the paper: use another scale than {config.scale}.")
     arms = [arm for arm in experiment.arms if config.scale in arm.scales]
     check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
+    if config.systems and experiment.kind == "latency":
+        given = " ".join(config.systems)
+        raise ArgumentError(
+            "systems", f"is {given}, but this experiment measures all models of a context together: leave it out."
+        )
     check_among(
         "contexts", config.contexts, tuple(dict.fromkeys(each.context for each in settings)), "context of this experiment"
     )

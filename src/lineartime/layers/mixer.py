@@ -231,7 +231,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, like x.")
         own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
         if batch != own:
-            raise ArgumentError("x", f"has batch size {batch}, but its state was made for {own}: call init_state({batch}).")
+            raise ArgumentError(
+                "state", f"is of {own} streams, but there are tokens of {batch}: give the state of these streams."
+            )
 
     @cached_property
     def no_streams(self) -> State | ShiftedState:
