@@ -10,7 +10,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from lineartime.choices import Split
 from lineartime.data import local_text, readers
+from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, Part
 from lineartime.errors import LineartimeError
 
@@ -21,6 +23,10 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 TEXTS = ["one\ntwo", "", "日本 é 🚀\n", "x" * 100]
+
+
+def part_of(path: Path, split: Split | None = None, **options: Any) -> Part:
+    return Part(SourceFile(path, **options), split)
 
 
 def read(part: Part) -> list[str]:
@@ -46,8 +52,8 @@ def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.txt{suffix}"
     text = "".join(f"zeile {i} üöä日\n" for i in range(100))
     file.write_bytes(COMPRESS[suffix](text.encode()))
-    assert read(Part(file)) == [text]
-    parts = [read(Part(file, split)) for split in SPLITS]
+    assert read(part_of(file)) == [text]
+    parts = [read(part_of(file, split)) for split in SPLITS]
     assert "".join(part[0] for part in parts) == text
     assert all(part[0].endswith("\n") for part in parts)
     assert 0.85 < len(parts[0][0]) / len(text) < 0.95
@@ -58,13 +64,13 @@ def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
 def test_json_lines_are_documents(tmp_path: Path, kind: str, suffix: str) -> None:
     file = tmp_path / f"a{kind}{suffix}"
     file.write_bytes(COMPRESS[suffix](json_lines(TEXTS) + b"\n"))
-    assert read(Part(file)) == TEXTS
+    assert read(part_of(file)) == TEXTS
 
 
 def test_other_json_is_text(tmp_path: Path) -> None:
     for content in ('{\n"text": 1}', '{"name": "x"}', '{"paths": ["a", "b"]}', '"a"', "{oops"):
         (tmp_path / "a.json").write_text(content)
-        assert read(Part(tmp_path / "a.json")) == [content]
+        assert read(part_of(tmp_path / "a.json")) == [content]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -72,22 +78,24 @@ def test_other_json_is_text(tmp_path: Path) -> None:
 def test_an_array_of_json_is_no_text_with_braces_in_it(tmp_path: Path, indent: int | None, suffix: str) -> None:
     file = tmp_path / f"a.json{suffix}"
     file.write_bytes(COMPRESS[suffix](b"\n" + json.dumps([{"text": text} for text in TEXTS], indent=indent).encode()))
-    assert read(Part(file)) == TEXTS
+    assert read(part_of(file)) == TEXTS
     file.write_bytes(COMPRESS[suffix](json.dumps(TEXTS, indent=indent).encode()))
-    assert read(Part(file)) == TEXTS
+    assert read(part_of(file)) == TEXTS
 
 
 def test_one_object_of_json_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"id": 1, "text": "one\ntwo"}, indent=1))
-    assert read(Part(tmp_path / "a.json")) == ["one\ntwo"]
+    assert read(part_of(tmp_path / "a.json")) == ["one\ntwo"]
 
 
 def test_an_array_is_encoded_again_where_an_earlier_version_took_it_for_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('["a"]')
-    assert Part(tmp_path / "a.json").identity().endswith(":json")
+    assert part_of(tmp_path / "a.json").identity().endswith(":json")
     (tmp_path / "b.json").write_text('{"text": "a"}\n')
     fact = (tmp_path / "b.json").stat()
-    assert Part(tmp_path / "b.json").identity().endswith(f"/b.json:None:True:({fact.st_size}, {fact.st_mtime_ns})")  # as ever
+    assert (
+        part_of(tmp_path / "b.json").identity().endswith(f"/b.json:None:True:({fact.st_size}, {fact.st_mtime_ns})")
+    )  # as ever
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_an_array_is_encoded_again_where_an_earlier_version_took_it_for_text(tmp
 def test_json_that_holds_text_where_it_is_not_looked_for_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(LineartimeError, match=message):
-        read(Part(tmp_path / "a.json"))
+        read(part_of(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "b.json", "a.parquet"])
@@ -120,16 +128,16 @@ def test_the_text_may_be_in_a_column_of_another_name(tmp_path: Path, name: str) 
         (tmp_path / name).write_text(json.dumps(rows))
     else:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part = Part(tmp_path / name, column="body")
+    part = part_of(tmp_path / name, column="body")
     assert read(part) == TEXTS
-    assert part.identity() != Part(tmp_path / name).identity()
+    assert part.identity() != part_of(tmp_path / name).identity()
     with pytest.raises(LineartimeError, match=r"^text_column is txt, but .* has the columns .*body"):
-        read(Part(tmp_path / name, column="txt"))
+        read(part_of(tmp_path / name, column="txt"))
 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", text=TEXTS * 20, id=list(range(80)))
-    assert read(Part(file)) == TEXTS * 20
+    assert read(part_of(file)) == TEXTS * 20
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -149,7 +157,7 @@ def test_a_single_file_of_documents_is_split_by_their_numbers(tmp_path: Path, ki
 def test_several_frames_are_one_file(tmp_path: Path) -> None:
     compress = zstandard.ZstdCompressor().compress
     (tmp_path / "a.txt.zst").write_bytes(compress(b"first ") + compress(b"") + compress(b"second" * 100))
-    assert read(Part(tmp_path / "a.txt.zst")) == ["first " + "second" * 100]
+    assert read(part_of(tmp_path / "a.txt.zst")) == ["first " + "second" * 100]
 
 
 def test_a_line_of_fifty_megabytes_is_a_document_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +166,7 @@ def test_a_line_of_fifty_megabytes_is_a_document_like_any_other(tmp_path: Path, 
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (tmp_path / "a.txt").write_text(text)
     for file in ("a.jsonl", "a.txt"):
-        (document,) = Part(tmp_path / file).documents()
+        (document,) = part_of(tmp_path / file).documents()
         lengths = [len(block) for block in document]
         assert sum(lengths) == len(text)
         assert max(lengths) <= readers.BLOCK
@@ -172,7 +180,7 @@ def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, damage: str) ->
     file = tmp_path / f"a.txt{suffix}"
     file.write_bytes(changed)
     with pytest.raises(LineartimeError, match=rf"a.txt{suffix} is damaged or cut off \(.+\): fetch it again"):
-        read(Part(file))
+        read(part_of(file))
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "within"])
@@ -181,7 +189,7 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
     data = file.read_bytes()
     file.write_bytes({"cut": data[:-9], "garbage": b"garbage" * 10, "within": data[:10] + b"\xff" * 900 + data[910:]}[damage])
     with pytest.raises(LineartimeError, match=r"a.parquet is damaged or cut off \(.+\): fetch it again"):
-        read(Part(file))
+        read(part_of(file))
 
 
 @pytest.mark.parametrize(
@@ -199,21 +207,21 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "bcdef"}\n' + line + b"\n")
     with pytest.raises(LineartimeError, match=f"a.jsonl, {message}"):
-        read(Part(tmp_path / "a.jsonl"))
+        read(part_of(tmp_path / "a.jsonl"))
 
 
 def test_parquet_without_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"text_column is text, but .*a.parquet has the columns body, id: name the one"):
-        read(Part(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
+        read(part_of(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
     with pytest.raises(LineartimeError, match=r'b.parquet, row 1, has None in "text" instead of a text'):
-        read(Part(write_parquet(tmp_path / "b.parquet", text=["x", None])))
+        read(part_of(write_parquet(tmp_path / "b.parquet", text=["x", None])))
 
 
 @pytest.mark.parametrize("prefix", [b"", b"x" * 20, "日".encode()])
 def test_a_byte_that_is_not_utf8_is_named_with_its_place(tmp_path: Path, prefix: bytes) -> None:
     (tmp_path / "latin1.txt").write_bytes(prefix + b"caf\xe9 au lait")
     with pytest.raises(LineartimeError, match=rf"latin1.txt is not UTF-8 text \(byte 0xe9 at offset {len(prefix) + 3}\)"):
-        read(Part(tmp_path / "latin1.txt"))
+        read(part_of(tmp_path / "latin1.txt"))
 
 
 def test_files_of_mixed_encodings_are_named_one_by_one(tmp_path: Path) -> None:
@@ -226,7 +234,7 @@ def test_files_of_mixed_encodings_are_named_one_by_one(tmp_path: Path) -> None:
 def test_text_that_ends_within_a_character_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "cut.txt").write_bytes("日".encode()[:2])
     with pytest.raises(LineartimeError, match="byte 0xe6 at offset 0"):
-        read(Part(tmp_path / "cut.txt"))
+        read(part_of(tmp_path / "cut.txt"))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json", "a.txt.gz"])
@@ -246,4 +254,4 @@ def test_a_missing_package_is_named_with_its_extra(
     (tmp_path / name).write_bytes(b"content")
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(LineartimeError, match=rf"{name} needs {package}.*pip install 'lineartime\[data\]'"):
-        read(Part(tmp_path / name))
+        read(part_of(tmp_path / name))

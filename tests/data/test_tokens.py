@@ -15,6 +15,7 @@ from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, loc
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.corpora import Source
+from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import Part
 from lineartime.errors import LineartimeError
 
@@ -22,7 +23,7 @@ BYTES = ByteTokenizer()
 
 
 def corpus_of(*files: Path) -> LocalCorpus:
-    return LocalCorpus("these files", {"train": [Part(file) for file in files]})
+    return LocalCorpus("these files", {"train": [Part(SourceFile(file)) for file in files]})
 
 
 class Blocks:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
+from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, Part
 from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
 from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
@@ -225,12 +226,12 @@ def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
         LineartimeError: if there is no text.
     """
     path = Path(path)
-    files = _files(path, text_column)
+    files = _files(path, text_column, MAX_EXPANSION)
     splits, note = _named(path, files)
     return _unnamed(path, files, note) if splits is None else LocalCorpus(str(path), completed(splits))
 
 
-def _files(path: Path, column: str, most_expansion: int = MAX_EXPANSION) -> list[Part]:
+def _files(path: Path, column: str, most_expansion: int) -> list[Part]:
     """The non-empty files at a path."""
     try:
         if not path.exists():
@@ -241,7 +242,7 @@ def _files(path: Path, column: str, most_expansion: int = MAX_EXPANSION) -> list
         if path.is_dir():
             shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
             files = [file for file in shown if file.is_file()]
-        parts = [Part(file, column=column, most_expansion=most_expansion) for file in sorted(files) if file.stat().st_size]
+        parts = [Part(SourceFile(file, column, most_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
         raise cannot("read", path, error) from None
     if not parts:
@@ -277,7 +278,7 @@ def standard_library() -> LocalCorpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus(DEFAULT_TEXT, by_file(root, map(Part, files)))
+    return LocalCorpus(DEFAULT_TEXT, by_file(root, [Part(SourceFile(file)) for file in files]))
 
 
 def _corpus_of_name(name: str, column: str) -> Source:
@@ -295,7 +296,7 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, within_files([Part(file, at_lines=False)]))
+    return LocalCorpus(name, within_files([Part(SourceFile(file), at_lines=False)]))
 
 
 def _has_columns(source: Source) -> bool:

@@ -1,4 +1,4 @@
-"""Read local files as bytes, plain or compressed, and report errors."""
+"""Local files, plain or compressed, read as bytes; and the errors of reading."""
 
 import gzip
 import io
@@ -7,10 +7,11 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from lineartime.choices import MAX_EXPANSION
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 _SMALL = 1 << 26
@@ -34,28 +35,47 @@ def file_version(path: Path) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns
 
 
-@contextmanager
-def open_bytes(path: Path, most_expansion: int = MAX_EXPANSION) -> Iterator[IO[bytes]]:
-    """Open a file for reading its decompressed bytes.
+@dataclass(frozen=True)
+class SourceFile:
+    """A file with text, and how it is read.
 
-    Raises:
-        LineartimeError: naming the file, if it cannot be read.
-        ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `most_expansion` times its
-            size. Up to 64 MiB are always allowed.
+    Attributes:
+        path: the file; its suffix indicates the format.
+        column: the column of records that holds the text.
+        most_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
     """
-    with _open_bytes(path) as stream:
-        if path.suffix.lower() in COMPRESSED:
-            stream = cast("IO[bytes]", io.BufferedReader(_Bounded(stream, Expansion(path, most_expansion)), _BUFFER))
-        yield stream
+
+    path: Path
+    column: str = TEXT_COLUMN
+    most_expansion: int = MAX_EXPANSION
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The size and modification time of the file, which change when its content does."""
+        return file_version(self.path)
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the file for reading its decompressed bytes.
+
+        Raises:
+            LineartimeError: naming the file, if it cannot be read.
+            ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `most_expansion` times
+                its size. Up to 64 MiB are always allowed.
+        """
+        with _open_bytes(self.path) as stream:
+            if self.path.suffix.lower() in COMPRESSED:
+                stream = cast("IO[bytes]", io.BufferedReader(_Bounded(stream, Expansion(self)), _BUFFER))
+            yield stream
 
 
 class Expansion:
     """Counts the decompressed bytes of a file, so that a tiny compressed file cannot fill a disk."""
 
-    def __init__(self, path: Path, most: int) -> None:
-        self._path = path
-        self._most = most
-        self._left = max(_SMALL, most * file_version(path)[0])
+    def __init__(self, file: SourceFile) -> None:
+        self._path = file.path
+        self._most = file.most_expansion
+        self._left = max(_SMALL, file.most_expansion * file.version[0])
 
     def count(self, n_bytes: int) -> None:
         """Count `n_bytes` more bytes. Raises ArgumentError if there are too many in total."""

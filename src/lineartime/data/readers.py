@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Split
-from lineartime.data.local_files import COMPRESSED, file_version, not_utf8, open_bytes, skip
+from lineartime.choices import TEXT_COLUMN, Split
+from lineartime.data.local_files import COMPRESSED, SourceFile, not_utf8, skip
 from lineartime.data.progress import Progress
 from lineartime.data.records import file_format, read_records
 
@@ -24,43 +24,43 @@ class Part:
     """A file, or one split of it.
 
     Attributes:
-        path: the file; its suffix indicates the format.
+        file: the file.
         split: the only split to read, which is a range of a text, or a set of document numbers in records. None for the whole
             file.
         at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
-        column: the column of records that holds the text.
-        most_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
     """
 
-    path: Path
+    file: SourceFile
     split: Split | None = None
     at_lines: bool = True
-    column: str = TEXT_COLUMN
-    most_expansion: int = MAX_EXPANSION
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.file.path
 
     @property
     def is_text(self) -> bool:
         """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
-        return file_format(self.path, self.column, self.most_expansion) == "text"
+        return file_format(self.file) == "text"
 
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        kind = file_format(self.path, self.column, self.most_expansion)
+        kind, column = file_format(self.file), self.file.column
         # Files that earlier versions read in the same way keep their identity.
         marks = [":json"] if kind == "json" else []
-        marks += [f":{self.column}"] if kind != "text" and self.column != TEXT_COLUMN else []
-        return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{file_version(self.path)}{''.join(marks)}"
+        marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
+        return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{self.file.version}{''.join(marks)}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        kind = file_format(self.path, self.column, self.most_expansion)
-        if kind == "text":
+        if self.is_text:
             start, stop = 0, None
             if self.split is not None:
-                start, stop = _cuts(self.path, self.at_lines, file_version(self.path), self.most_expansion)[self.split]
-            yield _decoded(self.path, start, stop, self.most_expansion)
+                start, stop = _cuts(self.file, self.at_lines, self.file.version)[self.split]
+            yield _decoded(self.file, start, stop)
             return
-        for number, text in enumerate(read_records(self.path, kind, self.column, self.most_expansion)):
+        for number, text in enumerate(read_records(self.file)):
             if self.split in (None, split_of(number)):
                 yield pieces(text)
 
@@ -76,11 +76,11 @@ def pieces(text: str) -> Iterator[str]:
     return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
 
 
-def _decoded(path: Path, start: int, stop: int | None, most_expansion: int) -> Iterator[str]:
+def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
     """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8."""
     decoder = getincrementaldecoder("utf-8")()
     position = start
-    with open_bytes(path, most_expansion) as stream:
+    with file.open() as stream:
         skip(stream, start)
         block = b"-"
         while block:
@@ -90,37 +90,37 @@ def _decoded(path: Path, start: int, stop: int | None, most_expansion: int) -> I
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 offset = position - held_back + error.start
-                raise not_utf8(f"{path}", error.object[error.start], offset) from None
+                raise not_utf8(f"{file.path}", error.object[error.start], offset) from None
             position += len(block)
             if text:
                 yield text
 
 
 @lru_cache(maxsize=64)
-def _cuts(path: Path, at_lines: bool, version: tuple[int, int], most_expansion: int) -> dict[Split, tuple[int, int]]:
+def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
     """The bounds of the three splits of a text, in bytes.
 
     For a compressed file, whose length is unknown, this reads the file several times.
     """
     length = version[0]
-    if path.suffix.lower() in COMPRESSED:
+    if file.path.suffix.lower() in COMPRESSED:
         length = 0
-        with open_bytes(path, most_expansion) as stream, Progress(f"decompressing {path.name}") as progress:
+        with file.open() as stream, Progress(f"decompressing {file.path.name}") as progress:
             while block := stream.read(BLOCK):
                 length += len(block)
                 progress.advance(len(block))
     shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
     offsets = [round(length * share) for share in shares]
-    first, second = (_cut(path, start, stop, at_lines, most_expansion) for start, stop in pairwise(offsets))
+    first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
     return {"train": (0, first), "validation": (first, second), "test": (second, length)}
 
 
-def _cut(path: Path, offset: int, stop: int, at_line: bool, most_expansion: int) -> int:
+def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
     """The offset after the next line end, or of the next character if no line ends soon.
 
     Line ends are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
     """
-    with open_bytes(path, most_expansion) as stream:
+    with file.open() as stream:
         skip(stream, offset)
         following = stream.read(min(1 << 16, (stop - offset) // 2))
     newline = following.find(b"\n") if at_line else -1

@@ -3,11 +3,9 @@
 import json
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.data.local_files import Expansion, damaged, file_version, format_suffix, not_utf8, open_bytes
+from lineartime.data.local_files import Expansion, SourceFile, damaged, format_suffix, not_utf8
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 Format = Literal["text", "json lines", "json", "parquet"]
@@ -15,7 +13,7 @@ Format = Literal["text", "json lines", "json", "parquet"]
 _PEEK = 1 << 16  # bytes that tell an array from JSON lines
 
 
-def file_format(path: Path, column: str = TEXT_COLUMN, most_expansion: int = MAX_EXPANSION) -> Format:
+def file_format(file: SourceFile) -> Format:
     """The format of a file; all formats except "text" hold records.
 
     A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
@@ -23,19 +21,20 @@ def file_format(path: Path, column: str = TEXT_COLUMN, most_expansion: int = MAX
     Raises:
         LineartimeError: for a .json file that cannot be read, or whose records lack the column.
     """
-    match format_suffix(path):
+    match format_suffix(file.path):
         case ".parquet":
             return "parquet"
         case ".jsonl" | ".ndjson":
             return "json lines"
         case ".json":
-            return _json_format(path, column, file_version(path), most_expansion)
+            return _json_format(file, file.version)
     return "text"
 
 
 @lru_cache(maxsize=4096)
-def _json_format(path: Path, column: str, version: tuple[int, int], most_expansion: int) -> Format:
-    with open_bytes(path, most_expansion) as stream:
+def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
+    path, column = file.path, file.column
+    with file.open() as stream:
         first = stream.readline(_PEEK)
         while first.isspace():
             first = stream.readline(_PEEK)
@@ -77,31 +76,32 @@ def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentE
     return ArgumentError("text_column", f"is {column}, but {where} has the columns {names}: name the one that holds the text.")
 
 
-def read_records(path: Path, file_format: Format, column: str, most_expansion: int = MAX_EXPANSION) -> Iterator[str]:
+def read_records(file: SourceFile) -> Iterator[str]:
     """Yield the texts of a file of records. Raises LineartimeError, naming file and place, on unreadable text."""
-    match file_format:
+    match file_format(file):
         case "json lines":
-            return _json_lines(path, column, most_expansion)
+            return _json_lines(file)
         case "json":
-            return _json(path, column, most_expansion)
+            return _json(file)
         case "parquet":
-            return _parquet(path, column, most_expansion)
-    raise ValueError(f"{path} has no records.")
+            return _parquet(file)
+    raise ValueError(f"{file.path} has no records.")
 
 
-def _json_lines(path: Path, column: str, most_expansion: int) -> Iterator[str]:
+def _json_lines(file: SourceFile) -> Iterator[str]:
     position = 0
-    with open_bytes(path, most_expansion) as stream:
+    with file.open() as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where = f"{path}, line {number},"
-                yield _text(where, _loaded(where, line, position), column)
+                where = f"{file.path}, line {number},"
+                yield _text(where, _loaded(where, line, position), file.column)
             position += len(line)
 
 
-def _json(path: Path, column: str, most_expansion: int) -> Iterator[str]:
+def _json(file: SourceFile) -> Iterator[str]:
     """The records of an array, or the single record of a file. The whole file is read into memory."""
-    with open_bytes(path, most_expansion) as stream:
+    path, column = file.path, file.column
+    with file.open() as stream:
         whole = _loaded(str(path), stream.read(), 0)
     if isinstance(whole, dict):
         yield _text(str(path), whole, column)
@@ -145,21 +145,22 @@ def _no_text(where: str, column: str, value: object) -> LineartimeError:
     return LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
 
 
-def _parquet(path: Path, column: str, most_expansion: int) -> Iterator[str]:
+def _parquet(file: SourceFile) -> Iterator[str]:
+    path, column = file.path, file.column
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise missing_extra("pyarrow", "data", f"Reading {path}") from None
     number = 0
-    expansion = Expansion(path, most_expansion)
+    expansion = Expansion(file)
     try:
-        with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
-            names = file.schema_arrow.names
+        with path.open("rb") as raw, parquet.ParquetFile(raw) as table:
+            names = table.schema_arrow.names
             if column not in names:
                 raise missing_column(column, str(path), names)
             # Few rows at a time: a row may be a whole book.
-            for batch in file.iter_batches(batch_size=16, columns=[column]):
+            for batch in table.iter_batches(batch_size=16, columns=[column]):
                 for value in batch.column(0):
                     text = value.as_py()
                     if not isinstance(text, str):
