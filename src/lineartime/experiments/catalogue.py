@@ -184,7 +184,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             _FLASH_NEXT,
         ),
         _settings(
-            (Setting("code", 1024), Setting("books", 4096)),
+            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 4096)),
             (Setting("code", 1024), Setting("books", 8192)),
             (),
         ),
