@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import markdown, save
+from measure import save
+
+from lineartime.markdown import markdown_table
 
 CASES = [
     {"case": case, "preset": preset, "length": 1024, "batch": 2, "dtype": dtype}
@@ -113,7 +115,7 @@ def main() -> None:
         wall = [f"{r['wall'][key]:.3f}" for key in ("old", "new", "new / old")]
         rows.append([r["case"], f"`{r['preset']}`", r["dtype"], *wall, f"{r['processor']['new / old']:.3f}"])
     header = ["case", "preset", "precision", "old, s", "new, s", "new / old", "new / old, processor time"]
-    save(options.name, results, markdown(header, rows))
+    save(options.name, results, markdown_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import markdown, save
+from measure import save
 from torch import Tensor
 
+from lineartime.markdown import markdown_table
 from lineartime.models import LayerConfig, ModelConfig, build_model
 from lineartime.ops.context import context_group
 
@@ -121,7 +122,7 @@ def main() -> None:
         ]
         for row in rows
     ]
-    save("context", rows, markdown(header, table))
+    save("context", rows, markdown_table(header, table))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import markdown, save
+from measure import save
 
 from lineartime.data import (
     BatchMaker,
@@ -34,6 +34,7 @@ from lineartime.data import (
     token_stream,
     train_tokenizer,
 )
+from lineartime.markdown import markdown_table
 
 CONTEXT = 512
 
@@ -157,7 +158,7 @@ def main() -> None:
         # Pages of a memory-mapped file count as memory, but the system reclaims them.
         peak = "" if row["what"].startswith("read") else f"{row['peak_mb']:,.0f}"
         lines.append([row["what"], f"{row['file_mb']:,}", f"{speed:.2f}", text, peak])
-    save("data", rows, markdown(header, lines))
+    save("data", rows, markdown_table(header, lines))
 
 
 if __name__ == "__main__":

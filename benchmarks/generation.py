@@ -18,13 +18,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import markdown, save
+from measure import save
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.machine import choose_precision, using_threads
+from lineartime.markdown import markdown_table
 from lineartime.models.presets import resolve
 from lineartime.native import NativeFunctions
 from lineartime.ops.dense import dense
@@ -172,12 +173,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     return "\n".join(
         [
-            markdown(header, lines),
-            markdown(
+            markdown_table(header, lines),
+            markdown_table(
                 [f"a prompt of {PROMPT:,} tokens", "precision", "first token, s", "forward pass, s", "ratio", "goal"], prompts
             ),
-            markdown(["compiling the step, precision", "cache on disk", "first token"], starts),
-            markdown(["an eager step of `flash-tiny`, fp32", ""], why),
+            markdown_table(["compiling the step, precision", "cache on disk", "first token"], starts),
+            markdown_table(["an eager step of `flash-tiny`, fp32", ""], why),
         ]
     )
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lineartime.markdown import markdown_table
+
 
 class OutOfTimeError(BaseException):
     """The budget is spent; nothing but `Report.attempt` catches it."""
@@ -108,9 +110,8 @@ class Report:
 
     def _markdown(self, table: str) -> str:
         columns = list(dict.fromkeys(key for row in self.tables[table] for key in row))
-        cells = [[str(row.get(key, "")).replace("|", "/") for key in columns] for row in self.tables[table]]
-        lines = [columns, ["---"] * len(columns), *cells]
-        return f"## {table}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        cells = [[str(row.get(key, "")) for key in columns] for row in self.tables[table]]
+        return f"## {table}\n\n" + markdown_table(columns, cells, left=len(columns)).rstrip("\n")
 
     def missed(self) -> list[str]:
         """What is not as it should be: failures, and goals that were missed or not measured."""

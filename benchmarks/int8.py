@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from generation import CPU
-from measure import evaluate_in_memory, markdown, save
+from measure import evaluate_in_memory, save
 from torch import nn
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import state_after
 from lineartime.checkpoint import load, load_tokenizer
 from lineartime.generation.streams import continuing
+from lineartime.markdown import markdown_table
 from lineartime.models.heads import CausalLM, build_model
 from lineartime.models.presets import resolve
 
@@ -107,7 +108,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append([f"`{preset}`", dtype, *shown, f"{GOAL}"])
     forms = [f"{form}, ms" if FORMS[form] is None else f"{form}, ms (times faster)" for form in FORMS]
-    found_table = markdown(["model", "all else", *forms, "goal"], lines)
+    found_table = markdown_table(["model", "all else", *forms, "goal"], lines)
     measured = [row for row in rows if "bits_per_byte" in row]
     if measured:
         plain = measured[0]["bits_per_byte"]
@@ -115,7 +116,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             [row["form"], f"{row['bits_per_byte']:.4f}", f"{row['bits_per_byte'] / plain - 1:+.3%}", f"{LOSS_GOAL:+.1%}"]
             for row in measured
         ]
-        found_table += "\n" + markdown(["dense maps", "test bits per byte", "change", "goal"], losses)
+        found_table += "\n" + markdown_table(["dense maps", "test bits per byte", "change", "goal"], losses)
     return found_table
 
 

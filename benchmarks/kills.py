@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from measure import RESULTS, markdown, save
+from measure import RESULTS, save
 
 from lineartime import checkpoint as checkpoints
 from lineartime.cli import main as command
+from lineartime.markdown import markdown_table
 from lineartime.runs.metrics import read_metrics
 
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
@@ -267,7 +268,7 @@ def main() -> None:
             shutil.rmtree(folder)
     done.update(before)
     rows = [{"work": name, "trials": done[name], **{kind: counts[name, kind] for kind in KINDS}} for name in all_works]
-    table = markdown(["work", *KINDS], [[name, *(str(counts[name, kind]) for kind in KINDS)] for name in all_works])
+    table = markdown_table(["work", *KINDS], [[name, *(str(counts[name, kind]) for kind in KINDS)] for name in all_works])
     verdict = "\n".join(["Wrong:", *wrong]) if wrong else "Every result was that of the undisturbed work, to the byte."
     kills = sum(counts[name, "SIGKILL"] for name in all_works)
     summary = f"\n{sum(counts.values())} disturbances, {kills} of them kills, in {sum(done.values())} trials. {verdict}\n"

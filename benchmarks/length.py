@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import markdown, save
+from measure import save
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
+from lineartime.markdown import markdown_table
 from lineartime.models.presets import resolve
 from lineartime.runs.ticks import label_axes
 
@@ -56,7 +57,7 @@ def table(rows: list[dict[str, object]]) -> str:
     cells = {(row["what"], row["preset"], row["length"]): row["us_per_token"] for row in rows}
     header = ["µs per token", *[f"train {n:,}" for n in LENGTHS], *[f"generate at {n:,}" for n in POSITIONS]]
     columns = [("training", n) for n in LENGTHS] + [("generation", n) for n in POSITIONS]
-    return markdown(header, [[f"`{name}`", *[f"{cells[what, name, n]:,.0f}" for what, n in columns]] for name in PRESETS])
+    return markdown_table(header, [[f"`{name}`", *[f"{cells[what, name, n]:,.0f}" for what, n in columns]] for name in PRESETS])
 
 
 def draw(rows: list[dict[str, object]]) -> None:

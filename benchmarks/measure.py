@@ -39,12 +39,6 @@ def origin() -> dict[str, str]:
     }
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table: the first column on the left, all others on the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
 def evaluate_in_memory(model: CausalLM, tokenizer: Tokenizer, context_length: int) -> Evaluation:
     """The loss, in fp32, on the test split of the text that models are trained on by default."""
     stream = token_stream(load_corpus(()), "test", tokenizer, cache_folder())

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from measure import markdown, save
+from measure import save
 
 from lineartime.choices import Precision
 from lineartime.machine import autocast, choose_precision
+from lineartime.markdown import markdown_table
 from lineartime.models import build_model
 from lineartime.models.presets import resolve
 from lineartime.training.config import OptimizerName, TrainConfig
@@ -58,7 +59,7 @@ def main() -> None:
     rows = [{"what": name, "seconds": value, "precision": precision} for name, value in medians.items()]
     whole = medians["forward and backward pass"]
     table = [[name, f"{1e3 * value:,.0f}", f"{value / whole:.0%}"] for name, value in medians.items()]
-    save("optimizers", rows, markdown([f"{PRESET}, {ids.numel():,} tokens", "ms", "of the passes"], table))
+    save("optimizers", rows, markdown_table([f"{PRESET}, {ids.numel():,} tokens", "ms", "of the passes"], table))
 
 
 if __name__ == "__main__":

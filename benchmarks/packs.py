@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, markdown, save
+from measure import RESULTS, save
 
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
+from lineartime.markdown import markdown_table
 from lineartime.models.layer_config import KINDS
 
 D_MODEL = 64
@@ -119,7 +120,7 @@ def main() -> None:
     save(
         "packs",
         rows,
-        markdown(header, [[*key, *(cells.get(name, "-") for name in header[2:])] for key, cells in table.items()]),
+        markdown_table(header, [[*key, *(cells.get(name, "-") for name in header[2:])] for key, cells in table.items()]),
     )
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measure import RESULTS, markdown
+from measure import RESULTS
 
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import render
+from lineartime.markdown import markdown_table
 
 REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = REPORTS / "lm-cpu"
@@ -89,7 +90,7 @@ def quality_table(report: dict[str, Any]) -> str:
             cells.append(f"{paper['pplx']:.2f}{speedup}" if paper.get("pplx") else "-")
         lines.append(cells)
     kept = [place for place in range(len(header)) if any(line[place] != "-" for line in lines)]
-    return markdown([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
+    return markdown_table([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
 
 
 def has_begun(setting: dict[str, Any]) -> bool:
@@ -105,7 +106,7 @@ def test_table(name: str, report: dict[str, Any]) -> str:
         cells = [" / ".join(f"{bits:.3f}" for bits in measured(setting["rows"][index])) or "-" for setting in settings]
         if set(cells) != {"-"}:
             lines.append([row["name"], *cells])
-    return markdown([f"`{name}`", *(setting["name"] for setting in settings)], lines)
+    return markdown_table([f"`{name}`", *(setting["name"] for setting in settings)], lines)
 
 
 def measured(row: dict[str, Any]) -> list[float]:

@@ -19,10 +19,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import RESULTS, evaluate_in_memory, markdown, save
+from measure import RESULTS, evaluate_in_memory, save
 
 from lineartime.checkpoint import list_checkpoints, load, load_tokenizer
 from lineartime.evaluation import Evaluation, evaluate
+from lineartime.markdown import markdown_table
 from lineartime.models.heads import CausalLM
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -182,7 +183,7 @@ def pieces_table(rows: list[dict[str, Any]]) -> str:
             seconds = f"{min(times):.0f}" if times else "-"
             lines.append([name, each, f"{statistics.fmean(values) - of_recipe:+.3f}", f"{fall:.2f}", seconds])
     header = ["recipe `quick` with", "test bits per byte, each seed", "difference", "fall with context, bits a token"]
-    return markdown([*header, "seconds of training"], lines)
+    return markdown_table([*header, "seconds of training"], lines)
 
 
 def width_table(rows: list[dict[str, Any]]) -> str:
@@ -191,7 +192,7 @@ def width_table(rows: list[dict[str, Any]]) -> str:
     if not found:
         return ""
     lines = [[f"{width}", *(found.get(f"width {width} at {rate:g}", "-") for rate in RATES)] for width in WIDTHS]
-    return markdown([f"d_model, {WIDTH_STEPS} steps", *(f"rate {rate:g}" for rate in RATES)], lines)
+    return markdown_table([f"d_model, {WIDTH_STEPS} steps", *(f"rate {rate:g}" for rate in RATES)], lines)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import sys
 from typing import Any
 
 import torch
-from measure import RESULTS, markdown
+from measure import RESULTS
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.machine import choose_precision
+from lineartime.markdown import markdown_table
 
 SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", "chunk_size=256")
 """12 blocks of FLASH, and 6 of a Transformer, which have the same cost; both have d = 256."""
@@ -132,7 +133,7 @@ def crossover() -> str:
                 times[-1].append(min((1e6 / entry["tokens_per_second"] for entry in alike), default=math.nan))
             rows.append([f"{dtype}: {model}", *[f"{value:.1f}" for value in times[-1]]])
         rows.append([f"{dtype}: the second over the first", *[f"{b / a:.2f}" for a, b in zip(*times, strict=True)]])
-    return markdown(["µs for a token, trained in contexts of", *[f"{length:,}" for length in lengths]], rows)
+    return markdown_table(["µs for a token, trained in contexts of", *[f"{length:,}" for length in lengths]], rows)
 
 
 def main() -> None:
@@ -144,7 +145,7 @@ def main() -> None:
             continue
         shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)
         run_benchmark(PARTS[name])
-    table = markdown(["figure", "goal", "measured"], figures())
+    table = markdown_table(["figure", "goal", "measured"], figures())
     (RESULTS / "speed.md").write_text(table)
     (RESULTS / "crossover.md").write_text(crossover())
     print(table, crossover(), sep="\n")

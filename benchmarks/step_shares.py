@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import markdown, save
+from measure import save
 from speed import SIZES
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,6 +22,7 @@ from lineartime.bench.measure import peak_flops, synchronized, timed
 from lineartime.bench.plan import make_plan
 from lineartime.bench.subjects import prepare
 from lineartime.host import freed_memory_kept
+from lineartime.markdown import markdown_table
 from lineartime.native import NativeFunctions
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def row(length: int) -> dict[str, float]:
 
 def table(rows: list[dict[str, float]]) -> str:
     header = ["context", "ms a step", "matrix products", "functions in C++", "all else", "products, share of the peak"]
-    return markdown(
+    return markdown_table(
         header,
         [
             [

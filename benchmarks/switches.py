@@ -10,12 +10,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from measure import markdown, save
+from measure import save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
 from lineartime.data import load_corpus, token_stream
 from lineartime.evaluation import Evaluation, windowed
 from lineartime.host import cache_folder
+from lineartime.markdown import markdown_table
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -89,7 +90,7 @@ def main() -> None:
         ]
         for row in rows
     ]
-    save("switches", rows, markdown(header, table))
+    save("switches", rows, markdown_table(header, table))
 
 
 if __name__ == "__main__":

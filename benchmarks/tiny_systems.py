@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, markdown, save
+from measure import RESULTS, save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
 from lineartime.data import load_corpus, token_stream
 from lineartime.evaluation import windowed
 from lineartime.host import cache_folder
+from lineartime.markdown import markdown_table
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -66,7 +67,7 @@ def main() -> None:
         ]
         for row in rows
     ]
-    save("tiny_systems", rows, markdown(header, table))
+    save("tiny_systems", rows, markdown_table(header, table))
 
 
 if __name__ == "__main__":

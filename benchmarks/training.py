@@ -18,8 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, markdown
+from measure import RESULTS
 
+from lineartime.markdown import markdown_table
 from lineartime.training.config import TrainConfig
 
 FILE = RESULTS / "training.json"
@@ -157,7 +158,7 @@ def main() -> None:
     for name in parser.parse_args().parts or PARTS:
         results[name] = PARTS[name]()
         FILE.write_text(json.dumps(results, indent=1) + "\n")
-    table = markdown(["what", "goal", "measured"], figures(results))
+    table = markdown_table(["what", "goal", "measured"], figures(results))
     (RESULTS / "training.md").write_text(table)
     print(table)
 

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results, write
+from lineartime.markdown import markdown_table
 from lineartime.screen import output_console
 
 REPORT_FILE = "results.md"
@@ -135,9 +136,7 @@ def _notes(results: Results) -> list[str]:
 
 
 def _markdown(section: Section) -> str:
-    """A Markdown table with text aligned left and numbers aligned right."""
-    lines = [section.columns, ["---" if name == "model" else "---:" for name in section.columns], *section.rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return markdown_table(section.columns, section.rows, left=section.columns.index("model") + 1)
 
 
 def _milliseconds(seconds: float) -> str:

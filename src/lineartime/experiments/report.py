@@ -16,6 +16,7 @@ from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
 from lineartime.files import write_atomically
+from lineartime.markdown import markdown_table
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 NOT_THERE = "-"
@@ -302,9 +303,7 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
 def table(columns: dict[str, list[str]], text: int = 1) -> str:
     """A Markdown table without its empty columns; the first `text` columns are on the left, the others on the right."""
     kept = {name: cells for name, cells in columns.items() if any(cell != NOT_THERE for cell in cells)}
-    marks = ["---" if number < text else "---:" for number in range(len(kept))]
-    lines = [list(kept), marks, *map(list, zip(*kept.values(), strict=True))]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return markdown_table(list(kept), zip(*kept.values(), strict=True), left=text).rstrip("\n")
 
 
 def _three_digits(value: float) -> str:

@@ -1,0 +1,9 @@
+"""Tables in Markdown."""
+
+from collections.abc import Iterable, Sequence
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table with a line for each row; the first `left` columns are aligned left, the others right. Bars are escaped."""
+    marks = ["---" if column < left else "---:" for column in range(len(header))]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in (header, marks, *rows))
