@@ -125,14 +125,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def found(name: str, file: str) -> str:
-        asked.append(f"{name} {file}")
+    def found(name: str, file: str, repo_type: str) -> str:
+        asked.append(f"{repo_type} {name} {file}")
         return str(json_file)
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", found)
     tokenizer = hub_tokenizer("hub:org/name")
-    assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "org/name tokenizer.json"]
+    assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "model org/name tokenizer.json"]
     assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
 
 
@@ -149,7 +149,7 @@ def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_se
     json_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {"gpt2": str(json_file)}
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: seen.get(name))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, **_: seen.get(name))
     assert hub_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
     message = r"^tokenizer is hub:gpt3, which cannot be read .* \(ConnectionError: Name or service not known\): check the name"
     with pytest.raises(LineartimeError, match=message):

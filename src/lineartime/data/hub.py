@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import Split
+from lineartime.data.hub_files import newest_file
 from lineartime.data.readers import SPLITS, pieces
 from lineartime.errors import LineartimeError, missing_extra
 
@@ -162,20 +163,13 @@ def files_identity(files: list[Path], split: Split) -> str:
 def newest_revision(repository: str, name: str) -> str:
     """The newest commit of a repository; without a network, the last known one. `name` is a small file in it."""
     datasets_library(f"Reading {repository}")
-    import huggingface_hub
-
     try:
-        # Fails at once without a network; the download alone would retry.
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repository, name, repo_type="dataset"))
-        seen: Any = huggingface_hub.hf_hub_download(repository, name, repo_type="dataset")
+        return newest_file(repository, name, "dataset").parent.name  # the cache keeps files in snapshots/COMMIT
     except Exception as error:  # any network error
-        seen = huggingface_hub.try_to_load_from_cache(repository, name, repo_type="dataset")
-        if not isinstance(seen, str):
-            raise LineartimeError(
-                f"Cannot reach {repository} on the Hugging Face hub ({first_line(error)}): check the name and the network, or "
-                "set LINEARTIME_MIRROR to a folder with a copy of that repository."
-            ) from None
-    return Path(seen).parent.name  # the cache of the library keeps files in snapshots/COMMIT
+        raise LineartimeError(
+            f"Cannot reach {repository} on the Hugging Face hub ({first_line(error)}): check the name and the network, or "
+            "set LINEARTIME_MIRROR to a folder with a copy of that repository."
+        ) from None
 
 
 @contextmanager

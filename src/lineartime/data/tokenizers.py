@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.hub import first_line
+from lineartime.data.hub_files import newest_file
 from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
 from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
 from lineartime.files import TOKENIZER_FILE
@@ -234,20 +234,13 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
         ArgumentError: if there is no tokenizer of that name, or the hub cannot be reached.
     """
     try:
-        import huggingface_hub
-        import tokenizers  # noqa: F401  # only whether it is there
+        import huggingface_hub  # noqa: F401  # only whether they are there
+        import tokenizers  # noqa: F401
     except ImportError:
         raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
-    name = choice.removeprefix(_HUB)
     try:
-        # Fails at once without a network; the download alone would retry.
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, TOKENIZER_FILE))
-        file = Path(huggingface_hub.hf_hub_download(name, TOKENIZER_FILE))
+        file = newest_file(choice.removeprefix(_HUB), TOKENIZER_FILE, "model")
     except Exception as error:  # network and hub errors
-        with suppress(ValueError):  # the name is not a valid one
-            file = Path(str(huggingface_hub.try_to_load_from_cache(name, TOKENIZER_FILE)))
-            if file.is_file():
-                return JsonTokenizer(_read(file), choice)
         raise ArgumentError(
             "tokenizer",
             f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
