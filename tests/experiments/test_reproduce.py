@@ -239,6 +239,19 @@ def test_given_rates_are_the_grid_of_all_systems(options: Options, here: Do) -> 
         command.reproduce(options(optimizers=("adamw",), rates=(3e-3,)))
 
 
+def test_trials_that_are_too_short_to_choose_by_are_told(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalogue.SCALES, "cpu", catalogue.SCALES["trial"])
+    plan = make_plan(options(seeds=1, systems=("flash",), scale="cpu", rates=(1e-3,), optimizers=("adamw",)))
+    said: list[str] = []
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        return here(job, message) if job.kind == "speed" else worker.INTERRUPTED
+
+    assert run_all(plan, said.append, do).interrupted
+    [warning] = [line for line in said if "by chance" in line]
+    assert re.search(r"trials of \d+ steps may choose a rate or an optimiser by chance: --tuning gives them more", warning)
+
+
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
     with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
         command.reproduce(options(budget=3, report=True))

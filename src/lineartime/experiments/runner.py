@@ -24,6 +24,8 @@ from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.claim import claim
 
 LOG_FILE = "log.txt"
+FEWEST_STEPS = 60
+"""Steps of a trial below which the order of losses is not that of longer runs: see docs/experiments.md."""
 
 Perform = Callable[[Job, dict[str, Any]], int]
 """Does a job and returns its exit status."""
@@ -130,8 +132,13 @@ class _Runner:
         speed = read_speed(plan, entry, optimizer)
         if speed is None:
             return
+        steps = _steps(speed, plan.tuning_job(entry, optimizer, 1.0))
+        if steps < FEWEST_STEPS and plan.config.scale != "trial":
+            self._say(
+                f"  trials of {steps} steps may choose a rate or an optimiser by chance: --tuning gives them more seconds"
+            )
         for rate in plan.rates(optimizer):
-            self._do(plan.tuning_job(entry, optimizer, rate, _steps(speed, plan.tuning_job(entry, optimizer, rate))))
+            self._do(plan.tuning_job(entry, optimizer, rate, steps))
 
     def _final(self, entry: Entry, seed: int) -> None:
         plan = self._plan
