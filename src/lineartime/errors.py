@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class ReportedError(LineartimeError):
 def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
     """The error for a missing package, which an extra of lineartime installs; `purpose` is what needs it."""
     return LineartimeError(f"{purpose} needs {package}, which is not installed: pip install 'lineartime[{extra}]'.")
+
+
+def require_packages(*packages: str, extra: str, purpose: str) -> None:
+    """Raise `missing_extra` for the first package that is not installed; none is imported."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise missing_extra(package, extra, purpose)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

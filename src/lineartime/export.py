@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lineartime.data.hub import first_line
-from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
+from lineartime.errors import ArgumentError, LineartimeError, reporting, require_packages
 from lineartime.machine import compiler_missing
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
 from lineartime.ops.exported import PLAIN
@@ -143,10 +143,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
             written.
     """
     file = checked_file(file, ".onnx")
-    try:
-        import onnxscript  # noqa: F401  # only whether it is there
-    except ImportError:
-        raise missing_extra("onnxscript", "onnx", "A program in ONNX") from None
+    require_packages("onnxscript", extra="onnx", purpose="A program in ONNX")
     given = program.example_inputs[0]
     inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
     if isinstance(given[-1], list):

@@ -103,9 +103,9 @@ def sha256(file: Path) -> str:
 
 def is_there(path: str) -> bool:
     """Whether a path exists. Unlike `Path.exists`, it does not raise for names that are too long or may not be looked at."""
-    return os.path.exists(path)  # noqa: PTH110
+    return os.path.exists(path)  # noqa: PTH110  # Path.exists raises
 
 
 def is_folder(path: str) -> bool:
     """Whether a path is a folder; like `is_there`, without an error."""
-    return os.path.isdir(path)  # noqa: PTH112
+    return os.path.isdir(path)  # noqa: PTH112  # Path.is_dir raises

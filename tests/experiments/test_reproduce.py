@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from lineartime import cli
+from lineartime.bench.config import BenchConfig
+from lineartime.bench.plan import make_plan as plan_of_benchmark
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import __main__, catalogue, command, worker
@@ -318,9 +320,14 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert rows[1]["relative"] == 1
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
-    [run] = [read_run(plan.latency_job(setting)) for setting in plan.settings]
-    results = json.loads((run.job.folder / "outcome.json").read_text())
-    assert plan.latency_job(plan.settings[0]).options["vocab_size"] == plan.entries[0].model.vocab_size, results
+
+
+def test_latency_measures_the_models_that_its_report_counts(options: Options) -> None:
+    plan = make_plan(options("latency", threads=1))
+    job = plan.latency_job(plan.settings[0])
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
+    [(_, subjects)] = plan_of_benchmark(BenchConfig(**given)).cells
+    assert [subject.config for subject in subjects] == [entry.model for entry in plan.entries]
 
 
 def test_a_report_of_latency_says_why_a_system_has_no_number(options: Options, here: Do) -> None:

@@ -2,12 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from lineartime.bench.measure import timed
 from lineartime.errors import ArgumentError
 from lineartime.host import peak_memory
 from lineartime.machine import using_threads
@@ -70,8 +69,8 @@ def _measured(trainer: Trainer) -> Rehearsal:
         trainer.take_step(NullReporter(), Stop())
 
     step()
-    step_seconds = statistics.median(_seconds(step) for _ in range(STEPS))
-    evaluation_seconds = _seconds(trainer.validation.loss)
+    step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
+    evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
     evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
     cuda = setup.device.type == "cuda"
     return Rehearsal(
@@ -84,9 +83,3 @@ def _measured(trainer: Trainer) -> Rehearsal:
         moments=sum(moment.numel() * moment.element_size() for moment in trainer.optimizer.moments().values()),
         peak=torch.cuda.max_memory_allocated(setup.device) if cuda else peak_memory(),
     )
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lineartime.data.hub import first_line
 from lineartime.data.hub_files import newest_file
 from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
-from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting, require_packages
 from lineartime.files import TOKENIZER_FILE
 from lineartime.json_files import open_regular
 
@@ -233,11 +233,7 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
     Raises:
         ArgumentError: if there is no tokenizer of that name, or the hub cannot be reached.
     """
-    try:
-        import huggingface_hub  # noqa: F401  # only whether they are there
-        import tokenizers  # noqa: F401
-    except ImportError:
-        raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {choice}") from None
+    require_packages("tokenizers", "huggingface_hub", extra="tokenizers", purpose=f"The tokenizer {choice}")
     try:
         file = newest_file(choice.removeprefix(_HUB), TOKENIZER_FILE, "model")
     except Exception as error:  # network and hub errors
