@@ -24,6 +24,9 @@ LANGUAGE_MODELS = REPORTS / "lm-cpu"
 DOCUMENTS = RESULTS.parents[1] / "docs"
 PICTURES = {"lm-cpu": "quality.png", "latency-cpu": "latency.png"}
 """The pictures that the documents show."""
+LOST_ITS_SHIFT = "2026-11-24T16"
+NAMES_BEFORE = {"flash-next": "flash-next, token shift", "flash-next, no token shift": "flash-next"}
+"""What reports from before that hour call models: `flash-next` had a token shift then."""
 
 
 def main() -> None:
@@ -81,7 +84,7 @@ def quality_table(report: dict[str, Any]) -> str:
         rows = [setting["rows"][index] for setting in settings]
         if not any(map(measured, rows)):
             continue
-        cells = [f"`{row['name']}`"]
+        cells = [f"`{name_today(report, row)}`"]
         for each in rows:
             paper = each["paper"]
             cells.append(" / ".join(f"{value:.3f}" for value in measured(each)) or "-")
@@ -91,6 +94,12 @@ def quality_table(report: dict[str, Any]) -> str:
         lines.append(cells)
     kept = [place for place in range(len(header)) if any(line[place] != "-" for line in lines)]
     return markdown_table([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
+
+
+def name_today(report: dict[str, Any], row: dict[str, Any]) -> str:
+    """The name that the model of a row has in the catalogue today."""
+    name: str = row["name"]
+    return NAMES_BEFORE.get(name, name) if report["started"][0] < LOST_ITS_SHIFT else name
 
 
 def has_begun(setting: dict[str, Any]) -> bool:
@@ -105,7 +114,7 @@ def test_table(name: str, report: dict[str, Any]) -> str:
     for index, row in enumerate(settings[0]["rows"]):
         cells = [" / ".join(f"{bits:.3f}" for bits in measured(setting["rows"][index])) or "-" for setting in settings]
         if set(cells) != {"-"}:
-            lines.append([row["name"], *cells])
+            lines.append([name_today(report, row), *cells])
     return markdown_table([f"`{name}`", *(setting["name"] for setting in settings)], lines)
 
 

@@ -180,8 +180,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             Arm("flash, published divisor", "flash", {"normalization": "paper"}),
             Arm("flash, unit scores", "flash", {"initial_scores": "unit"}),
             Arm("flash, token shift", "flash", {"token_shift": True}),
-            Arm("flash-next, no token shift", "flash-next", {"token_shift": False}),
             _FLASH_NEXT,
+            Arm("flash-next, token shift", "flash-next", {"token_shift": True}),
         ),
         _settings(
             tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 4096)),

@@ -137,8 +137,8 @@ SYSTEMS: dict[str, System] = {
     ),
     "flash-next": System(
         FLASH,
-        options={"token_shift": True, "normalization": "paper", "initial_scores": "unit"},
-        description="FLASH with a token shift and the published divisor: ours",
+        options={"normalization": "paper", "initial_scores": "unit"},
+        description="FLASH with the published divisor and unit scores: ours",
     ),
     "transformer": System(
         Attention,
