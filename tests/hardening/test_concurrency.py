@@ -23,7 +23,7 @@ from lineartime.training.config import TrainConfig
 Config = Callable[..., TrainConfig]
 TINY: dict[str, dict[str, Any]] = {
     "flash-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16, "chunk_size": 8},
-    "flash-next-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16, "chunk_size": 8},
+    "flash-next-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16, "chunk_size": 8, "token_shift": True},
     "flash-quad-tiny": {"d_model": 32, "n_blocks": 2, "d_qk": 16},
     "transformer++-tiny": {"d_model": 32, "n_blocks": 2, "n_heads": 2},
     "performer-tiny": {"d_model": 32, "n_blocks": 2, "n_heads": 2},

@@ -17,6 +17,8 @@ Tiny = Callable[..., LineartimeConfig]
 Awake = Callable[[Any], Any]
 
 SMALL: dict[str, Any] = {"d_qk": 8, "n_heads": 2, "chunk_size": 8}
+SHIFTED = "flash-next"
+"""The system that has a token shift in these tests, so that its states are among those that are cached."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,8 @@ def tiny() -> Tiny:
         options = {name: SMALL[name] for name in SIZED if name in preset.mixer}
         if system == "mhsa-single-head":
             del options["n_heads"]
+        if system == SHIFTED:
+            options["token_shift"] = True
         sizes = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **options, **overrides}
         return LineartimeConfig.from_preset(f"{system}-tiny", task, **sizes)
 
