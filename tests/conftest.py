@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the modules and the thousands of tests out of later garbage collections, which took much of the time of the suite."""
+    """Keep modules and tests out of later garbage collections, which took a large part of the time of the suite."""
     gc.collect()
     gc.freeze()
 

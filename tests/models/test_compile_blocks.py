@@ -54,7 +54,8 @@ def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_a
 def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) -> None:
     torch._dynamo.reset()
     counters.clear()
-    model = lineartime.build("flash-next-tiny", d_model=16, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=4, token_shift=True).eval()
+    options = {"d_model": 16, "n_blocks": 1, "vocab_size": 30, "d_qk": 8, "chunk_size": 4, "token_shift": True}
+    model = lineartime.build("flash-next-tiny", **options).eval()
     ids = torch.randint(0, 30, (n_streams, 14))
     with torch.no_grad():
         states = [model.extend(ids[row : row + 1, : 2 + row], model.init_state(1))[1] for row in range(n_streams)]
