@@ -29,7 +29,7 @@ from lineartime.data import (
     Rows,
     StreamingLoader,
     Tokenizer,
-    local_text,
+    load_corpus,
     read_tokenizer,
     token_stream,
     train_tokenizer,
@@ -63,7 +63,7 @@ def tokenizer_of(name: str, folder: Path) -> Tokenizer:
 def encode(file: Path, folder: Path, name: str) -> dict[str, Any]:
     """Encode a file that is not in the cache."""
     start = time.perf_counter()
-    stream = token_stream(local_text(file), "train", tokenizer_of(name, folder), folder / f"cache-{name}")
+    stream = token_stream(load_corpus(file), "train", tokenizer_of(name, folder), folder / f"cache-{name}")
     return {"tokens": len(stream), "bytes": stream.n_bytes, "seconds": time.perf_counter() - start}
 
 
@@ -75,7 +75,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
                 os.fsync(raw.fileno())
                 os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     tokenizer = tokenizer_of(name, folder)
-    stream = token_stream(local_text(file), "train", tokenizer, folder / f"cache-{name}")
+    stream = token_stream(load_corpus(file), "train", tokenizer, folder / f"cache-{name}")
     rows = Rows(64, 16)
     loader = CachedLoader(stream, BatchMaker(tokenizer, task, packed=packed), CONTEXT, rows)
     loader.next_step()
@@ -89,7 +89,7 @@ def read(file: Path, folder: Path, name: str, task: Any, packed: bool, cold: boo
 def stream(file: Path, folder: Path, name: str) -> dict[str, Any]:
     """Stream the training split of a file once, in one lane."""
     rows = Rows(64, 16)
-    loader = StreamingLoader(local_text(file), BatchMaker(tokenizer_of(name, folder), "clm"), CONTEXT, rows, lanes=1)
+    loader = StreamingLoader(load_corpus(file), BatchMaker(tokenizer_of(name, folder), "clm"), CONTEXT, rows, lanes=1)
     start, tokens = time.perf_counter(), 0
     while loader.state()["lanes"]["0"]["epoch"] == 0:
         loader.next_step()
@@ -135,7 +135,7 @@ def main() -> None:
         files = {size: folder / f"{size}.jsonl" for size in (arguments.small, arguments.large)}
         for size, file in files.items():
             make_text(file, size * 1_000_000)
-        tokenizer = train_tokenizer(local_text(files[arguments.small]), "bpe", 32_000)
+        tokenizer = train_tokenizer(load_corpus(files[arguments.small]), "bpe", 32_000)
         (folder / "tokenizer.json").write_text(tokenizer.to_json())
         for size, file in files.items():
             add("encode, bytes", size, measured("encode", file, folder, "bytes"))

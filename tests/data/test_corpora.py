@@ -4,7 +4,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, describe_splits, load_corpus, local_text, standard_library, token_stream
+from lineartime.data import ByteTokenizer, Corpus, describe_splits, load_corpus, standard_library, token_stream
 from lineartime.data.readers import SPLITS
 from lineartime.data.splits import split_of_path
 from lineartime.errors import LineartimeError
@@ -31,16 +31,16 @@ def test_the_embedded_corpus_is_large_split_by_file_and_always_the_same() -> Non
 def test_adding_a_file_hardly_changes_the_splits(tmp_path: Path) -> None:
     for i in range(100):
         (tmp_path / f"{i}.txt").write_text("x" * 100)
-    before = {part.path for part in local_text(tmp_path).splits["train"]}
+    before = {part.path for part in load_corpus(tmp_path).splits["train"]}
     (tmp_path / "new.txt").write_text("x" * 100)
-    after = {part.path for part in local_text(tmp_path).splits["train"]}
+    after = {part.path for part in load_corpus(tmp_path).splits["train"]}
     assert len(before ^ after) <= 3
 
 
 def test_one_file_is_split_by_position_at_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i}\n" for i in range(1000)))
-    parts = [documents(local_text(file), split) for split in SPLITS]
+    parts = [documents(load_corpus(file), split) for split in SPLITS]
     assert [len(part) for part in parts] == [1, 1, 1]
     texts = [part[0] for part in parts]
     assert "".join(texts) == file.read_text()
@@ -50,21 +50,21 @@ def test_one_file_is_split_by_position_at_line_ends(tmp_path: Path) -> None:
 
 def test_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("日" * 1000)
-    texts = [documents(local_text(tmp_path / "text.txt"), split)[0] for split in SPLITS]
+    texts = [documents(load_corpus(tmp_path / "text.txt"), split)[0] for split in SPLITS]
     assert "".join(texts) == "日" * 1000
     assert min(map(len, texts)) > 40
 
 
 def test_one_long_line_is_cut_between_characters_too(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x" * 10_000 + "\n")
-    assert min(len(documents(local_text(tmp_path / "text.txt"), split)[0]) for split in SPLITS) > 400
+    assert min(len(documents(load_corpus(tmp_path / "text.txt"), split)[0]) for split in SPLITS) > 400
 
 
 def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).touch()
     (tmp_path / os.fsdecode(b"\xff.txt")).write_text("line\n" * 1000)
-    corpus = local_text(tmp_path)
+    corpus = load_corpus(tmp_path)
     assert all(documents(corpus, split)[0] for split in SPLITS)
     token_stream(corpus, "train", ByteTokenizer(), tmp_path / "cache")
 
@@ -72,7 +72,7 @@ def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> No
 def test_a_file_with_most_of_the_bytes_is_for_training(tmp_path: Path) -> None:
     for name, size in (("a", 10), ("b", 10_000), ("c", 10), ("d", 10)):
         (tmp_path / name).write_text("x" * size)
-    assert "b" in {part.path.name for part in local_text(tmp_path).splits["train"]}
+    assert "b" in {part.path.name for part in load_corpus(tmp_path).splits["train"]}
 
 
 def test_folders_are_read_to_the_bottom_but_hidden_files_are_not(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_folders_are_read_to_the_bottom_but_hidden_files_are_not(tmp_path: Path)
     (tmp_path / ".git").mkdir()
     for name in ("a.txt", "sub/b.txt", "sub/c.md", ".git/d", ".hidden"):
         (tmp_path / name).write_text("text\n")
-    names = {part.path.name for split in local_text(tmp_path).splits.values() for part in split}
+    names = {part.path.name for split in load_corpus(tmp_path).splits.values() for part in split}
     assert names == {"a.txt", "b.txt", "c.md"}
 
 
@@ -88,7 +88,7 @@ def test_files_and_folders_called_like_splits_are_the_splits(tmp_path: Path) -> 
     for name in ("train-0.txt", "train-1.txt", "valid.txt", "test/a.txt", "test/b.txt", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    corpus = local_text(tmp_path)
+    corpus = load_corpus(tmp_path)
     assert documents(corpus, "train") == ["train-0.txt", "train-1.txt"]
     assert documents(corpus, "validation") == ["valid.txt"]
     assert documents(corpus, "test") == ["test/a.txt", "test/b.txt"]
@@ -97,7 +97,7 @@ def test_files_and_folders_called_like_splits_are_the_splits(tmp_path: Path) -> 
 def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
     for name in ("train.py", "test_loop.py", "loop.py"):
         (tmp_path / name).write_text(name)
-    corpus = local_text(tmp_path)
+    corpus = load_corpus(tmp_path)
     assert sorted(text for split in SPLITS for text in documents(corpus, split)) == ["loop.py", "test_loop.py", "train.py"]
 
 
@@ -132,7 +132,7 @@ def test_files_with_splits_within_their_names_are_not_dealt_out_by_hash(tmp_path
         file = tmp_path / pattern.format(word)
         file.parent.mkdir(exist_ok=True)
         file.write_text(word)
-    assert [documents(local_text(tmp_path), split) for split in SPLITS] == [["train"], ["valid"], ["test"]]
+    assert [documents(load_corpus(tmp_path), split) for split in SPLITS] == [["train"], ["valid"], ["test"]]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_split_that_is_missing_is_taken_from_the_training_files(tmp_path: Path
     lines = [f"line {i}\n" for i in range(100)]
     (tmp_path / "train.txt").write_text("".join(lines))
     (tmp_path / f"{given}.txt").write_text("given")
-    corpus = local_text(tmp_path)
+    corpus = load_corpus(tmp_path)
     assert documents(corpus, given) == ["given"]
     other: Split = "test" if given == "validation" else "validation"
     taken = documents(corpus, other)[0].splitlines(keepends=True)
@@ -242,12 +242,12 @@ def test_a_split_that_is_missing_is_taken_from_the_training_files(tmp_path: Path
 
 def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match="holds no text: give a text file or a folder"):
-        local_text(tmp_path)
+        load_corpus(tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(LineartimeError, match="holds no text"):
-        local_text(tmp_path / "empty.txt")
+        load_corpus(tmp_path / "empty.txt")
     with pytest.raises(LineartimeError, match=r"^data is .*missing, which is neither a file or folder nor the name of"):
-        local_text(tmp_path / "missing")
+        load_corpus(tmp_path / "missing")
 
 
 def test_an_unknown_corpus_is_an_error_that_lists_the_names() -> None:
@@ -289,8 +289,8 @@ def test_text8_is_read_from_its_zip_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_identity_of_a_split_follows_its_files(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("text\n" * 100)
-    before = {split: local_text(file).identity(split) for split in SPLITS}
+    before = {split: load_corpus(file).identity(split) for split in SPLITS}
     assert len(set(before.values())) == 3
-    assert local_text(file).identity("train") == before["train"]
+    assert load_corpus(file).identity("train") == before["train"]
     os.utime(file, ns=(1, 1))
-    assert local_text(file).identity("train") != before["train"]
+    assert load_corpus(file).identity("train") != before["train"]

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from lineartime.choices import Split
-from lineartime.data import local_text, readers
+from lineartime.data import load_corpus, readers
 from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, Part
 from lineartime.errors import LineartimeError
@@ -148,7 +148,7 @@ def test_a_single_file_of_documents_is_split_by_their_numbers(tmp_path: Path, ki
         file.write_bytes(json_lines(texts))
     else:
         write_parquet(file, text=texts)
-    corpus = local_text(file)
+    corpus = load_corpus(file)
     splits = [["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS]
     assert [len(split) for split in splits] == [90, 5, 5]
     assert sorted(text for split in splits for text in split) == sorted(texts)
@@ -228,7 +228,7 @@ def test_files_of_mixed_encodings_are_named_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "train-utf8.txt").write_text("é" * 10)
     (tmp_path / "train-utf16.txt").write_text("é" * 10, encoding="utf-16")
     with pytest.raises(LineartimeError, match=r"train-utf16.txt is not UTF-8 text \(byte 0xff at offset 0\)"):
-        [list(blocks) for blocks in local_text(tmp_path).documents("train")]
+        [list(blocks) for blocks in load_corpus(tmp_path).documents("train")]
 
 
 def test_text_that_ends_within_a_character_is_not_utf8(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_text_that_ends_within_a_character_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.json", "a.txt.gz"])
 def test_a_file_that_vanished_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"text": "abc"}\n' * 10)
-    corpus = local_text(tmp_path / name)
+    corpus = load_corpus(tmp_path / name)
     (tmp_path / name).unlink()
     for ask in (lambda: corpus.identity("train"), lambda: [list(blocks) for blocks in corpus.documents("train")]):
         with pytest.raises(LineartimeError, match=rf"Cannot read .*{name}: No such file"):

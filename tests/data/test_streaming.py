@@ -18,7 +18,6 @@ from lineartime.data import (
     Rows,
     StreamingLoader,
     load_corpus,
-    local_text,
     merge_states,
     stream_documents,
 )
@@ -75,7 +74,7 @@ def corpus(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
         return load_corpus("pg19")
     if request.param == "several":
         return load_corpus([folder / "first", "hub:org/rest"])
-    return local_text(folder / request.param)
+    return load_corpus(folder / request.param)
 
 
 def read(corpus: Corpus, lane: int, lanes: int, state: dict[str, Any] | None = None) -> list[tuple[str, dict[str, Any]]]:
@@ -192,7 +191,7 @@ def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
 
 def test_the_state_stays_small_however_long_the_documents(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "train.jsonl", ["word " * 200_000] * 3)
-    one = loader(local_text(tmp_path / "train.jsonl"), 1, context_length=4096)
+    one = loader(load_corpus(tmp_path / "train.jsonl"), 1, context_length=4096)
     for _ in range(20):
         one.next_step()
     assert len(json.dumps(one.state())) < 1000
@@ -201,7 +200,7 @@ def test_the_state_stays_small_however_long_the_documents(tmp_path: Path) -> Non
 def test_a_document_that_is_longer_than_a_block_is_read_whole(tmp_path: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(60_000))
     write_json_lines(tmp_path / "a.jsonl", [text])
-    lane = _Lane(local_text(tmp_path / "a.jsonl"), BYTES, 0, 1)
+    lane = _Lane(load_corpus(tmp_path / "a.jsonl"), BYTES, 0, 1)
     tokens = np.concatenate([lane.window(1000)[:-1] for _ in range(len(text) // 1000)])
     assert BYTES.decode(tokens.tolist()) == text[: len(tokens)]
 
@@ -223,16 +222,16 @@ def test_a_run_cannot_resume_with_another_number_of_lanes(corpus: Corpus) -> Non
 def test_more_lanes_than_documents_are_an_error(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
     with pytest.raises(LineartimeError, match="fewer documents than lanes"):
-        loader(local_text(tmp_path / "a.jsonl"), 4).next_step()
+        loader(load_corpus(tmp_path / "a.jsonl"), 4).next_step()
 
 
 def test_one_long_text_cannot_be_streamed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text\n" * 100)
     with pytest.raises(LineartimeError, match=r"a.txt is one long text and cannot be streamed"):
-        loader(local_text(tmp_path / "a.txt"), 1).next_step()
+        loader(load_corpus(tmp_path / "a.txt"), 1).next_step()
 
 
 def test_a_line_that_is_no_document_is_named_while_streaming(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
     with pytest.raises(LineartimeError, match=r"a.jsonl, line 2, has the columns txt"):
-        loader(local_text(tmp_path / "a.jsonl"), 1).next_step()
+        loader(load_corpus(tmp_path / "a.jsonl"), 1).next_step()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, local_text, token_stream
+from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, load_corpus, token_stream
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.corpora import Source
@@ -239,6 +239,6 @@ def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: 
 def test_the_three_splits_of_a_file_are_the_file(tmp_path: Path) -> None:
     text = "".join(f"{i}\n" for i in range(500))
     (tmp_path / "a").write_text(text)
-    corpus = local_text(tmp_path / "a")
+    corpus = load_corpus(tmp_path / "a")
     parts = [token_stream(corpus, split, BYTES, tmp_path / "cache").tokens[:].tolist() for split in corpus.splits]
     assert "".join(BYTES.decode(part) for part in parts) == text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lineartime.choices import TokenizerKind
 from lineartime.cli import main
-from lineartime.data import ByteTokenizer, JsonTokenizer, local_text, read_tokenizer, tokenizer_for, train_tokenizer
+from lineartime.data import ByteTokenizer, JsonTokenizer, load_corpus, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import LineartimeError
 
@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizers(text: Path) -> dict[TokenizerKind, JsonTokenizer]:
-    return {kind: train_tokenizer(local_text(text), kind, 600) for kind in KINDS}
+    return {kind: train_tokenizer(load_corpus(text), kind, 600) for kind in KINDS}
 
 
 @pytest.fixture(params=KINDS)
@@ -92,7 +92,7 @@ def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: 
 
 def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("aaaa bbbb\n" * 50_000 + "zzzz\n" * 50_000)
-    few = train_tokenizer(local_text(tmp_path / "train.txt"), "bpe", 300, max_bytes=1000)
+    few = train_tokenizer(load_corpus(tmp_path / "train.txt"), "bpe", 300, max_bytes=1000)
     assert len(few.encode("aaaa")) == 1
     assert len(few.encode("zzzz")) == 4
 
@@ -100,17 +100,17 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
 def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: TokenizerKind, smallest: int) -> None:
     with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but {kind} needs at least {smallest}"):
-        train_tokenizer(local_text(text), kind, 100)
+        train_tokenizer(load_corpus(text), kind, 100)
 
 
 def test_a_corpus_without_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(LineartimeError, match="There is no text in the train split of"):
-        train_tokenizer(local_text(tmp_path / "train.jsonl"), "bpe", 300)
+        train_tokenizer(load_corpus(tmp_path / "train.jsonl"), "bpe", 300)
 
 
 def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = local_text(text)
+    corpus = load_corpus(text)
     for choice in (None, "bytes"):
         assert isinstance(tokenizer_for(choice, corpus, tmp_path), ByteTokenizer)
     trained = tokenizer_for("bpe-300", corpus, tmp_path)
@@ -127,9 +127,9 @@ def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: py
 def test_a_changed_text_gets_another_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("aaaa\n" * 1000)
-    first = tokenizer_for("bpe-300", local_text(file), tmp_path / "cache")
+    first = tokenizer_for("bpe-300", load_corpus(file), tmp_path / "cache")
     file.write_text("bbbbb\n" * 1000)
-    assert tokenizer_for("bpe-300", local_text(file), tmp_path / "cache").to_json() != first.to_json()
+    assert tokenizer_for("bpe-300", load_corpus(file), tmp_path / "cache").to_json() != first.to_json()
 
 
 def test_an_unknown_tokenizer_is_an_error_that_lists_the_choices(text: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_unknown_tokenizer_is_an_error_that_lists_the_choices(text: Path, tmp
             LineartimeError,
             match=rf"^tokenizer is {choice}, which is neither a file nor a name: use bytes, bpe-32000, unigram-32000",
         ):
-            tokenizer_for(choice, local_text(text), tmp_path)
+            tokenizer_for(choice, load_corpus(text), tmp_path)
 
 
 def test_the_command_writes_a_tokenizer_and_never_over_another(

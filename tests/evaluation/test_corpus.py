@@ -8,7 +8,7 @@ import torch
 
 import lineartime
 from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints
-from lineartime.data import ByteTokenizer, local_text, token_stream
+from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation import carried, evaluate, windowed
 from lineartime.models import CausalLM
@@ -37,7 +37,7 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     model = lineartime.load(run)
     assert isinstance(model, CausalLM)
     cache = run.parent / "cache"
-    stream = token_stream(local_text(run.parent / "text.txt"), "test", TOKENIZER, cache)
+    stream = token_stream(load_corpus(run.parent / "text.txt"), "test", TOKENIZER, cache)
     by_windows = windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
     assert evaluate(str(run), cache=str(cache), precision="fp32") == by_windows
     assert evaluate(run, checkpoint="last", cache=cache).checkpoint == last_checkpoint(run)
@@ -121,5 +121,5 @@ def test_every_path_may_be_a_text(run: Path) -> None:
     assert read_metrics(text) == read_metrics(run)
     assert read_record(text) == read_record(run)
     assert draw_curve(text) == run / "loss.png"
-    corpus = local_text(str(run.parent / "text.txt"))
+    corpus = load_corpus(str(run.parent / "text.txt"))
     assert len(token_stream(corpus, "test", TOKENIZER, str(run.parent / "cache"))) > 0

@@ -10,7 +10,7 @@ from lineartime.data.batches import (
     read_window,
     spread_windows,
 )
-from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, local_text, names_corpus, no_text, standard_library
+from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, names_corpus, no_text, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
@@ -36,7 +36,6 @@ __all__ = [
     "causal_batch",
     "describe_splits",
     "load_corpus",
-    "local_text",
     "masked_batch",
     "measured_batch",
     "merge_states",

@@ -172,8 +172,13 @@ def names_corpus(data: str) -> bool:
 def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int = MAX_EXPANSION) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
-    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. Several texts are joined split by split.
-    Paths whose names state their splits come first and are treated as one folder.
+    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
+    those of its subfolders are read, except hidden ones: text, JSON lines, JSON or Parquet. If the names of all files, or of
+    their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each training file.
+    Otherwise, a folder of at least three files is split by file, and a smaller one within its files. The name of the path
+    itself counts for a file, and for a folder only if the whole name is that of a split.
+
+    Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
 
     Args:
         data: names and paths.
@@ -213,22 +218,6 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
         where = " and ".join(source.name for source in sources)
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
-
-
-def local_text(path: str | Path, text_column: str = TEXT_COLUMN) -> LocalCorpus:
-    """Load a file, or all files of a folder and its subfolders except hidden ones: text, JSON lines, JSON or Parquet.
-
-    If the names of all files, or of their folders, state a split (`named_split`), these splits are used, and a missing split
-    takes 5% of each training file. Otherwise, a folder of at least three files is split by file, and a smaller one within its
-    files. The name of `path` itself counts for a file, and for a folder only if the whole name is that of a split.
-
-    Raises:
-        LineartimeError: if there is no text.
-    """
-    path = Path(path)
-    files = _files(path, text_column, MAX_EXPANSION)
-    splits, note = _named(path, files)
-    return _unnamed(path, files, note) if splits is None else LocalCorpus(str(path), completed(splits))
 
 
 def _files(path: Path, column: str, most_expansion: int) -> list[Part]:
