@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -125,6 +126,12 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert 230 < results[0].tokens < 370  # 15% of 2000
     assert results[1].tokens == results[0].tokens  # what is masked does not depend on the batch size
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
+    with pytest.raises(LineartimeError, match="The model predicts no token of the test split of noise, so there is no loss"):
+        windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=3, bf16=False, max_tokens=1)
+
+
+def test_a_loss_beyond_all_floats_has_an_infinite_perplexity(model: CausalLM) -> None:
+    assert dataclasses.replace(measure(model, stream(20), 8, 8), loss=1e4).perplexity == math.inf
 
 
 def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(model: CausalLM) -> None:

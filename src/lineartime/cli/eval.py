@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ def run(options: Options) -> None:
     assert evaluation.checkpoint is not None
     if options.json:
         perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        facts = {"checkpoint": str(evaluation.checkpoint), "precision": precision, perplexity: evaluation.perplexity}
+        finite = evaluation.perplexity if math.isfinite(evaluation.perplexity) else None  # JSON has no infinity
+        facts = {"checkpoint": str(evaluation.checkpoint), "precision": precision, perplexity: finite}
         print(json.dumps({**dataclasses.asdict(evaluation), **facts}))
     else:
         words = evaluation.prose if options.words == "auto" else options.words == "on"

@@ -71,8 +71,11 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): the perplexity per token, or per masked token."""
-        return math.exp(self.loss)
+        """exp(loss): the perplexity per token, or per masked token; infinite if it is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -239,7 +242,13 @@ class _Positions:
 
     def evaluation(self, context: str, stream: TokenStream, prose: bool, masked: bool) -> Evaluation:
         count = int(self._counts.sum())
-        loss = float(self._sums.sum()) / max(1, count)
+        if count == 0:
+            raise LineartimeError(
+                f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more ",
+                Argument("max_tokens"),
+                ".",
+            )
+        loss = float(self._sums.sum()) / count
         by_position = []
         for power, n in enumerate(self._counts.tolist()):
             if n:
