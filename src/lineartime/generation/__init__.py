@@ -50,10 +50,13 @@ def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int,
     with torch.no_grad():
         once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
         logits = torch.stack([once[ids][0] for ids in prompts])
+        tokens = draw(logits, sampling, generator)
+    yield tokens.tolist()
+    if max_tokens == 1:  # there may be no position for another one
+        return
+    with torch.no_grad():
         draw_next = drawing(model, [once[ids][1] for ids in prompts], sampling, generator)
     del once  # the state of a long prompt may be large
-    tokens = draw(logits, sampling, generator)
-    yield tokens.tolist()
     for _ in range(1, max_tokens):
         with torch.no_grad():
             tokens = draw_next(tokens)

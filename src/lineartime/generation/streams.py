@@ -113,18 +113,22 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         The function, of tensors on any device; the next call overwrites the tensor that it returns.
     """
     before = [tensor.clone() for tensor in changed]
+
+    def undo() -> None:
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+
     with torch.cuda.device(inputs[0].device):
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
             for _ in range(3):
                 function(*inputs)
+                undo()  # each time: there may be no position after the next one
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = function(*inputs)
-    for tensor, value in zip(changed, before, strict=True):
-        tensor.copy_(value)  # undo the trial steps
 
     def replayed(*given: Tensor) -> Tensor:
         for tensor, value in zip(inputs, given, strict=True):
