@@ -6,7 +6,7 @@ not stored anywhere, but determined from the folder.
 
     model.safetensors  model.json  tokenizer.json       what `load` needs
     optimizer/*.safetensors  training.json              what resuming the run also needs
-    manifest.json                                       the SHA-256 of each of these files, which every reader checks
+    manifest.json                                       the SHA-256 of each of these files, which `load` and resuming check
     validation.json                                     the validation loss, if it was measured after the rest was written
 """
 

@@ -83,7 +83,7 @@ class Inspection:
         task: the task of the model.
         pieces: the text, with losses.
         left_out: how many tokens were not read, because the text was too long.
-        prefix: how many tokens at the beginning were read bidirectionally, for a model of task "prefix-lm".
+        prefix: how many tokens at the beginning of the text were read bidirectionally, for a model of task "prefix-lm".
         layers: the layers, from first to last.
     """
 
@@ -134,7 +134,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]])
     batch = _on_device(measured_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
-    prefix = 0 if batch.prefix_lengths is None else int(batch.prefix_lengths)
+    prefix = 0 if batch.prefix_lengths is None else max(0, int(batch.prefix_lengths) - 1)  # the first is the end of a document
 
     inputs: list[Tensor] = []
     backbone = model.backbone

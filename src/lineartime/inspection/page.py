@@ -63,6 +63,9 @@ def _page(inspection: Inspection, title: str) -> Iterator[str]:
     yield f"<title>lineartime inspect</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
     yield f"<h1>{escaped(title)}</h1>\n"
     yield from _text(inspection)
+    if inspection.task != "mlm":
+        yield "<p>Below, position 0 holds the end of a document, and position t the token before the one that it predicts, "
+        yield "token t.</p>\n"
     for number, layer in enumerate(inspection.layers, 1):
         yield from _layer(layer, number)
     yield "</body>\n</html>\n"
@@ -109,7 +112,7 @@ def _layer(layer: LayerView, number: int) -> Iterator[str]:
         picture = b64encode(map_png(weights)).decode()
         yield f'<figure><img alt="{name} of layer {number}: weights" src="data:image/png;base64,{picture}">'
         signs = ", blue ones negative" if (weights < 0).any() else ""
-        yield f"<figcaption>{name}: what each token (row) reads of each other one (column). "
+        yield f"<figcaption>{name}: what each position (row) reads of each other one (column). "
         yield f"Strongest weight {float(weights.abs().max()):.2g}{signs}.</figcaption></figure>\n"
     share = layer.global_share
     if share is not None:

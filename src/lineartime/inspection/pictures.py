@@ -90,7 +90,7 @@ def _draw_map(axes: Any, weights: Tensor, title: str, figure: Any) -> None:
         vmax=largest,
         interpolation="nearest" if len(weights) <= 600 else "antialiased",
     )
-    axes.set(title=f"{title}: weights", xlabel="token that is read", ylabel="token that reads")
+    axes.set(title=f"{title}: weights", xlabel="position that is read", ylabel="position that reads")
     figure.colorbar(image, ax=axes, shrink=0.8)
 
 
