@@ -1,5 +1,6 @@
 """Checkpoints: what they need to be loaded, every kind of damage to them, and files of other versions."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TextPosition, TrainingState, load_tokenizer
+from lineartime.checkpoint import DamagedCheckpointError, TextPosition, TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
@@ -366,3 +367,8 @@ def test_fields_that_are_missing_take_their_defaults(tmp_path: Path) -> None:
     rewrite(path / "training.json", without("step"))
     with pytest.raises(LineartimeError, match="step is missing in the file"):
         checkpoints.read_training_state(path)
+
+
+def test_an_error_can_be_sent_to_another_process() -> None:
+    error = DamagedCheckpointError("model.json is missing", "train again")
+    assert str(copy.copy(error)) == str(error) == "model.json is missing: train again."  # copied as it is pickled

@@ -55,7 +55,7 @@ def flash(**overrides: object) -> CausalLM:
 @pytest.mark.parametrize("token_shift", [False, True])
 def test_a_program_of_the_step_without_lineartime_gives_the_logits_of_the_model(token_shift: bool, tmp_path: Path) -> None:
     model, ids = flash(token_shift=token_shift, n_blocks=1 + token_shift), torch.randint(0, 40, (3, 20))
-    file = write_program(export_step(model), tmp_path / "step.pt2")
+    file = write_program(export_step(model), tmp_path / "new" / "step.pt2")
     torch.save(ids, tmp_path / "ids")
     command = [sys.executable, "-W", "ignore", "-c", CLIENT, str(file), str(tmp_path / "ids"), str(tmp_path / "logits")]
     subprocess.run(command, check=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.files import removed_on_failure, write_atomically
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.files import new_file, new_folder, removed_on_failure, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,33 @@ def test_what_a_failure_has_added_is_removed_and_nothing_else(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     with pytest.raises(KeyError), removed_on_failure(tmp_path / "nowhere"):
         raise KeyError
+
+
+def test_a_new_file_or_folder_appears_whole_with_the_folders_above_it(tmp_path: Path) -> None:
+    with new_file("file", tmp_path / "a" / "b.pt2") as partial:
+        partial.write_text("text")
+        assert partial.suffix == ".pt2"  # which writers of other libraries look at
+        assert not (tmp_path / "a" / "b.pt2").exists()
+    with new_folder("folder", tmp_path / "c" / "d") as folder:
+        (folder / "file").write_text("text")
+    assert [file.name for file in sorted(tmp_path.rglob("*")) if file.is_file()] == ["b.pt2", "file"]
+
+
+def test_what_is_there_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(ArgumentError, match=r"file is .*file, which exists already"), new_file("file", tmp_path / "file"):
+        raise AssertionError
+    with pytest.raises(ArgumentError, match=r"out is \., which is not the name of a new folder"), new_folder("out", Path()):
+        raise AssertionError
+
+    def fail() -> None:
+        with new_file("file", tmp_path / "other") as partial:
+            partial.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(LineartimeError, match=r"Cannot write .*other: No space left on device"):
+        fail()
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:

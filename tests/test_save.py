@@ -60,7 +60,11 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    infinite = tiny()
+    with torch.no_grad():
+        infinite.backbone.embedding.weight[0, 0] = torch.nan
     wrong: list[tuple[Any, Any, str]] = [
+        (infinite, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
         (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
         (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),
         (tiny(), "bytes", "tokenizer is of type str"),

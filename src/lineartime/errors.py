@@ -94,6 +94,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(like)}?)" if like else ""
 
 
+def first_line(error: Exception) -> str:
+    """The type of an error of another library, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def cannot(action: str, path: object, error: OSError, *then: Part) -> LineartimeError:
     """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

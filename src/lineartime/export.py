@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lineartime.data.hub import first_line
-from lineartime.errors import ArgumentError, LineartimeError, reporting, require_packages
-from lineartime.machine import compiler_missing
+from lineartime.errors import ArgumentError, LineartimeError, first_line, require_packages
+from lineartime.files import new_file
+from lineartime.machine import compiler_missing, is_out_of_memory
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
 from lineartime.ops.exported import PLAIN
 
@@ -187,13 +187,13 @@ def checked_file(file: str | Path, suffix: str) -> Path:
 
 def _write(file: Path, write: Callable[[Path], object]) -> Path:
     """Let a function write the file under a temporary name, and rename it when it is complete."""
-    partial = file.with_name(f".{file.stem}.partial{file.suffix}")
-    with reporting("write", file), _quiet():
+    with new_file("file", file) as partial, _quiet():
         try:
             write(partial)
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+        except RuntimeError as error:  # raised by PyTorch's writer if the disk is full, and by a compiler that fails
+            if is_out_of_memory(error):
+                raise
+            raise LineartimeError(f"Cannot write {file} ({first_line(error)}): check the disk and the compiler.") from error
     return file
 
 

@@ -45,9 +45,11 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
 
     Raises:
-        ArgumentError: naming the argument, for a folder that is not empty.
+        ArgumentError: naming the argument, for a folder that is not empty, or a path that ends in no name, such as ".".
         LineartimeError: if the folder cannot be written.
     """
+    if not folder.name:
+        raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
@@ -61,6 +63,27 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             synchronise(folder.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_file(argument: str, file: Path) -> Iterator[Path]:
+    """Write a file under a temporary name, which the `with` block gets, and rename it when it is on the disk; the suffix stays.
+
+    Raises:
+        ArgumentError: naming the argument, for a file that exists.
+        LineartimeError: if the file cannot be written.
+    """
+    if file.exists():
+        raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
+    partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
+    with reporting("write", file):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            synchronise(partial)
+            partial.rename(file)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -51,6 +51,8 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         (["train", "--override", "a=1", "--override", "b=2"], "--override is given twice", 1),
         (["train", "--out", ""], "--out is empty: give a path", 1),
         (["train", "--data", ""], "--data is empty: give a path", 1),
+        (["train", "--out="], "--out is empty: give a path", 1),
+        (["tokenize", "--out", "{text}/tokenizer.json"], "Cannot write .*tokenizer.json: ", 1),
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps 600", 1),
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1", 1),
         (["train", "--recipe", "lm-moon"], "--recipe", 2),

@@ -44,6 +44,7 @@ class DamagedCheckpointError(LineartimeError):
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}: {advice}.")
+        self.args = (what, advice)  # used to copy the error to another process
         self.what = what
 
 

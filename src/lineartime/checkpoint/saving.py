@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineartime.checkpoint.format import write_files
+from lineartime.checkpoint.format import CHECKPOINT, write_files
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import new_folder
 
@@ -27,7 +27,8 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
         The folder.
 
     Raises:
-        ArgumentError: for anything but a model, a tokenizer that does not fit it, or a folder that cannot be used.
+        ArgumentError: for anything but a model, weights that are not finite, a tokenizer that does not fit, or a folder that
+            cannot be used.
         LineartimeError: if it cannot be written.
     """
     from safetensors import SafetensorError
@@ -37,8 +38,11 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
 
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise ArgumentError("model", f"has numbers in {name} that are not finite, so it could not be loaded again.")
     folder = Path(folder)
-    if re.fullmatch(r"step-\d{8,}", folder.name):
+    if re.fullmatch(CHECKPOINT, folder.name):
         raise ArgumentError("folder", f"is {folder}, the name of a checkpoint in a run: choose another name.")
     with new_folder("folder", folder) as partial:
         try:

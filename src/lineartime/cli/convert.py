@@ -78,8 +78,7 @@ def _write_flash_pytorch(options: Options) -> str:
 def _refuse(options: Options, *names: str) -> None:
     """Raise ArgumentError for options that this conversion does not use."""
     for name in names:
-        value = getattr(options, name)
-        if value:
+        if getattr(options, name) not in (None, ()):
             raise ArgumentError(name, f"is given, but converting {options.source} does not use it: leave it out.")
 
 

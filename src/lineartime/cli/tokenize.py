@@ -40,12 +40,15 @@ def run(options: Options) -> None:
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:
         check_positive(max_bytes=options.max_bytes)
+    with reporting("write", options.out):  # now, rather than after the training
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.touch()
+        options.out.unlink()
     corpus = load_corpus(options.data, options.text_column, options.max_expansion)
     for line in describe_splits(corpus):
         print(line, file=SCREEN)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.out, tokenizer.to_json())
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:

@@ -17,7 +17,7 @@ from typing import Any
 from lineartime.choices import Split
 from lineartime.data.hub_files import newest_file
 from lineartime.data.readers import SPLITS, pieces
-from lineartime.errors import LineartimeError, missing_extra
+from lineartime.errors import LineartimeError, first_line, missing_extra
 
 Example = dict[str, Any]
 
@@ -183,12 +183,6 @@ def guarded(name: str) -> Iterator[None]:
         raise LineartimeError(
             f"Cannot read {name} ({first_line(error)}): check its files or the network, then try again."
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class _ArticleNumber:

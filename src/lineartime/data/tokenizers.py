@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.data.hub import first_line
 from lineartime.data.hub_files import newest_file
 from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
-from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting, require_packages
+from lineartime.errors import ArgumentError, LineartimeError, first_line, missing_extra, reporting, require_packages
 from lineartime.files import TOKENIZER_FILE
 from lineartime.json_files import open_regular
 

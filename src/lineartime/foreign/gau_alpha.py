@@ -171,7 +171,7 @@ def read_vocabulary(file: Path, lowercase: bool = True) -> JsonTokenizer:
         raise missing_extra("tokenizers", "tokenizers", f"The vocabulary {file}") from None
     with reporting("read", file):
         try:
-            pieces = file.read_text(encoding="utf-8").splitlines()
+            pieces = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # a piece may be U+2028
         except UnicodeDecodeError:
             raise LineartimeError(f"{file} is not UTF-8 text, one piece of a word in each line.") from None
     vocabulary = {piece: place for place, piece in enumerate(pieces)}

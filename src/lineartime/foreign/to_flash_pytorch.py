@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, first_line
+from lineartime.files import new_file
 from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
 from lineartime.foreign.weights import interleaved_order
 from lineartime.layers.flash import FLASH
@@ -72,19 +73,12 @@ def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any
         LineartimeError: if it cannot be written.
     """
     file = Path(file)
-    if file.exists():
-        raise ArgumentError("destination", f"is {file}, which exists already: delete it, or choose another name.")
     weights, arguments = to_flash_pytorch(model)
-    partial = file.with_name(f".{file.name}.partial")
-    with reporting("write", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with new_file("destination", file) as partial:
         try:
             torch.save(weights, partial)
-            partial.rename(file)
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full
-            raise LineartimeError(f"Cannot write {file}: {str(error).splitlines()[0]}.") from None
-        finally:
-            partial.unlink(missing_ok=True)
+            raise LineartimeError(f"Cannot write {file} ({first_line(error)}): free some space, then try again.") from None
     return arguments
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lineartime.data.hub import first_line
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import LineartimeError, first_line, reporting
 from lineartime.fields import shown
+from lineartime.files import utf8_path
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """The suffixes of weight files."""
@@ -46,7 +46,8 @@ def _read_safetensors(file: Path) -> object:
     from safetensors.torch import load_file
 
     try:
-        return load_file(file)
+        with utf8_path(file) as path:
+            return load_file(path)
     except SafetensorError as error:
         raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
 
