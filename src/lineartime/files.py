@@ -17,12 +17,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 def write_atomically(file: Path, text: str) -> None:
     """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
-    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # its own name: other processes may write the same file
+    partial = _partial(file)
     try:
         write_synchronised(partial, text)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _partial(file: Path) -> Path:
+    """A temporary name, which no other process has that writes the same file."""
+    return file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")
 
 
 def write_synchronised(file: Path, text: str) -> None:
@@ -38,6 +43,16 @@ def synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_writable(file: Path) -> None:
+    """Make the folder of a file and try to write there, before long work. Raises OSError on failure."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(file)
+    try:
+        partial.touch()
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

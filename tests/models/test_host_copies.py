@@ -25,7 +25,7 @@ def on_meta(preset: str, **options: Any) -> CausalLM:
 
 
 @pytest.mark.parametrize("token_shift", [False, True])
-@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny"])
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny", "flash-quad-tiny"])
 def test_a_training_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
     model, ids = on_meta(preset, token_shift=token_shift), torch.zeros(2, 40, dtype=torch.long, device="meta")
     loss = model.loss(ids, ids)
@@ -37,15 +37,17 @@ def test_a_training_step_copies_nothing_to_the_host(preset: str, token_shift: bo
 
 
 @pytest.mark.parametrize("token_shift", [False, True])
-def test_padding_is_read_without_a_copy_where_chunks_are_cut(token_shift: bool) -> None:
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
+def test_padding_is_read_without_a_copy_where_chunks_are_cut(preset: str, token_shift: bool) -> None:
     ids = torch.zeros(2, 40, dtype=torch.long, device="meta")
-    on_meta("flash-tiny", token_shift=token_shift).loss(ids, ids, torch.ones(2, 40, dtype=torch.bool, device="meta")).backward()
+    on_meta(preset, token_shift=token_shift).loss(ids, ids, torch.ones(2, 40, dtype=torch.bool, device="meta")).backward()
 
 
 @pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
 @torch.no_grad()
-def test_a_decode_step_copies_nothing_to_the_host(token_shift: bool) -> None:
-    model, token = on_meta("flash-tiny", token_shift=token_shift).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
+def test_a_decode_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
+    model, token = on_meta(preset, token_shift=token_shift).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
     streams = model.join_streams([model.init_state(3)])
     assert model.step(token, streams).shape == (3, 1, 30)
     for sampling in (Sampling(temperature=0.0), Sampling(1.0, 5, 0.9)):

@@ -372,6 +372,22 @@ def test_a_resumed_run_keeps_its_tokenizer_whatever_became_of_the_file(
     assert len(losses(trained(config(resume=True)))) == 6
 
 
+def test_a_run_keeps_its_model_when_its_preset_means_another_one_today(
+    config: MakeConfig, interrupt_after: InterruptAfter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = TrainConfig.model_config
+    with monkeypatch.context() as then, interrupt_after(3):
+        then.setattr(TrainConfig, "model_config", lambda self, size: today(self, size).override(token_shift=True))
+        run = trained(config())
+    trained(config(resume=True))
+    again = train(like=run, steps=1, out=run.with_name("again"))
+    assert (
+        again.model.config
+        == lineartime.load(run, checkpoint="last").config
+        == config().model_config(258).override(token_shift=True)
+    )
+
+
 def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(config: MakeConfig) -> None:
     run = trained(config(steps=1))
     with pytest.raises(LineartimeError, match=r"seed is 5, but the run in .* was started with 0"):

@@ -7,7 +7,7 @@ import tyro
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.errors import ArgumentError, reporting
-from lineartime.files import write_atomically
+from lineartime.files import check_writable, write_atomically
 from lineartime.screen import SCREEN
 
 
@@ -40,13 +40,11 @@ def run(options: Options) -> None:
         raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
     if options.max_bytes is not None:
         check_positive(max_bytes=options.max_bytes)
-    with reporting("write", options.out):  # now, rather than after the training
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.touch()
-        options.out.unlink()
     corpus = load_corpus(options.data, options.text_column, options.max_expansion)
     for line in describe_splits(corpus):
         print(line, file=SCREEN)
+    with reporting("write", options.out):
+        check_writable(options.out)
     tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
     with reporting("write", options.out):
         write_atomically(options.out, tokenizer.to_json())

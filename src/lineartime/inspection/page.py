@@ -64,8 +64,7 @@ def _page(inspection: Inspection, title: str) -> Iterator[str]:
     yield f"<h1>{escaped(title)}</h1>\n"
     yield from _text(inspection)
     if inspection.task != "mlm":
-        yield "<p>Below, position 0 holds the end of a document, and position t the token before the one that it predicts, "
-        yield "token t.</p>\n"
+        yield "<p>Below, position 0 holds the end of a document. Position t holds token t - 1 and predicts token t.</p>\n"
     for number, layer in enumerate(inspection.layers, 1):
         yield from _layer(layer, number)
     yield "</body>\n</html>\n"

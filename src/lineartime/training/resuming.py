@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from lineartime.checkpoint import (
 from lineartime.choices import Precision
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import faster_precision
+from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.given_model import options_of
@@ -115,7 +117,7 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         # The folder may depend on other options, which need not be given again.
         config = dataclasses.replace(reparse(defaults), out=config.run_directory)
     elif config.like is not None:
-        started = read_from(config.like, saved_config, None if is_checkpoint(config.like) else "last")
+        started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
         defaults = dataclasses.replace(started, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
@@ -130,12 +132,27 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     return config, defaults
 
 
+def _repeated_config(checkpoint: Path) -> TrainConfig:
+    """The options of a checkpoint's run; they state where its preset means another model today."""
+    config, model = saved_config(checkpoint), read_model_config(checkpoint)
+    if config.model_config(model.vocab_size) == model:
+        return config
+    return dataclasses.replace(config, **_options_of_model(model))
+
+
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
     """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
-    model = options_of(read_model_config(checkpoint), "clm", all_values=False)
-    del model["override"]["vocab_size"]  # it follows from the tokenizer
     place = checkpoint.absolute()
-    return dataclasses.replace(defaults, **model, tokenizer=str(place), init_from=place)
+    return dataclasses.replace(
+        defaults, **_options_of_model(read_model_config(checkpoint)), tokenizer=str(place), init_from=place
+    )
+
+
+def _options_of_model(model: ModelConfig) -> dict[str, Any]:
+    """The options of training that describe a model; its vocabulary follows from the tokenizer."""
+    options = options_of(model, "clm", all_values=False)
+    del options["override"]["vocab_size"]
+    return options
 
 
 def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:

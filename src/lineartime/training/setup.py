@@ -83,7 +83,8 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
     with world.failing_together():
-        model_config = config.model_config(tokenizer.vocab_size)
+        # A run keeps its model, whatever its preset means today.
+        model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
         slice_unit = _slice_unit(model_config, config)
         _check_memory(model_config, config, rows, device, world)
         torch.manual_seed(config.seed)
