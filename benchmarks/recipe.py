@@ -1,10 +1,11 @@
 """What each part of the recipe `quick` adds: `python benchmarks/recipe.py` (several hours on 2 cores; resumes).
 
-Every variant is the recipe with one thing changed, or the paper's model and optimiser with one thing added. The recipe here has
-a token shift, as `flash-next` had when the study began: "no token shift" is the recipe `quick` of today. All see as many tokens
-as the recipe, but AdamW a quarter more: its steps are cheaper by that. The mean of weights is that of the checkpoints of the last
-fifth of a run. A second table is the rate by width, of the recipe of today. Finished runs are not repeated, and rows of runs that
-are not in the folder any more stay in the results; `--only NAME ...` runs some of them, and `--report` none.
+Every variant is the recipe with one thing changed, or the paper's model and optimiser with one thing added. The recipe here
+has a token shift, as `flash-next` had when the study began: "no token shift" is the recipe `quick` of today. All see as many
+tokens as the recipe, but AdamW a quarter more: its steps are cheaper by that. The mean of weights is that of the checkpoints
+of the last fifth of a run. A second table is the rate by width, of the recipe of today. Finished runs are not repeated, and
+rows of runs that are not in the folder any more stay in the results; `--only NAME ...` runs some of them, and `--report`
+none.
 """
 
 import argparse
