@@ -74,6 +74,36 @@ def test_a_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -
     assert built() == []
 
 
+def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"add.cpp could not be built, .*No such file"):
+        assert native_functions(tmp_path / "add.cpp") is None
+
+
+def test_a_library_that_cannot_be_opened_is_told_and_not_kept(source: Path) -> None:
+    source.write_text(ADD + 'extern "C" void elsewhere();\nextern "C" void call_elsewhere() { elsewhere(); }')
+    with pytest.warns(RuntimeWarning, match="undefined symbol: elsewhere"):
+        assert native_functions(source) is None
+    assert built() == []
+
+
+def test_clang_is_no_compiler_of_these_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clang = tmp_path / "clang-19"
+    clang.write_text("#!/bin/sh\n")
+    clang.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "c++").symlink_to(clang)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert cpp_compiler() is None
+
+
+def test_options_that_the_compiler_does_not_know_are_left_out(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_BF16_UNITS", {"some unit": "-msome-unit-of-the-future"})
+    monkeypatch.setattr(native, "processor_features", lambda: {"some unit"})
+    monkeypatch.setattr(native.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(native, "_UNITS", {"AVX512": ("-mfma",)})
+    assert add(native_functions(source)) == 5
+
+
 def test_a_folder_that_cannot_be_written_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.warns(RuntimeWarning, match="could not be built.*Not a directory"):
@@ -113,7 +143,7 @@ def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (cpp_compiler, "there is no C++ compiler here"),
+        (cpp_compiler, "there is no GNU C++ compiler here"),
         (openmp_library, "PyTorch came without the library of threads that they share with it"),
     ],
 )

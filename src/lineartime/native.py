@@ -26,8 +26,8 @@ SWITCH = "LINEARTIME_NATIVE"
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """The dtypes for which each function is compiled."""
 _HEADER = Path(__file__).with_name("numbers.h")
-_HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("g++", "c++")
+"""Not clang: its functions need another library of threads than PyTorch's."""
 _BUILD_SECONDS = 120.0
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _UNITS = {
@@ -41,7 +41,8 @@ _BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
 
 def cpp_compiler() -> str | None:
     """The C++ compiler of this machine, or None."""
-    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+    found = filter(None, map(shutil.which, _COMPILERS))
+    return next((compiler for compiler in found if "clang" not in Path(compiler).resolve().name), None)
 
 
 def openmp_library() -> Path | None:
@@ -58,7 +59,7 @@ def why_not_native() -> str | None:
         return f"they are built on Linux, not on {platform.system()}"
     if openmp_library() is None:
         return "PyTorch came without the library of threads that they share with it"
-    return None if cpp_compiler() else "there is no C++ compiler here"
+    return None if cpp_compiler() else "there is no GNU C++ compiler here"
 
 
 class NativeFunctions:
@@ -97,22 +98,15 @@ def native_functions(source: Path) -> NativeFunctions | None:
     compiler, openmp = cpp_compiler(), openmp_library()
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
-    options = (*_OPTIONS, "-include", str(_HEADER), *_unit_options())
-    parts = (
-        source.read_bytes(),
-        *(header.read_bytes() for header in _HEADERS),
-        *(part.encode() for part in (*options, compiler, str(openmp), platform.machine())),
-    )
-    name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    options = (*_OPTIONS, "-include", str(_HEADER), *_unit_options(compiler))
     try:
-        library = cache_folder() / "native" / name
+        library = cache_folder() / "native" / _library_name(source, [*options, compiler, openmp.name, platform.machine()])
         functions = _opened(library)
         if functions is None:
-            _build([compiler, *options], source, openmp, library)
-            functions = ctypes.CDLL(str(library))
+            functions = _built([compiler, *options], source, openmp, library)
         return NativeFunctions(functions)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
-        output = (getattr(error, "stderr", None) or str(error)).strip()
+        output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
             f"{source.name} could not be built, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "
             f"({SWITCH}=0 turns this message off)",
@@ -122,11 +116,28 @@ def native_functions(source: Path) -> NativeFunctions | None:
         return None
 
 
-def _unit_options() -> tuple[str, ...]:
-    """The compiler options for the instruction sets of this processor."""
+def _library_name(source: Path, options: list[str]) -> str:
+    """A name that differs if the source, a header or an option does."""
+    texts = [source, *sorted(_HEADER.parent.rglob("*.h"))]
+    parts = (*(file.read_bytes() for file in texts), *map(str.encode, options))
+    return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+
+
+def _unit_options(compiler: str) -> tuple[str, ...]:
+    """The compiler options for the instruction sets of this processor, as far as the compiler knows them."""
     capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
-    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
-    return (*_UNITS.get(capability, ()), *bf16)
+    units = _UNITS.get(capability, ())
+    bf16 = tuple(option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features)
+    return (*units, *bf16) if bf16 and _accepts(compiler, bf16) else units
+
+
+def _accepts(compiler: str, options: tuple[str, ...]) -> bool:
+    """Whether the compiler knows these options; GCC 9 does not know bf16, for instance."""
+    command = [compiler, *options, "-E", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_BUILD_SECONDS).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _opened(library: Path) -> ctypes.CDLL | None:
@@ -143,8 +154,8 @@ def _is_own(folder: Path) -> bool:
     return facts.st_uid in (0, os.getuid()) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _build(command: list[str], source: Path, openmp: Path, library: Path) -> None:
-    """Compile the library, then move it to its place atomically: other processes see all of it or nothing."""
+def _built(command: list[str], source: Path, openmp: Path, library: Path) -> ctypes.CDLL:
+    """Compile a library and open it, then move it to its place atomically: other processes see one that works, or nothing."""
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(library.parent):
         raise OSError(f"{library.parent} belongs to someone else, or others can write to it")
@@ -153,4 +164,6 @@ def _build(command: list[str], source: Path, openmp: Path, library: Path) -> Non
         for arguments in (["-c", str(source), "-o", str(objects)], ["-shared", str(objects), str(openmp), "-o", str(made)]):
             step = command if "-c" in arguments else command[:1]  # -fopenmp would link the system's own OpenMP library
             subprocess.run([*step, *arguments], check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        functions = ctypes.CDLL(str(made))
         made.replace(library)
+    return functions

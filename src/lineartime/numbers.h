@@ -1,4 +1,4 @@
-// What all functions in C++ share: the types of tensors, relu and the sigmoid. Included before every file that is built.
+// What all functions in C++ share: the types of tensors, relu, silu and rotations. Included before every file that is built.
 //
 // T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
 
@@ -93,6 +93,24 @@ inline float sigmoid(float x) {
 template <class T>
 inline double sigmoid(double x) {
   return 1.0 / (1.0 + std::exp(-x));
+}
+
+template <class T, class A>
+inline A silu(A x) {
+  return x * sigmoid<T>(x);
+}
+
+// One token's z gamma + beta, [2 half], rotated by its angles and scaled.
+template <class A, class P>
+inline void rotate(const A* __restrict z, const P* __restrict gamma, const P* __restrict beta, const A* __restrict cosine,
+                   const A* __restrict sine, A by, A* __restrict to, int64_t half) {
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t j = i + half;
+    const A x = by * (z[i] * load(gamma[i]) + load(beta[i])), y = by * (z[j] * load(gamma[j]) + load(beta[j]));
+    to[i] = x * cosine[i] - y * sine[i];
+    to[j] = x * sine[i] + y * cosine[i];
+  }
 }
 
 }  // namespace

@@ -140,6 +140,25 @@ def test_a_stack_is_kept_as_long_as_nothing_changes() -> None:
     assert stack_of(layers) is stack
 
 
+def test_a_stack_is_made_under_autocast_and_takes_steps_without_it() -> None:
+    layers = flash()
+    with torch.autocast("cpu", torch.bfloat16):
+        stack = stack_of(layers)
+    assert stack is not None
+    assert stack_of(layers) is stack
+
+
+def test_a_whole_number_as_epsilon_and_another_default_device_change_nothing() -> None:
+    layers, x = flash(), torch.randn(3, 20, D_MODEL, dtype=torch.float64)
+    for layer in layers:
+        layer.norm.eps = 0
+    streams = streams_of(layers, x)
+    others = copy.deepcopy(streams)
+    with torch.device("meta"):
+        outputs = steps(layers, x, streams)
+    torch.testing.assert_close(outputs, steps(layers, x, others, in_parts=True), atol=1e-10, rtol=1e-10)
+
+
 class LowRank(Dense):
     pass
 

@@ -81,6 +81,9 @@ def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
         return dense(x, weight)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning", "ignore:.*jit.trace_method:DeprecationWarning"
+)
 @pytest.mark.parametrize(
     "run",
     [
@@ -88,6 +91,7 @@ def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
         _watched,
         _in_autocast,
         lambda x, weight: torch.compile(dense, backend="eager", fullgraph=True)(x, weight),
+        lambda x, weight: torch.jit.trace(dense, (x, weight), check_trace=False)(x, weight),
         lambda x, weight: torch.func.vmap(dense, (0, None))(x, weight),
         lambda x, weight: dense(x, weight.mT.contiguous().mT),
         lambda x, weight: dense(x, weight.as_subclass(OfOthers)),

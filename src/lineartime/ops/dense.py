@@ -6,12 +6,11 @@ a half of the memory bandwidth.
 
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.operator import is_plain
+from lineartime.ops.operator import is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MOST_ROWS = 32
@@ -20,7 +19,7 @@ MOST_ROWS = 32
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: [..., K], weight [N, K], bias [N] -> [..., N]. On a CPU, a few rows are computed in C++."""
-    if torch.compiler.is_compiling():  # which would specialise the compiled code to the number of rows
+    if is_traced():  # which would specialise the recorded program to the number of rows
         return F.linear(x, weight, bias)
     width = x.shape[-1]
     few = 0 < x.numel() <= MOST_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES

@@ -51,7 +51,7 @@ struct Attention {
       A* at = memory.data() + b * size;
       return Stream<A>{at, at + e, at + 2 * e, at + 2 * e + s, at + 2 * e + 5 * s};
     };
-    const int used = int(std::min(threads, 1 + streams * s * e / 16384));  // starting threads takes as long as reading some memory
+    const int used = streams * s * e < 16384 ? 1 : int(threads);  // as in `dense`
 #pragma omp parallel num_threads(used)
     {
       // The token: U, V and Z, its queries, and its keys and values, which are stored in their slot of the open chunk.
@@ -60,26 +60,12 @@ struct Attention {
         const Stream<A> to = of(b);
         const T* __restrict from = projected + b * (2 * e + s);
         A* __restrict all = to.gate;
-        for (int64_t i = 0; i < 2 * e + s; ++i) {
-          const A x = load(from[i]);
-          all[i] = x * sigmoid<T>(x);
-        }
+        for (int64_t i = 0; i < 2 * e + s; ++i) all[i] = silu<T>(load(from[i]));
         const A* __restrict cosine = rotations ? rotations + (turns > 1 ? b * half : 0) : one.data();
         const A* __restrict sine = rotations ? cosine + turns * half : zero.data();
-        // q_quad, q_lin, k_quad, k_lin. One loop for each half, because compilers do not vectorise a loop over pairs.
-        for (int64_t map = 0; map < 4; ++map) {
-          const T* __restrict g = gamma + (map % 2 * 2 + map / 2) * s;
-          const T* __restrict o = beta + (map % 2 * 2 + map / 2) * s;
-          const A* __restrict z = to.z;
-          A* __restrict out = to.maps + map * s;
-          for (int64_t i = 0; i < half; ++i) {
-            const A x = z[i] * load(g[i]) + load(o[i]), y = z[i + half] * load(g[i + half]) + load(o[i + half]);
-            out[i] = x * cosine[i] - y * sine[i];
-          }
-          for (int64_t i = 0; i < half; ++i) {
-            const A x = z[i] * load(g[i]) + load(o[i]), y = z[i + half] * load(g[i + half]) + load(o[i + half]);
-            out[i + half] = x * sine[i] + y * cosine[i];
-          }
+        for (int64_t map = 0; map < 4; ++map) {  // q_quad, q_lin, k_quad, k_lin
+          const int64_t row = map % 2 * 2 + map / 2;
+          rotate(to.z, gamma + row * s, beta + row * s, cosine, sine, A(1), to.maps + map * s, half);
         }
         for (int64_t map = 0; map < 2; ++map) {
           for (int64_t i = 0; i < s; ++i) store(keys[((b * 2 + map) * c + slots[b]) * s + i], to.maps[(2 + map) * s + i]);

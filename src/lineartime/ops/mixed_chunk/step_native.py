@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.dense import MOST_ROWS
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.operator import is_plain
+from lineartime.ops.operator import has_plain_memory, is_plain
 from lineartime.ops.precision import acc_dtype
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def step(
     tokens, gamma, beta = projected.tokens.contiguous(), projected.gamma, projected.beta
     bias = None if bias is None else bias.to(tokens.dtype).contiguous()
     if gamma.dtype != tokens.dtype or beta.dtype != tokens.dtype or not is_plain(gamma, beta, bias):
+        return None
+    if tokens.shape[1] != 1 or (bias is not None and bias.shape != (len(tokens), options.chunk_size)):
         return None
     shared = _shared(tokens, projected.d_qk, rotations, options, [streams])
     functions = None if shared is None else native_functions(SOURCE)
@@ -88,7 +90,7 @@ class NativeLayers:
         self._tensors = [tensor for layer in layers for tensor in layer if tensor is not None]
         self._options, self._dtype = options, first.gamma.dtype
         self._d_qk, (self._d_model, self._d_value) = first.gamma.shape[1], first.to_output.shape
-        self._norm = (int(len(first.norm_weight) > 1), int(norm_is_centred), norm_eps)
+        self._norm = (int(len(first.norm_weight) > 1), int(norm_is_centred), float(norm_eps))
         self._bias_places = (0, 0, 0) if first.bias is None else (options.chunk_size - 1, 0, -1)
         self._places = self._places_now()
         self._rows = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers]
@@ -136,7 +138,7 @@ class NativeLayers:
             [*row, place, *(tensor.data_ptr() for tensor in of_layer)]
             for row, place, of_layer in zip(self._rows, of_last, streams, strict=True)
         )
-        addresses = torch.tensor(list(chain.from_iterable(rows)))
+        addresses = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, device="cpu")  # whatever the default is
         out = torch.empty_like(x)
         functions.call(
             "layers_step", self._dtype, *shared, *self._bias_places, self._d_value,
@@ -157,8 +159,7 @@ class NativeLayers:
         )  # fmt: skip
         fit = (x is None or (x.shape == shape and x.dtype == self._dtype) for x, shape in zip(layer, wanted, strict=True))
         has_bias = self._bias_places != (0, 0, 0)
-        with torch.no_grad():
-            return all(fit) and (layer.bias is not None) == has_bias and is_plain(*layer)
+        return all(fit) and (layer.bias is not None) == has_bias and all(x is None or has_plain_memory(x) for x in layer)
 
 
 def _shared(

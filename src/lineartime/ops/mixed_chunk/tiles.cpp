@@ -12,8 +12,8 @@ namespace {
 
 // The derivative of x sigmoid(x), given sigmoid(x).
 template <class A>
-inline A slope(A x, A share) {
-  return share * (1 + x * (1 - share));
+inline A slope(A x, A sigmoid_x) {
+  return sigmoid_x * (1 + x * (1 - sigmoid_x));
 }
 
 // Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys are rotated.
@@ -22,19 +22,6 @@ struct Rotations {
   const A *cosines, *sines;
   int64_t by_chunk, by_slot;
 };
-
-// One token's z gamma + beta, [s], rotated by its angles and scaled.
-template <class A>
-inline void rotate(const A* __restrict z, const A* __restrict gamma, const A* __restrict beta, const A* __restrict cosine,
-                   const A* __restrict sine, A by, A* __restrict to, int64_t half) {
-#pragma omp simd
-  for (int64_t i = 0; i < half; ++i) {
-    const int64_t j = i + half;
-    const A x = by * (z[i] * gamma[i] + beta[i]), y = by * (z[j] * gamma[j] + beta[j]);
-    to[i] = x * cosine[i] - y * sine[i];
-    to[j] = x * sine[i] + y * cosine[i];
-  }
-}
 
 // U and V = silu(before + bias), [2, N, C, e], and four maps rope(silu(before + bias) gamma + beta) of Z, [4, N, C, s]; the third
 // times `scale`.
@@ -53,16 +40,10 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
       for (int64_t part = 0; part < 2; ++part) {
         const T* __restrict source = from + part * e;
         const A* __restrict b = bias + part * e;
-        for (int64_t i = 0; i < e; ++i) {
-          const A x = load(source[i]) + b[i];
-          result[i] = x * sigmoid<T>(x);
-        }
+        for (int64_t i = 0; i < e; ++i) result[i] = silu<T>(load(source[i]) + b[i]);
         store_row(active + (part * rows + row) * e, result, e);
       }
-      for (int64_t i = 0; i < s; ++i) {
-        const A x = load(from[2 * e + i]) + bias[2 * e + i];
-        z[i] = x * sigmoid<T>(x);
-      }
+      for (int64_t i = 0; i < s; ++i) z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
       const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
       const A* __restrict cosine = rotations.cosines + turn;
       const A* __restrict sine = rotations.sines + turn;
@@ -181,9 +162,9 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
       T* __restrict to = d_before + row * (2 * e + s);
       if (gates_again) {
         for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i], share = sigmoid<T>(x), attended_here = load(out[i]);
-          const A gradient = load(d_g[i]) * attended_here * slope(x, share);
-          store(d_g[i], x * share * attended_here);
+          const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
+          const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
+          store(d_g[i], x * sigmoid_x * attended_here);
           store(to[i], gradient);
           d_b[i] += gradient;
         }
@@ -200,8 +181,7 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
         d_b[i] += gradient;
       }
       for (int64_t i = 0; i < s; ++i) {
-        const A x = load(from[2 * e + i]) + bias[2 * e + i];
-        z[i] = x * sigmoid<T>(x);
+        z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
         d_z[i] = 0;
       }
       const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
