@@ -112,7 +112,7 @@ def pseudo_inverse(a: Tensor) -> Tensor:
 
 
 class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
-    """Nyströmformer: softmax attention by way of 64 landmarks.
+    """Nyströmformer: softmax attention approximated with 64 landmarks.
 
     Args:
         n_landmarks: m, the number of segments, whose means are the landmarks.

@@ -94,7 +94,7 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, 
 
 
 class Sparse(MultiHeadMixer[KVCache]):
-    """Sparse Transformer: near tokens and every so many-th.
+    """Sparse Transformer: nearby tokens and every n-th token.
 
     Args:
         stride: S; a value near the square root of the sequence length has the lowest cost.

@@ -14,6 +14,7 @@ from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
 from lineartime.models.presets import PRESETS, resolve
+from lineartime.shapes import shapes_only
 from lineartime.training.config import TrainConfig
 
 
@@ -100,7 +101,7 @@ def _model_config(options: BenchConfig, preset: str, fields: dict[str, None]) ->
     training = TrainConfig(preset=preset, override=(*shared, *own), task=options.task, context_length=1)
     config = training.model_config(options.vocab_size or resolve(preset, options.task).vocab_size)
     try:
-        with torch.device("meta"):
+        with shapes_only():
             build_model(config.override(n_blocks=1))
     except ValueError as error:
         raise ArgumentError("override", f"does not make a model of {preset}: {error}") from None

@@ -23,6 +23,7 @@ from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
+from lineartime.shapes import shapes_only
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     If the shapes cannot be inferred on the meta device, the model reads the ids instead.
     """
     batch, tokens = ids.shape
-    with torch.device("meta"):
+    with shapes_only():
         shadow = build_model(model.config.override(n_blocks=1))
         assert isinstance(shadow, CausalLM)
         try:  # this infers only shapes: a context of any length costs nothing
@@ -199,7 +200,7 @@ def forward_flops_per_token(subject: Subject, length: int) -> float | None:
         return cost(subject.config, length).flops_per_token
     if subject.name == "fla":  # its kernels cannot be counted
         return None
-    with warnings.catch_warnings(), torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with warnings.catch_warnings(), shapes_only(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         warnings.simplefilter("ignore")
         subject.build()(torch.zeros(1, length, dtype=torch.long))
     flops: int = counter.get_total_flops()

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import logging
@@ -20,6 +19,7 @@ from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
+from lineartime.shapes import shapes_only
 
 CARD = "README.md"
 LOGITS = "lm_head.weight"
@@ -65,7 +65,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         model, tokenizer = loaded.model, loaded.tokenizer
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
-        with torch.device("meta"):
+        with shapes_only():
             made = (LineartimeForMaskedLM if model.config.task == "mlm" else LineartimeForCausalLM)(config)
         made.model.backbone = model.backbone
         if model.lm_head is not None:
@@ -153,7 +153,7 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
             f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} specifies {config.n_blocks}."
         )
     try:
-        with torch.device("meta"):
+        with shapes_only():
             wanted = {name: list(tensor.shape) for name, tensor in build_model(config).state_dict().items()}
     except (RuntimeError, OverflowError) as error:
         raise LineartimeError(

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
-
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_names, from_fields
 from lineartime.layers.norms import Norm, NormPosition
 from lineartime.layers.residual import LayerOptions
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.shapes import shapes_only
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ModelConfig:
     @property
     def longest_sequence(self) -> int | None:
         """The maximum number of tokens that the model can read, or None if there is no limit."""
-        with torch.device("meta"):
+        with shapes_only():
             mixer = self.mixer.build(self.d_model)
         limits = [limit for limit in (self.max_positions, mixer.longest_sequence) if limit is not None]
         return min(limits, default=None)

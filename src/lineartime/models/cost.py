@@ -13,6 +13,7 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.streams import tensors_of
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
+from lineartime.shapes import shapes_only
 
 
 class Cost(NamedTuple):
@@ -34,7 +35,7 @@ class Cost(NamedTuple):
 def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
     # All blocks are identical: models with one and with two blocks show what each block adds.
-    with torch.device("meta"):
+    with shapes_only():
         one, two = (_parameters(build_model(config.override(n_blocks=n))) for n in (1, 2))
     return one + (config.n_blocks - 1) * (two - one)
 
@@ -46,7 +47,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
     # All blocks are identical: models with one and with two blocks show what each block adds.
-    with torch.device("meta"):
+    with shapes_only():
         one, two = (build_model(config.override(n_blocks=n)) for n in (1, 2))
 
     def total(of_one: int, of_two: int) -> int:
@@ -59,7 +60,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
     """The size of the state of one stream after `context_length` tokens; None for a model that cannot stream."""
-    with torch.device("meta"), torch.no_grad():
+    with shapes_only(), torch.no_grad():
         model = build_model(config.override(n_blocks=1))
         if not isinstance(model, CausalLM):
             return None

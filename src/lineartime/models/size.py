@@ -10,6 +10,7 @@ from lineartime.machine import memory_bytes
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
 from lineartime.models.presets import values_of
+from lineartime.shapes import shapes_only
 
 _WEIGHT = 4
 """Bytes per weight; weights are always fp32."""
@@ -57,7 +58,7 @@ class ModelTensors(NamedTuple):
 def size_of(config: ModelConfig) -> ModelTensors:
     """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
-        with torch.device("meta"):
+        with shapes_only():
             tensors = build_model(config.override(n_blocks=1)).state_dict()
         numbers = _numbers(tensors)
     except (RuntimeError, OverflowError, MemoryError):
