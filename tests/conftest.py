@@ -1,7 +1,9 @@
 import gc
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,65 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+class Forked:
+    """A process that runs Python code, and the file of what it writes."""
+
+    def __init__(self, process: BaseProcess, output: Path) -> None:
+        self._process, self._output = process, output
+        process.start()
+
+    def wait(self, seconds: float = 300) -> int | None:
+        """Its exit status; one that still runs after that time is killed, and has None."""
+        self._process.join(seconds)
+        status = self._process.exitcode
+        self.kill()
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.exitcode is None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+
+# What runs import sooner or later. The compiler, which optimizers import, alone takes seconds.
+PRELOADED = ["lineartime.training.loop", "torch._dynamo", "matplotlib.backends.backend_agg", "tensorboardX"]
+WRITING = """
+import os, sys
+output = open({output!r}, "w")
+os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+sys.stdout = sys.stderr = output
+"""
+
+
+@pytest.fixture
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forked]]:
+    """`fork(code)`: start a process that runs the code, within hundredths of a second, for what runs need is imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    started: list[Forked] = []
+
+    def start(code: str) -> Forked:
+        output = tmp_path_factory.mktemp("process") / "output.txt"
+        process = context.Process(target=exec, args=(WRITING.format(output=str(output)) + code, {"__name__": "__main__"}))
+        started.append(Forked(process, output))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture

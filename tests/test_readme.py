@@ -12,7 +12,15 @@ from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SESSIONS = ("python.md", "transformers.md", "export.md", "tutorial.md", "long-documents.md", "streaming-service.md")
+SESSIONS = (
+    "python.md",
+    "transformers.md",
+    "export.md",
+    "tutorial.md",
+    "long-documents.md",
+    "streaming-service.md",
+    "fine-tuning.md",
+)
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -30,6 +38,7 @@ def commands(text: str) -> list[str]:
     return [line.split("  #")[0] for line in found]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which PEFT asks for
 @every_document
 def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where runs may be left

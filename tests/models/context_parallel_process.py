@@ -1,4 +1,4 @@
-"""One of the processes that `test_context_parallel.py` starts: `python context_parallel_process.py RANK SIZE STORE CASES...`.
+"""One of the processes that `test_context_parallel.py` starts, by `run`.
 
 Every process computes the whole sequence by itself as well, and compares its slice of the outputs and the summed gradients.
 """
@@ -6,7 +6,6 @@ Every process computes the whole sequence by itself as well, and compares its sl
 import datetime
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -166,12 +165,12 @@ def what_cannot_be_split_is_refused() -> None:
             context_group(first_alone)
 
 
-if __name__ == "__main__":
-    own_rank, size, store, *cases = sys.argv[1:]
+def run(rank: int, size: int, store: str, cases: list[str]) -> None:
+    """Run cases, functions of this file, in one of `size` processes, which meet in the file `store`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(own_rank), world_size=int(size), timeout=datetime.timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
     )
     for case in cases:
         globals()[case]()

@@ -1,14 +1,11 @@
 """Runs that Ctrl-C interrupts, and runs of several processes, as torchrun starts them, but within tenths of a second."""
 
 import json
-import multiprocessing
 import os
-import runpy
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +18,41 @@ from lineartime.training.loop import Trainer
 SCRIPT = """
 import os, warnings
 from pathlib import Path
-os.environ.update(ENVIRONMENT)
+os.environ.update({environment!r})
 warnings.simplefilter("ignore")
 import torch
 torch.set_num_threads(1)
 from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
-config = TrainConfig.from_dict(CONFIG)
+config = TrainConfig.from_dict({config!r})
 try:
-    exec(BEFORE)
+    exec({before!r})
     train(config)
 except LineartimeError as error:
-    Path(ERROR_FILE).write_text(f"{type(error).__name__}: {error}")
+    Path({error_file!r}).write_text(f"{{type(error).__name__}}: {{error}}")
     os._exit(1)
 """
 
+Fork = Callable[[str], Any]
 Launch = Callable[..., "Processes"]
 
 
 class Processes:
     """The processes of one run."""
 
-    def __init__(self, processes: list[BaseProcess], folder: Path) -> None:
+    def __init__(self, processes: list[Any], folder: Path) -> None:
         self.processes = processes
         self.folder = folder
 
     def wait(self, seconds: float = 120) -> list[int | None]:
         """Their exit statuses; those that still run after that time are killed, and have None."""
-        for process in self.processes:
-            process.join(seconds)
-        codes = [process.exitcode for process in self.processes]
-        self.kill()
-        return codes
+        return [process.wait(seconds) for process in self.processes]
 
     def kill(self) -> None:
         """End all of them at once."""
         for process in self.processes:
             process.kill()
-            process.join()
 
     def errors(self) -> list[str]:
         """What each of them had to complain of; empty where that is nothing."""
@@ -68,17 +61,11 @@ class Processes:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def launch(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """`launch(config, 2)`: train in two processes; `before` is run in each of them first, `only` names those to start."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lineartime.training.loop"])  # so that each process need not import it
-    script = tmp_path / "process.py"
-    script.write_text(SCRIPT)
-    started: list[Processes] = []
 
     def start(config: TrainConfig, size: int, *, before: str = "", only: tuple[int, ...] | None = None) -> Processes:
-        folder = tmp_path / f"processes-{len(started)}"
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("processes")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -91,22 +78,14 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            values: dict[str, Any] = {
-                "ENVIRONMENT": environment,
-                "CONFIG": json.loads(json.dumps(config.to_dict())),
-                "BEFORE": before,
-                "ERROR_FILE": str(folder / f"error-{rank}.txt"),
-            }
-            process = context.Process(target=runpy.run_path, args=(str(script), values))
+            values = json.loads(json.dumps(config.to_dict()))
+            error_file = str(folder / f"error-{rank}.txt")
+            code = SCRIPT.format(environment=environment, config=values, before=before, error_file=error_file)
             if only is None or rank in only:
-                process.start()
-                processes.append(process)
-        started.append(Processes(processes, folder))
-        return started[-1]
+                processes.append(fork(code))
+        return Processes(processes, folder)
 
-    yield start
-    for processes in started:
-        processes.kill()
+    return start
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Several processes on one machine, over gloo: whatever they share, the run is that of one process."""
 
 import json
-import os
 import random
 import signal
 import socket
@@ -288,9 +287,8 @@ def test_a_process_that_is_lost_while_training_is_named_and_nobody_hangs(
 ) -> None:
     processes = launch(config(steps=100_000, eval_every=50_000, timeout=3.0), 2)
     wait_for_step(tmp_path / "run", 3)
-    os.kill(processes.processes[1].pid, how)
-    processes.processes[0].join(60)
-    assert processes.processes[0].exitcode == 1
+    processes.processes[1].send(how)
+    assert processes.processes[0].wait(60) == 1
     assert "Process 1 of 2 (counted from 0) was lost" in processes.errors()[0]
     assert "Process 1 of 2 (counted from 0) was lost" in (last_error(read_record(tmp_path / "run")) or "")
     assert "resume the run from its last checkpoint" in processes.errors()[0]
@@ -329,9 +327,9 @@ def test_killed_at_any_moment_six_times_a_run_loses_nothing(config: MakeConfig, 
         wait_for_step(run, 0 if not list_checkpoints(run) else int(last_checkpoint(run).name[5:]))
         time.sleep(chance.random() * 0.4)
         victim = processes.processes[chance.randrange(2)]
-        if victim.exitcode is not None:
+        if not victim.is_running:
             break
-        os.kill(victim.pid, signal.SIGKILL)
+        victim.send(signal.SIGKILL)
         kills += 1
         codes = processes.wait(60)
         assert None not in codes, "one that was not killed did not end"

@@ -1,7 +1,7 @@
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ from lineartime import files
 from lineartime.checkpoint import format
 from lineartime.training import saving
 import test_saving
-run, moment = Path(sys.argv[1]), int(sys.argv[2])
+run, moment = Path({run!r}), {moment}
 test_saving.save(run, 1)
 synchronise, calls = files.synchronise, []
 def synchronise_and_die(path):
@@ -93,10 +93,9 @@ test_saving.save(run, 2, loss=0.5)
 @pytest.mark.parametrize(
     "moment", [1, 4, 5, 7, 8]
 )  # the weights, the state of the run, the manifest, before and after the rename
-def test_being_killed_while_writing_leaves_a_whole_checkpoint(tmp_path: Path, moment: int) -> None:
-    script = KILLED_WHILE_WRITING.format(tests=str(Path(__file__).parent))
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(moment)], check=False, stderr=subprocess.PIPE)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+def test_being_killed_while_writing_leaves_a_whole_checkpoint(fork: Callable[[str], Any], tmp_path: Path, moment: int) -> None:
+    process = fork(KILLED_WHILE_WRITING.format(tests=str(Path(__file__).parent), run=str(tmp_path), moment=moment))
+    assert process.wait() == -signal.SIGKILL, process.output
     expected = "step-00000002" if moment == 8 else "step-00000001"
     assert checkpoints.last_checkpoint(tmp_path).name == expected
     lineartime.load(tmp_path)
