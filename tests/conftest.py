@@ -52,19 +52,18 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-class Forked:
+class ChildProcess:
     """A process that runs Python code, and the file of what it writes."""
 
     def __init__(self, process: BaseProcess, output: Path) -> None:
         self._process, self._output = process, output
+        output.touch()
         process.start()
 
     def wait(self, seconds: float = 300) -> int | None:
-        """Its exit status; one that still runs after that time is killed, and has None."""
+        """Wait until it ends, and return its exit status, or None if it still runs after that time."""
         self._process.join(seconds)
-        status = self._process.exitcode
-        self.kill()
-        return status
+        return self._process.exitcode
 
     def kill(self) -> None:
         self._process.kill()
@@ -83,27 +82,31 @@ class Forked:
         return self._output.read_text()
 
 
-# What runs import sooner or later. The compiler, which optimizers import, alone takes seconds.
-PRELOADED = ["lineartime.training.loop", "torch._dynamo", "matplotlib.backends.backend_agg", "tensorboardX"]
-WRITING = """
+# What runs and their tests import sooner or later. The compiler, which optimizers import, alone takes seconds.
+PRELOADED = ["lineartime.training.loop", "torch._dynamo", "matplotlib.backends.backend_agg", "tensorboardX", "pytest"]
+# The server of processes keeps the environment in which it was started, and its own output.
+PREPARE_CHILD = """
 import os, sys
-output = open({output!r}, "w")
+os.environ.clear()
+os.environ.update({environment!r})
+output = open({output!r}, "w", buffering=1)
 os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
 sys.stdout = sys.stderr = output
 """
 
 
 @pytest.fixture
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forked]]:
-    """`fork(code)`: start a process that runs the code, within hundredths of a second, for what runs need is imported."""
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ChildProcess]]:
+    """`fork(code)`: start a process that runs the code. It starts fast, because what runs need has been imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    started: list[Forked] = []
+    started: list[ChildProcess] = []
 
-    def start(code: str) -> Forked:
+    def start(code: str) -> ChildProcess:
         output = tmp_path_factory.mktemp("process") / "output.txt"
-        process = context.Process(target=exec, args=(WRITING.format(output=str(output)) + code, {"__name__": "__main__"}))
-        started.append(Forked(process, output))
+        prepare = PREPARE_CHILD.format(environment=dict(os.environ), output=str(output))
+        process = context.Process(target=exec, args=(prepare + code, {"__name__": "__main__"}))
+        started.append(ChildProcess(process, output))
         return started[-1]
 
     yield start

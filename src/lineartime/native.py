@@ -26,8 +26,6 @@ SWITCH = "LINEARTIME_NATIVE"
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """The dtypes for which each function is compiled."""
 _HEADER = Path(__file__).with_name("numbers.h")
-_COMPILERS = ("g++", "c++")
-"""Not clang: its functions need another library of threads than PyTorch's."""
 _BUILD_SECONDS = 120.0
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _UNITS = {
@@ -40,9 +38,8 @@ _BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler of this machine, or None."""
-    found = filter(None, map(shutil.which, _COMPILERS))
-    return next((compiler for compiler in found if "clang" not in Path(compiler).resolve().name), None)
+    """The GNU C++ compiler of this machine, or None. What clang builds needs another library of threads than PyTorch's."""
+    return shutil.which("g++")
 
 
 def openmp_library() -> Path | None:
@@ -98,17 +95,12 @@ def native_functions(source: Path) -> NativeFunctions | None:
     compiler, openmp = cpp_compiler(), openmp_library()
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
-    options = (*_OPTIONS, "-include", str(_HEADER), *_unit_options(compiler))
     try:
-        library = cache_folder() / "native" / _library_name(source, [*options, compiler, openmp.name, platform.machine()])
-        functions = _opened(library)
-        if functions is None:
-            functions = _built([compiler, *options], source, openmp, library)
-        return NativeFunctions(functions)
+        return NativeFunctions(_library(source, compiler, openmp))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
-            f"{source.name} could not be built, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "
+            f"{source.name} cannot be used, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "
             f"({SWITCH}=0 turns this message off)",
             RuntimeWarning,
             stacklevel=2,
@@ -116,28 +108,36 @@ def native_functions(source: Path) -> NativeFunctions | None:
         return None
 
 
-def _library_name(source: Path, options: list[str]) -> str:
-    """A name that differs if the source, a header or an option does."""
+def _library(source: Path, compiler: str, openmp: Path) -> ctypes.CDLL:
+    """Open the library of a source file, or build it: with the units of this processor that the compiler knows."""
+    *better, least = _unit_options()
+    for units in better:
+        try:
+            return _opened_or_built(source, compiler, openmp, units)
+        except subprocess.CalledProcessError:  # GCC 9 does not know bf16, for instance
+            continue
+    return _opened_or_built(source, compiler, openmp, least)
+
+
+def _opened_or_built(source: Path, compiler: str, openmp: Path, units: tuple[str, ...]) -> ctypes.CDLL:
+    options = (*_OPTIONS, "-include", str(_HEADER), *units)
+    library = cache_folder() / "native" / _name(source, [*options, compiler, openmp.name, platform.machine()])
+    return _opened(library) or _built([compiler, *options], source, openmp, library)
+
+
+def _name(source: Path, options: list[str]) -> str:
+    """The name of a library, which differs if the source, a header or an option does."""
     texts = [source, *sorted(_HEADER.parent.rglob("*.h"))]
     parts = (*(file.read_bytes() for file in texts), *map(str.encode, options))
     return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
-def _unit_options(compiler: str) -> tuple[str, ...]:
-    """The compiler options for the instruction sets of this processor, as far as the compiler knows them."""
+def _unit_options() -> list[tuple[str, ...]]:
+    """The compiler options for the instruction sets of this processor; first those that an older compiler may not know."""
     capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
     units = _UNITS.get(capability, ())
-    bf16 = tuple(option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features)
-    return (*units, *bf16) if bf16 and _accepts(compiler, bf16) else units
-
-
-def _accepts(compiler: str, options: tuple[str, ...]) -> bool:
-    """Whether the compiler knows these options; GCC 9 does not know bf16, for instance."""
-    command = [compiler, *options, "-E", "-x", "c++", os.devnull]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=_BUILD_SECONDS).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
+    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
+    return [(*units, *bf16), units] if bf16 else [units]
 
 
 def _opened(library: Path) -> ctypes.CDLL | None:

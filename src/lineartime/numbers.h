@@ -1,4 +1,4 @@
-// What all functions in C++ share: the types of tensors, relu, silu and rotations. Included before every file that is built.
+// What functions in C++ share: the types of tensors, activations and rotations. Included before every file that is built.
 //
 // T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
 

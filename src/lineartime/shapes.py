@@ -11,7 +11,7 @@ from typing_extensions import override
 
 
 class _WithoutInitialValues(TorchFunctionMode):
-    """Leave tensors as they are that functions of torch.nn.init would fill."""
+    """Leave tensors as they are that torch.nn.init would fill, where PyTorch asks: with random numbers or a constant."""
 
     @override
     def __torch_function__(

@@ -144,7 +144,9 @@ def test_a_stack_is_made_under_autocast_and_takes_steps_without_it() -> None:
     layers = flash()
     with torch.autocast("cpu", torch.bfloat16):
         stack = stack_of(layers)
-    assert stack is not None
+    x = torch.randn(3, 20, D_MODEL, dtype=torch.float64)
+    streams = streams_of(layers, x)
+    steps(layers, x, streams)
     assert stack_of(layers) is stack
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-PROCESS = Path(__file__).with_name("context_parallel_process.py")
+HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ PROCESS = Path(__file__).with_name("context_parallel_process.py")
 def test_a_sequence_that_is_split_over_processes_is_the_whole(
     size: int, cases: list[str], fork: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    code = "import runpy; runpy.run_path({!r})['run']({}, {}, {!r}, {!r})"
-    processes = [fork(code.format(str(PROCESS), rank, size, str(tmp_path / "store"), cases)) for rank in range(size)]
-    for process in processes:
-        assert process.wait() == 0, process.output
+    code = "import sys; sys.path.insert(0, {!r}); from context_parallel_process import run; run({}, {}, {!r}, {!r})"
+    processes = [fork(code.format(str(HERE), rank, size, str(tmp_path / "store"), cases)) for rank in range(size)]
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * size, "\n".join(process.output for process in processes)

@@ -139,6 +139,24 @@ def test_streams_of_another_batch_or_dtype_are_left_to_pytorch(field: str, wrong
     assert step_native.step(Projected(*inputs[:3]), None, None, options, changed) is None
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, torch.randn(N_STREAMS, 2, 2 * D_VALUE + D_QK)),
+        (0, torch.randn(N_STREAMS, 1, 2 * D_VALUE + D_QK + 1)),
+        (1, torch.randn(3, D_QK)),
+        (2, torch.randn(4, D_QK - 2)),
+        (3, torch.randn(1, CHUNK)),
+    ],
+)
+def test_inputs_of_another_shape_are_left_to_pytorch(place: int, wrong: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = make(1), MixedChunkOptions(CHUNK, True)
+    streams = new_streams(inputs)
+    monkeypatch.setattr(step_native, "native_functions", lambda source: pytest.fail("called"))
+    *changed, row = [wrong.double() if at == place else x for at, x in enumerate((*inputs[:3], inputs[3][:N_STREAMS]))]
+    assert step_native.step(Projected(*changed), row, None, options, streams) is None
+
+
 @pytest.mark.parametrize(("field", "dimension"), [("sums", 1), ("sums", 2), ("keys", 2), ("keys", 3), ("values", 1)])
 def test_streams_of_another_layer_never_lead_beyond_their_memory(field: str, dimension: int, form: list[bool]) -> None:
     inputs = make(1)

@@ -47,7 +47,9 @@ class Processes:
 
     def wait(self, seconds: float = 120) -> list[int | None]:
         """Their exit statuses; those that still run after that time are killed, and have None."""
-        return [process.wait(seconds) for process in self.processes]
+        codes = [process.wait(seconds) for process in self.processes]
+        self.kill()
+        return codes
 
     def kill(self) -> None:
         """End all of them at once."""
@@ -55,9 +57,12 @@ class Processes:
             process.kill()
 
     def errors(self) -> list[str]:
-        """What each of them had to complain of; empty where that is nothing."""
+        """The error of each of them: of lineartime, or what it wrote last; empty where there is none."""
         files = [self.folder / f"error-{rank}.txt" for rank in range(len(self.processes))]
-        return [file.read_text() if file.exists() else "" for file in files]
+        return [
+            file.read_text() if file.exists() else process.output if "Traceback" in process.output else ""
+            for file, process in zip(files, self.processes, strict=True)
+        ]
 
 
 @pytest.fixture

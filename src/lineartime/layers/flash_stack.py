@@ -23,6 +23,7 @@ from lineartime.ops.dense import MOST_ROWS
 from lineartime.ops.layout import Layout, step_layout
 from lineartime.ops.mixed_chunk.step import MixedChunkStreams, check_streams
 from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
+from lineartime.ops.operator import is_traced
 
 
 class FlashStack:
@@ -90,7 +91,7 @@ def flash_stack(blocks: nn.Module, find_layers: Callable[[], Sequence[nn.Module]
         find_layers: returns the layers in order, or nothing if there is anything else between them.
         n_streams: B; for many streams, matrix libraries are faster.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or n_streams > MOST_ROWS or native_functions(SOURCE) is None:
+    if is_traced() or torch.is_grad_enabled() or n_streams > MOST_ROWS or native_functions(SOURCE) is None:
         return None
     stack = _STACKS.get(blocks)
     if stack is None or not stack.is_current:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineartime.ops.operator import is_traced
+
 SMALLEST_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""
 
@@ -32,7 +34,7 @@ class KVCache(_KeysAndValues):
         """
         k, v = k.to(self.k.dtype), v.to(self.v.dtype)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self.k, self.v))
-        if differentiated or torch.compiler.is_compiling():  # both need results that are never written to again
+        if differentiated or is_traced():  # both need results that are never written to again
             return KVCache(torch.cat([self.k, k], -2), torch.cat([self.v, v], -2))
         start, stop = self.position, self.position + k.shape[-2]
         room = self._room

@@ -131,7 +131,7 @@ void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t r
 template <class T, class A = typename Type<T>::A>
 void dense(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   constexpr int64_t lanes = vector_bytes / int64_t(sizeof(A));
-  // Starting threads takes as long as reading some memory. All or one: OpenMP ends those that a smaller team leaves out.
+  // Starting threads takes as long as reading some memory. All or one: libgomp ends those that a smaller team leaves out.
   const int64_t used = n * k < 16384 ? 1 : threads;
   if (rows <= few_rows) return dense_of_few(x, weight, bias, out, rows, k, n, used);
   for (int64_t row = 0; row < rows;) {

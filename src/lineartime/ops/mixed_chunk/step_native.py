@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.dense import MOST_ROWS
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.operator import has_plain_memory, is_plain
+from lineartime.ops.operator import has_plain_memory, is_plain, is_traced
 from lineartime.ops.precision import acc_dtype
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def step(
     bias = None if bias is None else bias.to(tokens.dtype).contiguous()
     if gamma.dtype != tokens.dtype or beta.dtype != tokens.dtype or not is_plain(gamma, beta, bias):
         return None
-    if tokens.shape[1] != 1 or (bias is not None and bias.shape != (len(tokens), options.chunk_size)):
+    if tokens.shape[1:] != (1, 2 * projected.d_value + projected.d_qk) or not gamma.shape == beta.shape == (4, projected.d_qk):
+        return None
+    if bias is not None and bias.shape != (len(tokens), options.chunk_size):
         return None
     shared = _shared(tokens, projected.d_qk, rotations, options, [streams])
     functions = None if shared is None else native_functions(SOURCE)
@@ -120,7 +122,7 @@ class NativeLayers:
         Returns:
             [B, 1, d].
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.can_run or not 0 < len(x) <= MOST_ROWS:
+        if is_traced() or torch.is_grad_enabled() or not self.can_run or not 0 < len(x) <= MOST_ROWS:
             return None
         shifted = last[0].shape[-1] if last else 0
         if x.dtype != self._dtype or x.shape[1:] != (1, self._d_model) or shifted > self._d_model:
