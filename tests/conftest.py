@@ -83,12 +83,14 @@ class ChildProcess:
 
 
 # What runs and their tests import sooner or later. The compiler, which optimizers import, alone takes seconds.
-PRELOADED = ["lineartime.training.loop", "torch._dynamo", "matplotlib.backends.backend_agg", "tensorboardX", "pytest"]
-# The server of processes keeps the environment in which it was started, and its own output.
+PRELOADED = ["lineartime.training.loop", "lineartime.cli", "torch._dynamo", "matplotlib.backends.backend_agg"]
+PRELOADED += ["tensorboardX", "tyro", "pytest"]
+# The server of processes keeps the environment, the folder and the output with which it was started.
 PREPARE_CHILD = """
 import os, sys
 os.environ.clear()
 os.environ.update({environment!r})
+os.chdir({folder!r})
 output = open({output!r}, "w", buffering=1)
 os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
 sys.stdout = sys.stderr = output
@@ -104,7 +106,7 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], C
 
     def start(code: str) -> ChildProcess:
         output = tmp_path_factory.mktemp("process") / "output.txt"
-        prepare = PREPARE_CHILD.format(environment=dict(os.environ), output=str(output))
+        prepare = PREPARE_CHILD.format(environment=dict(os.environ), folder=str(Path.cwd()), output=str(output))
         process = context.Process(target=exec, args=(prepare + code, {"__name__": "__main__"}))
         started.append(ChildProcess(process, output))
         return started[-1]
@@ -112,6 +114,13 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], C
     yield start
     for process in started:
         process.kill()
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the loss curve at the end of each run, which takes a third of a short one, where no test looks at it."""
+    if request.node.get_closest_marker("pictures") is None:
+        monkeypatch.setattr("lineartime.runs.reporter.draw_curve", lambda run: run / "loss.png")
 
 
 @pytest.fixture

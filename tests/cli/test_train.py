@@ -2,12 +2,11 @@
 
 import json
 import re
-import resource
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +15,10 @@ from lineartime.checkpoint import last_checkpoint, list_checkpoints
 from lineartime.cli import main
 
 Fails = Callable[..., None]
-Start = Callable[..., "subprocess.Popen[str]"]
+Fork = Callable[[str], Any]
+
+# A process that runs the command line with the arguments.
+COMMAND = "import sys; from lineartime.cli import main; sys.exit(main({!r}))"
 
 
 def test_training_leaves_a_checkpoint_metrics_scalars_and_a_curve(folder: Path) -> None:
@@ -151,49 +153,44 @@ def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: l
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(tmp_path: Path, options: list[str], start: Start) -> None:
+def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(tmp_path: Path, options: list[str], fork: Fork) -> None:
     run = tmp_path / "run"
     arguments = ["train", *options, "--out", str(run), "--steps", "100000", "--eval-every", "1"]
 
-    def wait_for_a_checkpoint(process: "subprocess.Popen[str]", before: list[Path]) -> None:
+    def wait_for_a_checkpoint(process: Any, before: list[Path]) -> None:
         while list_checkpoints(run)[-1:] == before[-1:]:
-            assert process.poll() is None, process.communicate()
+            assert process.is_running, process.output
             time.sleep(0.01)
 
     for kill in range(3):
         before = list_checkpoints(run)
-        process = start(*arguments, *(["--resume"] if kill else []))
+        process = fork(COMMAND.format([*arguments, *(["--resume"] if kill else [])]))
         wait_for_a_checkpoint(process, before)
         time.sleep(0.13 * kill)  # another moment each time
         process.kill()
-        process.communicate()
         assert lineartime.load(run).config.d_model == 16
         assert lineartime.load(last_checkpoint(run))
     before = list_checkpoints(run)
-    process = start("train", "--out", str(run), "--resume")
+    process = fork(COMMAND.format(["train", "--out", str(run), "--resume"]))
     wait_for_a_checkpoint(process, before)
-    process.send_signal(signal.SIGTERM)
-    _, shown = process.communicate(timeout=60)
-    assert process.returncode == 0, shown
-    assert f"lineartime train --resume --out {run}" in shown
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 0, process.output
+    assert f"lineartime train --resume --out {run}" in process.output
     steps = [int(step) for step in re.findall(r'"step": (\d+), "loss"', (run / "metrics.jsonl").read_text())]
     assert steps == list(range(1, len(steps) + 1))  # no step is missing, none is there twice
 
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(
-    tmp_path: Path, options: list[str], start: Start
+    tmp_path: Path, options: list[str], fork: Fork
 ) -> None:
     run = tmp_path / "run"
     assert main(["train", *options, "--out", str(run), "--steps", "1"]) == 0
     good = last_checkpoint(run)
-
-    def fill_the_disk() -> None:  # no file may grow beyond 20 kB, as if there were no space for more
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    process = start("train", *options, "--out", str(tmp_path / "other"), "--steps", "1", preexec_fn=fill_the_disk)
-    _, shown = process.communicate(timeout=60)
-    assert process.returncode == 1, shown
-    assert re.search(r"error: Cannot write the checkpoint .*step-00000000", shown), shown
-    assert "Traceback" not in shown
+    # No file may grow beyond 20 kB, as if there were no space for more.
+    fill_the_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    process = fork(fill_the_disk + COMMAND.format(["train", *options, "--out", str(tmp_path / "other"), "--steps", "1"]))
+    assert process.wait(60) == 1, process.output
+    assert re.search(r"error: Cannot write the checkpoint .*step-00000000", process.output), process.output
+    assert "Traceback" not in process.output
     assert lineartime.load(good)

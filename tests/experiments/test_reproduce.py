@@ -309,7 +309,9 @@ def test_masked_models_are_measured_in_nats(options: Options, here: Do) -> None:
     assert f"{row['runs'][0]['tests'][0]['loss']:.4f}" in file.read_text()
 
 
-def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
+def test_latency_is_measured_for_all_systems_together_and_its_report_says_why_one_has_no_number(
+    options: Options, here: Do, done: list[str]
+) -> None:
     plan = make_plan(options("latency", threads=1))
     assert run_all(plan, ignore, here).problems == ()
     assert done == ["latency"]
@@ -320,6 +322,11 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert rows[1]["relative"] == 1
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
+    measured = plan.latency_job(plan.settings[0]).folder / "outcome.json"
+    outcome = json.loads(measured.read_text())
+    outcome["entries"][0] |= {"median_seconds": None, "spread_seconds": None, "problem": "out of memory"}
+    measured.write_text(json.dumps(outcome))
+    assert "| out of memory |" in write_report(plan)[0].read_text()
 
 
 def test_latency_measures_the_models_that_its_report_counts(options: Options) -> None:
@@ -328,16 +335,6 @@ def test_latency_measures_the_models_that_its_report_counts(options: Options) ->
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
     [(_, subjects)] = plan_of_benchmark(BenchConfig(**given)).cells
     assert [subject.config for subject in subjects] == [entry.model for entry in plan.entries]
-
-
-def test_a_report_of_latency_says_why_a_system_has_no_number(options: Options, here: Do) -> None:
-    plan = make_plan(options("latency", threads=1))
-    run_all(plan, ignore, here)
-    file = plan.latency_job(plan.settings[0]).folder / "outcome.json"
-    outcome = json.loads(file.read_text())
-    outcome["entries"][0] |= {"median_seconds": None, "spread_seconds": None, "problem": "out of memory"}
-    file.write_text(json.dumps(outcome))
-    assert "| out of memory |" in write_report(plan)[0].read_text()
 
 
 def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:

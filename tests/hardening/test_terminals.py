@@ -36,6 +36,7 @@ class Broken(io.StringIO):
         raise OSError(self._number, os.strerror(self._number))
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize(
     "stream",
     [Broken(errno.EPIPE), Broken(errno.EIO), Broken(errno.ENOSPC), None, io.TextIOWrapper(io.BytesIO(), "ascii", "strict")],
@@ -72,6 +73,7 @@ def test_rich_does_not_end_the_program_where_the_reader_has_seen_enough(monkeypa
         output_console().print("text")
 
 
+@pytest.mark.pictures
 @needs_bytes
 def test_a_run_in_a_folder_whose_name_is_no_utf8_does_all_that_others_do(
     config: Config, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,20 +16,20 @@ import torch
 from lineartime.data import ByteTokenizer
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, fast_tokenizer
 
-Tiny = Callable[..., LineartimeConfig]
-
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def server(tiny: Tiny, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The address of a server of a tiny model of bytes, and the folder of the model."""
     torch.manual_seed(0)
-    folder = tmp_path / "model"
-    LineartimeForCausalLM(tiny(vocab_size=258)).save_pretrained(folder)
+    place = tmp_path_factory.mktemp("server")
+    folder = place / "model"
+    config = LineartimeConfig.from_preset("flash-tiny", vocab_size=258, d_model=16, n_blocks=1, d_qk=8, chunk_size=8)
+    LineartimeForCausalLM(config).save_pretrained(folder)
     fast_tokenizer(ByteTokenizer()).save_pretrained(folder)
     command = [sys.executable, "-m", "lineartime.hf", "serve", str(folder), "--port", "0", "--device", "cpu"]
-    output, environment = tmp_path / "log.txt", {**os.environ, "HF_HUB_OFFLINE": "1"}
+    output, environment = place / "log.txt", {**os.environ, "HF_HUB_OFFLINE": "1"}
     with output.open("w") as log, subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
     ) as process:  # fmt: skip

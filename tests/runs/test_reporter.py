@@ -18,6 +18,8 @@ from lineartime.errors import LineartimeError
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 
+pytestmark = pytest.mark.pictures
+
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
     return Reporter(run, first_step, steps, (), record={})

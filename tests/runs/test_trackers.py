@@ -91,6 +91,7 @@ def test_scalars_hold_the_numbers_of_the_metrics(tmp_path: Path) -> None:
     assert found["validation_bits_per_byte", 2] == 7.5
 
 
+@pytest.mark.pictures
 def test_without_trackers_there_is_nothing_but_metrics_and_their_picture(tmp_path: Path) -> None:
     run_with(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png"}

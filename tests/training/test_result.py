@@ -35,6 +35,7 @@ def options(config: MakeConfig) -> dict[str, Any]:
     return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
 
 
+@pytest.mark.pictures
 def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
     result = train(**options)
     assert (result.run, result.step, result.finished) == (tmp_path / "run", 6, True)

@@ -23,18 +23,6 @@ def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 
 
-def test_a_run_of_two_processes_speaks_once(text: Path, tmp_path: Path) -> None:
-    where = ["--data", str(text), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run")]
-    done = torchrun("-m", "lineartime", "train", *OPTIONS, *where)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("best checkpoint:") == 1
-    assert done.stderr.count("x 2 processes (ddp)") == 1
-    assert (tmp_path / "run" / "loss.png").is_file()
-    again = torchrun("-m", "lineartime", "train", *OPTIONS, *where)
-    assert again.returncode != 0
-    assert again.stderr.count("already holds a run: resume it") == 1
-
-
 def test_torchrun_itself_can_be_asked_to_stop(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     where = ["--data", str(text), "--cache", str(tmp_path / "cache"), "--out", str(run)]
@@ -76,3 +64,10 @@ sys.exit(main(sys.argv[1:]))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line.split(",")[0] for line in lines if '"loss"' in line]
     assert steps == [f'{{"step": {step}' for step in range(1, 7)]
+    # Both processes say what there is to say once: a sentence for each start, one for the end, and one for a mistake.
+    assert done.stdout.count("best checkpoint:") == 1
+    assert done.stderr.count("x 2 processes (ddp)") == 2
+    assert (tmp_path / "run" / "loss.png").is_file()
+    again = torchrun("-m", "lineartime", "train", *OPTIONS, *where)
+    assert again.returncode != 0
+    assert again.stderr.count("already holds a run: resume it") == 1

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def _measure(task: dict[str, Any]) -> Memory | None:
     torch.set_num_threads(task["threads"])
     subject, case, device = Subject.from_dict(task["subject"]), Case(**task["case"]), torch.device("cpu")
     try:
-        with separate_compilations():
+        with separate_compilations() if subject.mode == "compiled" else nullcontext():
             if subject.mode == "eager":
                 small = prepare(subject, replace(case, length=min(SMALL, case.length), batch=1), device)
                 small.step()
