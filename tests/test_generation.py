@@ -126,6 +126,12 @@ def frequencies_of_picks(sampling: Sampling, n: int = 4000) -> list[float]:
     return (torch.bincount(pick(logits.expand(n, -1), sampling, uniform), minlength=3) / n).tolist()
 
 
+def test_picking_from_logits_that_are_nan_stays_inside_the_vocabulary() -> None:
+    """A wrong index in a CUDA graph would end everything that the process does on the GPU."""
+    picked = pick(torch.full((2, 5), torch.nan), Sampling(), torch.tensor([0.0, 0.9]))
+    assert ((picked >= 0) & (picked < 5)).all()
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [

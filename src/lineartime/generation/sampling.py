@@ -80,7 +80,8 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
     # The product may be rounded up to the sum: the last token that can be drawn is the last with a nonzero probability.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    return tokens.gather(-1, below.minimum(last))[:, 0]
+    # Of logits that are NaN, no probability is above zero; a wrong index would end the process of a GPU.
+    return tokens.gather(-1, below.minimum(last).clamp(min=0))[:, 0]
 
 
 def _allowed(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

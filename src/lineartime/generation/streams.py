@@ -3,7 +3,8 @@
 Shapes: B texts, N tokens of a prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -94,6 +95,18 @@ def _can_record(model: CausalLM) -> bool:
     return next(model.parameters()).is_cuda and model.steps_in_place
 
 
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Cast weights anew under autocast: a graph would read a copy in its cache, which ends with the context."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def recorded_step(model: CausalLM, streams: JoinedStates) -> Callable[[Tensor], Tensor]:
     """`model.step` in place as a CUDA graph."""
     assert not isinstance(streams, GroupedStreams)
@@ -118,7 +131,7 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
 
-    with torch.cuda.device(inputs[0].device):
+    with torch.cuda.device(inputs[0].device), _without_autocast_cache():
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
@@ -127,7 +140,9 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
                 undo()  # each time: there may be no position after the next one
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # On a stream of this device and this graph: by default, all graphs share one stream, on the device of the first, and
+        # the workspaces of its matrix products.
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             out = function(*inputs)
 
     def replayed(*given: Tensor) -> Tensor:

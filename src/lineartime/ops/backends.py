@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -77,6 +78,14 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
     if _is_old(device):
         return "it needs a GPU of compute capability 8.0 or more"
     return None if activation in ("relu2", "laplace") else f"it has no activation {activation!r}, only 'relu2' and 'laplace'"
+
+
+@cache
+def define_operators() -> None:
+    """Define the operators of the kernels where there is a GPU, before torch.compile traces what calls them."""
+    if torch.cuda.is_available() and _is_installed("triton"):
+        for name in ("quadratic", "mixed_chunk", "gated", "cross_entropy"):
+            importlib.import_module(f"lineartime.ops.triton.{name}")
 
 
 def _is_old(device: torch.device) -> bool:

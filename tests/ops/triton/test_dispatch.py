@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineartime.layers import FLASH, GAU, set_backend
-from lineartime.ops import FactoredBias, mixed_chunk_attention, quadratic_attention
+from lineartime.ops import FactoredBias, backends, mixed_chunk_attention, quadratic_attention
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -38,6 +38,19 @@ def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str)
     bias = torch.randn(16, 16, device=device)
     inputs = make_inputs(4, 2, 37, device)
     assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, bias=bias, mask=mask, normalization=normalization)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_layer_defines_the_operators_where_there_is_a_gpu(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(backends.importlib, "import_module", imported.append)
+    backends.define_operators.cache_clear()
+    try:
+        FLASH(8, d_qk=4)
+    finally:
+        backends.define_operators.cache_clear()
+    assert ("lineartime.ops.triton.gated" in imported) == there
 
 
 @pytest.mark.parametrize("causal", [False, True])

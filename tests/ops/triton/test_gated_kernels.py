@@ -150,6 +150,28 @@ def test_the_operator_keeps_the_promises_of_a_custom_op(with_bias: bool, device:
     torch.library.opcheck(kernels._backward_operator, (d_out, *kept, *fixed, *rest, with_bias))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_pack_writes_the_states_of_chunks_that_no_document_fills(causal: bool, device: str) -> None:
+    inputs = [x.to(device, torch.float32) for x in make_inputs(batch=1)]
+    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "positions": AT.to(device)}
+    ends = torch.tensor([0, 16, 32, LENGTH], device=device)  # three chunks, where compiled code expects up to five
+
+    def attend(backend: Any, *own: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        own = tuple(x.to(dtype).requires_grad_() for x in own)
+        projected, gamma, beta, bias = own
+
+        def call(projected: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor) -> Tensor:
+            return gated_mixed_chunk_attention(projected, gamma, beta, bias=bias, cu_seqlens=ends, backend=backend, **options)
+
+        run = torch.compile(call, fullgraph=True, backend="aot_eager") if backend == "triton" else call
+        out = run(projected, gamma, beta, bias)
+        return [out, *torch.autograd.grad(out.sum(), own)]
+
+    torch._dynamo.reset()
+    for fast, exact in zip(attend("triton", *inputs), attend("torch", *inputs, dtype=torch.float64), strict=True):
+        torch.testing.assert_close(fast.double(), exact, atol=1e-3, rtol=1e-3)
+
+
 def test_a_compiled_graph_holds_it_whole(device: str) -> None:
     projected, gamma, beta, bias = (x.to(device, torch.float32).requires_grad_() for x in make_inputs())
 

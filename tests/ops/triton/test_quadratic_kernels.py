@@ -244,3 +244,11 @@ def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(
 ) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     assert common.number_formats(dtype)["PRECISION"] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "parts"),
+    [(128, 2, 2), (128, 512, 64), (128, 130, 26), (512, 7, 7), (8192, 64, 1), (2048, 64, 16), (100_000, 4, 1)],
+)
+def test_the_gradient_of_a_bias_is_summed_in_as_many_parts_as_fit(rows: int, batch: int, parts: int) -> None:
+    assert kernels._parts_of_sum(rows, rows, batch) == parts

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.backends import Backend, takes_triton
+from lineartime.ops.chunks import Chunks
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
@@ -103,7 +104,16 @@ def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tens
     return {
         "row_scale": scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
         "state_scale": scales.state,
-        "document_starts": chunks.document_starts.int(),
+        "document_starts": _document_starts(chunks),
         "score_scale": scales.score,
         "activation": options.activation,
     }
+
+
+def _document_starts(chunks: Chunks) -> Tensor:
+    """Where the chunks of each document begin, and the number of all chunks, so that the kernels write every state.
+
+    Compiled code cuts a pack into as many chunks as there can be. Those that no document fills hold zeros.
+    """
+    starts = chunks.document_starts.int()
+    return starts if chunks.document is None else torch.cat([starts[:-1], starts.new_full((1,), chunks.n_chunks)])

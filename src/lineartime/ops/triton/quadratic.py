@@ -8,6 +8,7 @@ The mathematics and the kernels are in `quadratic_kernels`. Shapes: B batch, T t
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
@@ -48,8 +49,21 @@ def _quadratic_attention_backward(
     inputs = (q, k, v, bias, row_scale, d_out, score_scale)
     d_q = score_input_gradient(*inputs, transposed=False, **options)
     if bias is not None and with_d_bias:
-        d_bias = score_gradient(*inputs, n_summed=len(q), dtype=bias.dtype, **options)[0]
+        parts = _parts_of_sum(bias.shape[0], bias.shape[1], len(q))
+        sums = score_gradient(
+            *inputs, n_summed=len(q) // parts, dtype=torch.promote_types(bias.dtype, torch.float32), **options
+        )
+        d_bias = sums.sum(0).to(bias.dtype)
     return d_q, d_k, d_v, d_bias
+
+
+def _parts_of_sum(rows: int, columns: int, batch: int) -> int:
+    """Into how many equal parts the batch is divided, of which each sums its gradients of the bias: more keep a GPU busy.
+
+    All parts together take at most 256 MiB, or as much as the bias. Their sum does not depend on what runs first.
+    """
+    most = max(1, min(batch, 64, 2**26 // (rows * columns)))
+    return next(parts for parts in range(most, 0, -1) if batch % parts == 0)
 
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
