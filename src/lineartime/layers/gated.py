@@ -22,7 +22,7 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
-from lineartime.ops.backends import BACKENDS, Backend, define_operators
+from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.checks import check_positive, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
@@ -78,7 +78,6 @@ class GatedUnit(OpenMixer[State]):
         **options: Unpack[MixerOptions],
     ) -> None:
         super().__init__(d_model, **options)
-        define_operators()
         check_choice("activation", activation, ACTIVATIONS)
         check_choice("normalization", normalization, self.normalizations)
         check_choice("initial_scores", initial_scores, get_args(InitialScores))

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.ops.backends import define_operators
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
@@ -60,6 +61,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(d_model, **options)
+        define_operators()
         if causal and self.why_not_causal is not None:
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal

@@ -84,7 +84,7 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
 def define_operators() -> None:
     """Define the operators of the kernels where there is a GPU, before torch.compile traces what calls them."""
     if torch.cuda.is_available() and _is_installed("triton"):
-        for name in ("quadratic", "mixed_chunk", "gated", "cross_entropy"):
+        for name in ("quadratic", "mixed_chunk", "gated"):
             importlib.import_module(f"lineartime.ops.triton.{name}")
 
 
