@@ -18,7 +18,7 @@ from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_valida
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.liveness import meet, naming_the_lost
+from lineartime.training.liveness import rendezvous, watch_ranks
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -250,16 +250,16 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("serving")
 def test_a_second_run_of_the_same_processes_sees_nothing_of_the_first() -> None:
-    first = meet(0, 0, 1, 10.0)
+    first = rendezvous(0, 0, 1, 10.0)
     first.set("first/the corpus/0", "made")
-    assert meet(0, 0, 1, 10.0).check(["first/the corpus/0"])
-    assert not meet(1, 0, 1, 10.0).check(["first/the corpus/0"])
+    assert rendezvous(0, 0, 1, 10.0).check(["first/the corpus/0"])
+    assert not rendezvous(1, 0, 1, 10.0).check(["first/the corpus/0"])
 
 
 @pytest.mark.usefixtures("serving")
 def test_heartbeats_are_heard_by_the_store_of_the_same_meeting() -> None:
-    store = meet(3, 0, 1, 10.0)
-    with naming_the_lost(store, 3, 0, 1, 10.0):
+    store = rendezvous(3, 0, 1, 10.0)
+    with watch_ranks(store, 3, 0, 1, 10.0):
         deadline = time.monotonic() + 10
         while store.add("beat/0", 0) == 0:
             assert time.monotonic() < deadline

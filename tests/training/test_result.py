@@ -215,11 +215,11 @@ def test_the_library_does_not_speak_command_line() -> None:
 
 def test_one_process_fails_with_its_own_error() -> None:
     error = ArgumentError("steps", "is 0.")
-    with pytest.raises(ArgumentError) as caught, World().failing_together():
+    with pytest.raises(ArgumentError) as caught, World().raise_on_all_ranks():
         raise error
     assert caught.value is error
     assert World().share(lambda: 3) == 3
-    assert dataclasses.replace(World(), rank=1, size=2).said_once(error) is not error
+    assert dataclasses.replace(World(), rank=1, size=2).reported_by_main(error) is not error
 
 
 def test_the_word_none_is_a_value_of_a_final_norm() -> None:

@@ -77,7 +77,7 @@ class ChunkedUnit(GatedUnit[State]):
         if self.bias is None:
             return None
         slots = self.slots_of_chunk(layout)
-        return self.bias.side_by_side(slots, slots, table=layout.place_rotations)
+        return self.bias.side_by_side(slots, slots, rotations=layout.place_rotations)
 
     def slots_of_chunk(self, layout: Layout) -> int:
         """C, or less if the layout contains only short documents."""

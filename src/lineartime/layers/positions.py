@@ -48,11 +48,11 @@ class TableBias(nn.Module):
         """The size, shown when the layer is printed."""
         return f"max_length={self.max_length}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K] within `max_length`; only the rotary form uses `table`."""
+    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K] within `max_length`; only the rotary form uses `rotations`."""
         return table_bias(self.table, query_positions, key_positions)
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
@@ -76,18 +76,18 @@ class RotaryBias(nn.Module):
         """The size, shown when the layer is printed."""
         return f"d_qk={len(self.a)}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]; `table` holds precomputed rotations."""
-        return self.factors(query_positions, key_positions, table).dense()
+    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]; `rotations` may be precomputed."""
+        return self.factors(query_positions, key_positions, rotations).dense()
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; `table` holds precomputed rotations."""
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; `rotations` may be precomputed."""
         places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
-        return self.forward(places[first_query : first_query + n_queries], places[:n_keys], table)
+        return self.forward(places[first_query : first_query + n_queries], places[:n_keys], rotations)
 
-    def factors(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> FactoredBias:
+    def factors(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> FactoredBias:
         """The same bias as two factors, without computing their product."""
-        return rotary_bias(self.a, self.b, query_positions, key_positions, table)
+        return rotary_bias(self.a, self.b, query_positions, key_positions, rotations)
 
 
 class BucketBias(nn.Module):
@@ -103,11 +103,11 @@ class BucketBias(nn.Module):
         """Initialise the values."""
         nn.init.normal_(self.values, std=0.02)
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `table`."""
+    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `rotations`."""
         return bucket_bias(self.values, query_positions, key_positions, self.causal)
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, table: Tensor | None = None) -> Tensor:
+    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
         return by_distance(bucket_values(self.values, offsets, self.causal), n_queries, n_keys)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lineartime.errors import ArgumentError, LineartimeError, ReportedError
 from lineartime.training.environment import read_environment
-from lineartime.training.liveness import meet, naming_the_lost
+from lineartime.training.liveness import rendezvous, watch_ranks
 
 Result = TypeVar("Result")
 
@@ -73,7 +73,7 @@ class World:
         return list(map(float, totals))
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """Run a `with` block in every process. If it fails in one, it fails in all, and a single process reports the error.
 
         The block may read, check and compute, but must not communicate, since a process that fails skips the rest of it. Among
@@ -93,14 +93,14 @@ class World:
         if speaker is not None:
             raise ReportedError(failures[speaker])
 
-    def said_once(self, error: LineartimeError) -> LineartimeError:
+    def reported_by_main(self, error: LineartimeError) -> LineartimeError:
         """The error to raise if all processes find the same one, so that only the main process reports it."""
         return error if self.is_main else ReportedError(str(error))
 
     def share(self, make: Callable[[], Result]) -> Result:
         """Make a value in the main process and return it in all processes. If that raises, all processes fail together."""
         made: Any = None
-        with self.failing_together():
+        with self.raise_on_all_ranks():
             if self.is_main:
                 made = make()
         value: Result = self.gather(made)[0]
@@ -114,16 +114,16 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
+    def local_main_first(self, name: str, make: Callable[[], Result]) -> Result:
         """Call `make` first in one process of each machine, then in the others, which find the files that it wrote.
 
         The first call may take hours, so the others wait on the store, where no collective timeout applies. When this returns,
         the first calls have finished on all machines. If a call fails in one process, all processes fail together.
         """
-        with self.failing_together():
-            return self._first_on_each_machine(name, make)
+        with self.raise_on_all_ranks():
+            return self._local_main_first(name, make)
 
-    def _first_on_each_machine(self, name: str, make: Callable[[], Result]) -> Result:
+    def _local_main_first(self, name: str, make: Callable[[], Result]) -> Result:
         if self.store is None:
             return make()
         environment = read_environment()
@@ -177,7 +177,7 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             "with torchrun, which sets both."
         )
     if context_parallel < 1 or size % context_parallel:
-        raise World(rank, size).said_once(
+        raise World(rank, size).reported_by_main(
             ArgumentError(
                 "context_parallel",
                 f"is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}.",
@@ -186,10 +186,10 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     meeting = next(_MEETINGS)
-    store = meet(meeting, rank, size, timeout)
+    store = rendezvous(meeting, rank, size, timeout)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with naming_the_lost(store, meeting, rank, size, timeout):
+    with watch_ranks(store, meeting, rank, size, timeout):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),

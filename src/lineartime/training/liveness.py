@@ -21,7 +21,7 @@ _SILENCE_SECONDS = 4.0
 """A process without a heartbeat for this long is considered lost."""
 
 
-def meet(meeting: int, rank: int, size: int, timeout: float) -> dist.Store:
+def rendezvous(meeting: int, rank: int, size: int, timeout: float) -> dist.Store:
     """Wait for all processes and return the store they share. Raises LineartimeError naming those that do not start.
 
     `meeting` is the same number in all of them: runs of the same processes, one after another, share nothing in the store.
@@ -46,7 +46,7 @@ def meet(meeting: int, rank: int, size: int, timeout: float) -> dist.Store:
 
 
 @contextmanager
-def naming_the_lost(store: dist.Store, meeting: int, rank: int, size: int, timeout: float) -> Iterator[None]:
+def watch_ranks(store: dist.Store, meeting: int, rank: int, size: int, timeout: float) -> Iterator[None]:
     """Send heartbeats, and turn a failed exchange into a LineartimeError that names the lost process."""
     ended = threading.Event()
     # Its own connection: a thread that waits on a store blocks all others that use it.

@@ -100,11 +100,11 @@ def prepare(
 ) -> "Trainer":
     """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
     world = world or World()
-    with world.failing_together():
+    with world.raise_on_all_ranks():
         config.check()
         check_trackers(config.track)
     if start is not None:
-        with world.failing_together():
+        with world.raise_on_all_ranks():
             started = saved_config(start)
             config = resumed_config(config, started, left_out or TrainConfig())
             config.check()
@@ -139,13 +139,13 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._validation_loss: float | None = None  # at the current step
         self.resumed = start is not None
-        with world.failing_together():
+        with world.raise_on_all_ranks():
             self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
         self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
-            with world.failing_together():
+            with world.raise_on_all_ranks():
                 restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
         if config.task == "prefix-lm":
@@ -178,7 +178,7 @@ class Trainer:
         """Take the remaining steps, with evaluations and checkpoints in between."""
         steps, run = self.config.steps, self.config.run_directory
         try:
-            with self.world.failing_together():
+            with self.world.raise_on_all_ranks():
                 reporter = self._reporter()
             minutes = math.inf if self.config.max_time is None else self.config.max_time
             on_cpu = self.setup.device.type == "cpu"
@@ -282,7 +282,7 @@ class Trainer:
             report.say(f"Step {self.step} is not evaluated.")
             return
         loss, checkpoint = self._validation_loss, checkpoints.checkpoint_path(self.config.run_directory, self.step)
-        with self.world.failing_together():
+        with self.world.raise_on_all_ranks():
             if self.world.is_main and loss is not None:
                 checkpoints.add_validation_loss(checkpoint, loss)
 
@@ -295,7 +295,7 @@ class Trainer:
     def _diverged(self, *what: Part) -> LineartimeError:
         rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
         advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
-        return self.world.said_once(LineartimeError(*what, *advice))
+        return self.world.reported_by_main(LineartimeError(*what, *advice))
 
     def save(self) -> None:
         """Start writing a checkpoint of this step. All processes must call this together."""

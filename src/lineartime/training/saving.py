@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import Argument, LineartimeError, reporting
+from lineartime.errors import Argument, LineartimeError, message_line, reporting
 from lineartime.files import synchronise, utf8_path
 from lineartime.models.heads import LanguageModel
 from lineartime.training.distributed import World
@@ -64,7 +64,7 @@ class CheckpointWriter:
         self.finish()
         target = checkpoint_path(self._run, state.step)
         partial = hidden(target)
-        with self._world.failing_together(), self._reporting(target):
+        with self._world.raise_on_all_ranks(), self._reporting(target):
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -82,7 +82,7 @@ class CheckpointWriter:
         self._thread = None
         error, self._error = self._error, None
         try:
-            with self._world.failing_together(), self._reporting(self._target):
+            with self._world.raise_on_all_ranks(), self._reporting(self._target):
                 if error is not None:
                     raise error
         except Exception:
@@ -153,7 +153,7 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
         Exception,
         CheckpointException,
     ) as error:  # damaged files make PyTorch and safetensors raise many kinds of errors
-        raise _unusable(checkpoint, next(iter(str(_cause(error)).strip().splitlines()), type(error).__name__)) from None
+        raise _unusable(checkpoint, message_line(_cause(error))) from None
     for name, moment in moments.items():
         own = moment.to_local() if isinstance(moment, DTensor) else moment
         if not own.isfinite().all():

@@ -72,17 +72,17 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     Raises:
         LineartimeError: for options that are incompatible with each other, the text or this machine.
     """
-    with world.failing_together():
+    with world.raise_on_all_ranks():
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or cache_folder()
-    corpus: Corpus = world.first_on_each_machine(
+    corpus: Corpus = world.local_main_first(
         "the corpus", lambda: load_corpus(config.data, config.text_column, config.max_expansion)
     )
-    tokenizer: Tokenizer = world.first_on_each_machine(
+    tokenizer: Tokenizer = world.local_main_first(
         "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
-    with world.failing_together():
+    with world.raise_on_all_ranks():
         # A run keeps its model, whatever its preset means today.
         model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
         slice_unit = _slice_unit(model_config, config)
@@ -100,7 +100,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
                     raise checkpoints.damaged(start, str(error)) from None
                 what = f"is {source}, whose weights are not those of the model that is asked for: {error}."
                 raise ArgumentError("init_from", what) from None
-    text: Text = world.first_on_each_machine("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
+    text: Text = world.local_main_first("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     tokens_per_step = rows.per_step * config.context_length
     precision, (compiled, why_not_compiled) = world.share(
         lambda: (
