@@ -81,7 +81,29 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
     assert "chunk_size=512" in plan_of("pg19", "paper").entries[0].options["override"]
     assert "gau-scaling-1024" in {entry.options["preset"] for entry in plan_of("gau-vs-mhsa", "paper").entries}
     chunks = [entry.options["override"] for entry in plan_of("chunk-size", "paper").entries[:2]]
-    assert chunks == [["chunk_size=64"], ["chunk_size=128"]]
+    assert chunks == [["chunk_size=64", "normalization=paper"], ["chunk_size=128", "normalization=paper"]]
+
+
+def test_the_scale_of_the_paper_divides_and_clips_as_published() -> None:
+    for entry in plan_of("lm", "paper").entries:
+        scores = entry.model.mixer.options
+        assert scores.get("normalization", "paper") == "paper"
+        assert scores.get("max_length", entry.setting.context) == entry.setting.context
+        clipped_together = None if entry.arm.name == "transformer" else max(2**18 // 64, entry.setting.context)
+        assert entry.options.get("clip_tokens") == clipped_together, entry.arm.name
+    asked = {entry.arm.name: entry.model.mixer.options for entry in plan_of("normalization", "paper").entries}
+    assert asked["flash count"]["normalization"] == "count"
+
+
+def test_no_two_arms_of_a_setting_are_the_same_model() -> None:
+    for name in catalogue.EXPERIMENTS:
+        for scale in ("cpu", "gpu", "paper"):
+            if not catalogue.EXPERIMENTS[name].settings[scale]:  # type: ignore[index]
+                continue
+            plan = plan_of(name, scale)
+            for setting in plan.settings:
+                models = [entry.model for entry in plan.entries_of(setting)]
+                assert all(model not in models[:index] for index, model in enumerate(models)), f"{name}, {scale}, {setting}"
 
 
 def test_a_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path: Path) -> None:

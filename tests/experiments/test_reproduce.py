@@ -18,7 +18,7 @@ from lineartime.bench.config import BenchConfig
 from lineartime.bench.plan import make_plan as plan_of_benchmark
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments import __main__, catalogue, command, worker
+from lineartime.experiments import __main__, catalogue, command, runner, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Optimizer
@@ -254,6 +254,27 @@ def test_trials_that_are_too_short_to_choose_by_are_told(options: Options, here:
     assert re.search(r"trials of \d+ steps may choose a rate or an optimiser by chance: --tuning gives them more", warning)
 
 
+@pytest.mark.parametrize(("planned", "steps"), [(10, 40), (50, 60), (90, 90)])
+def test_trials_of_slow_systems_last_longer_to_have_enough_steps(
+    options: Options, here: Do, monkeypatch: pytest.MonkeyPatch, planned: int, steps: int
+) -> None:
+    monkeypatch.setitem(catalogue.SCALES, "cpu", catalogue.SCALES["trial"])
+    plan = make_plan(options(seeds=1, systems=("flash",), scale="cpu", rates=(1e-3,), optimizers=("adamw",), tuning=10.0))
+    speed = planned * plan.tuning_job(plan.entries[0], "adamw", 1e-3).options["tokens_per_batch"] / 10.0
+    monkeypatch.setattr(runner, "read_speed", lambda *_: speed)
+    tried: list[Job] = []
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        if job.kind == "speed":
+            return here(job, message)
+        tried.append(job)
+        return worker.INTERRUPTED
+
+    assert run_all(plan, ignore, do).interrupted
+    assert (tried[0].kind, tried[0].options["steps"]) == ("tune", steps)
+    assert tried[0].seconds == pytest.approx(10.0 * steps / planned)
+
+
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
     with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
         command.reproduce(options(budget=3, report=True))
@@ -279,13 +300,14 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         ({"name": ""}, "name is missing: give an experiment, latency, lm,"),
         ({"systems": ("flsh",)}, r"systems has 'flsh', which is no model of this experiment here \(did you mean flash\?\)"),
         ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all models of a context"),
+        ({"systems": "flash"}, "systems is 'flash', but must be a list, each item of which is a text"),
         ({"contexts": (512,)}, "contexts has 512, which is no context of this experiment here: use 64"),
         ({"texts": ("books",)}, "texts has 'books', which is no text of this experiment here: use wikipedia"),
         ({"optimizers": ("adam",)}, r"optimizers has 'adam', which is no optimiser here \(did you mean adamw\?\): use adamw"),
-        ({"budget": 0.0}, "budget is 0.0, but must be a number of seconds above 0"),
+        ({"budget": 0.0}, "budget is 0.0, but must be above 0"),
         ({"budget": 5.0, "scale": "paper"}, "budget is 5.0, but the scale paper has the paper's steps and rate: leave it out"),
-        ({"rates": (1e-3, 1e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be different numbers above 0"),
-        ({"rates": (-1.0,), "optimizers": ("adamw",)}, "rates is -1, but must be different numbers above 0"),
+        ({"rates": (1e-3, 1e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be different numbers"),
+        ({"rates": (-1.0,), "optimizers": ("adamw",)}, "rates is -1.0, but must be above 0"),
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in optimizers"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
         ({"seeds": 0}, "seeds is 0, but must be at least 1"),

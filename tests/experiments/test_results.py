@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lineartime.experiments.plan import Job
-from lineartime.experiments.report import begun, table
 from lineartime.experiments.results import Point, Run, Tuning, choose, seconds_to, training_seconds
+from lineartime.experiments.tables import begun, table
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:

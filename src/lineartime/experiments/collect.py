@@ -19,7 +19,7 @@ TEXTS = ("data", "code", "books", "wikipedia")
 
 
 def collect(plan: Plan) -> dict[str, Any]:
-    """Everything that the runs of an experiment left, beside the paper's numbers."""
+    """Collect the results of all runs of an experiment, with the paper's numbers."""
     state = _State()
     settings = [
         _latency(plan, index, state) if plan.experiment.kind == "latency" else _setting(plan, index, state)
@@ -45,7 +45,7 @@ def collect(plan: Plan) -> dict[str, Any]:
 
 
 class _State:
-    """What is noted on the way through all runs."""
+    """Missing runs, problems and machines, collected while runs are read."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
@@ -55,7 +55,7 @@ class _State:
         self.texts: dict[str, str] = {}
 
     def note(self, plan: Plan, run: Run) -> None:
-        """A run that is not finished, and where a finished one was trained on what."""
+        """Note a run that is not finished, or the machine and the text of a finished one."""
         name = run.job.folder.relative_to(plan.folder).as_posix()
         if run.state == "missing":
             self.missing.append(name)
@@ -72,7 +72,7 @@ class _State:
 
 
 def _machines(run: Run) -> list[tuple[str, str | None]]:
-    """Where each process that did a run ran, and when it started."""
+    """The machine and the start of each process of a run."""
     if run.job.kind == "latency":
         found = run.outcome.machine
         where = found.get("gpu") or f"{found.get('cpu')}, {_threads(found.get('threads'))}"
@@ -117,7 +117,7 @@ def _names(paths: Iterable[str]) -> list[str]:
 
 
 def _text(options: Mapping[str, Any]) -> str:
-    """The names of the texts of a run, without their folders, which mean nothing on other machines."""
+    """The file names of the texts of a run, because folders mean nothing on other machines."""
     data = options.get("data") or []
     return ", ".join(_names([data] if isinstance(data, str) else data)) or DEFAULT_TEXT
 
@@ -150,6 +150,7 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "rate": rate,
         "rate_at_edge": chosen is not None and rate in (min(chosen.runs), max(chosen.runs)),
         "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
+        "trial_steps": {tuning.optimizer: _steps_of(tuning) for tuning in tunings},
         "tokens_per_second": speed,
         "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
         "chunk_size": entry.model.mixer.options.get("chunk_size"),
@@ -158,13 +159,18 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
     }
 
 
+def _steps_of(tuning: Tuning) -> int | None:
+    """The steps of the trials of an optimiser; None before the first."""
+    return next((run.options["steps"] for run in tuning.runs.values() if run.options), None)
+
+
 def _cell(run: Run) -> Any:
-    """What a tried rate led to: its loss on held-out text in nats per token, or why there is none."""
+    """The result of a trial: its loss on held-out text in nats per token, or the state of its run."""
     return run.final.loss if run.final is not None else run.state
 
 
 def _run(run: Run, seed: int, speed: float | None) -> Row:
-    """A run; its seconds are those at the speed that was measured alone, if there is one."""
+    """The data of a run. Its seconds follow from the speed that was measured alone, if there is one."""
     final = run.final
     tokens_per_batch: int = run.options.get("tokens_per_batch") or 0
     points = [replace(point, seconds=point.step * tokens_per_batch / speed) if speed else point for point in run.points]
@@ -185,7 +191,7 @@ def _run(run: Run, seed: int, speed: float | None) -> Row:
 
 
 def relative(plan: Plan, rows: list[Row]) -> None:
-    """Add what is relative to the baseline: the loss, and of each seed the time to the baseline's final quality."""
+    """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
     base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
     for row in rows:
@@ -196,19 +202,19 @@ def relative(plan: Plan, rows: list[Row]) -> None:
 
 
 def _relative_loss(row: Row, base: Row | None) -> float | None:
-    """By which share the mean loss of a row exceeds the baseline's, over the seeds that both have."""
+    """The relative difference of a row's mean loss from the baseline's, over the seeds that both have."""
     pairs = [(run["loss"], other["loss"]) for run, other in zip(row["runs"], base["runs"] if base else [], strict=False)]
     both = [pair for pair in pairs if None not in pair]
     return _over(sum(loss for loss, _ in both), sum(other for _, other in both)) if both else None
 
 
 def _over(value: float | None, base: Any) -> float | None:
-    """By which share a value exceeds that of the baseline."""
+    """The relative difference of a value from the baseline's."""
     return None if value is None or not base else value / base - 1
 
 
 def _speedup(run: Row, baseline: Row) -> float | None:
-    """The time in which the baseline reaches its final quality over that of a run; None if the run does not reach it."""
+    """The time in which the baseline reaches its final quality, divided by the run's; None if the run does not reach it."""
     quality = baseline["loss"]
     if quality is None:
         return None

@@ -24,7 +24,7 @@ class Ended:
 
 
 def reproduce(config: ReproduceConfig) -> Ended:
-    """List experiments, or do what is missing of one and write its report.
+    """List experiments, or run the missing parts of one and write its report.
 
     Results go to standard output, and what happens meanwhile to standard error.
 

@@ -1,4 +1,4 @@
-"""What an experiment is made of: plain data, of which `catalogue.py` has the values."""
+"""The types of the parts of an experiment; `catalogue.py` holds their values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,11 @@ from lineartime.models.systems import Size
 from lineartime.training.config import RecipeName
 
 Kind = Literal["quality", "latency"]
+
+FEWEST_STEPS = 60
+"""The fewest steps after which trials rank learning rates as longer runs do: see docs/experiments.md."""
+LONGEST_TRIAL = 4
+"""The maximum duration of a trial that needs more time for these steps, as a multiple of its planned seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Its name, which is that of a folder too."""
+        """Its name, also that of its folder."""
         return f"{self.text}-{self.context}" + ("" if self.size == "main" else f"-{self.size}")
 
     def __str__(self) -> str:
@@ -129,7 +134,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One question, the models that answer it, and where they are compared.
+    """A question, the models that are compared to answer it, and the settings.
 
     Attributes:
         title: its title in a report.

@@ -1,4 +1,4 @@
-"""What would run, and about how long it takes here."""
+"""List the runs of experiments, and estimate how long they take on this machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lineartime.experiments.results import read_run
 from lineartime.machine import choose_device, choose_precision, using_threads
 
 SHARE_OF_PEAK = 0.3
-"""Of the fastest matrix product, what a training step is assumed to reach."""
+"""The share of the peak of matrix products that a training step is assumed to reach."""
 START = {"cpu": 8.0, "cuda": 25.0}
 """Seconds that a process needs before its first step; with torch.compile, more."""
 COMPILE = 75.0

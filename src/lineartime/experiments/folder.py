@@ -37,7 +37,7 @@ class PlanOptions:
 
 
 def adopted(config: ReproduceConfig) -> ReproduceConfig:
-    """The options, with those of the runs in the folder where none are given; ArgumentError if a given one differs."""
+    """Complete the options with those of the runs in the folder. Raises ArgumentError if a given one differs."""
     file = folder_of(config) / PLAN_FILE
     if not file.exists():
         return config
@@ -51,7 +51,7 @@ def adopted(config: ReproduceConfig) -> ReproduceConfig:
 
 
 def begin(plan: Plan) -> None:
-    """Write the options on which the runs depend; ArgumentError if the folder holds runs of others."""
+    """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
     file, wanted = plan.folder / PLAN_FILE, identity(plan)
     if file.exists():
         for name, found in _read(file).items():
@@ -64,7 +64,7 @@ def begin(plan: Plan) -> None:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """The options on which the runs depend, with the values that defaults stand for in this version."""
+    """The options on which the runs depend, with defaults replaced by their values in this version."""
     given = {name: getattr(plan.config, name) for name in PlanOptions.__dataclass_fields__}
     return {**given, "budget": plan.budget, "tuning": plan.tuning, "optimizers": plan.optimizers, "compile": plan.compile}
 
@@ -75,7 +75,7 @@ def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentE
 
 
 def _read(file: Path) -> dict[str, Any]:
-    advice = "restore it from a copy, or delete it if all runs beside it were made with the options of now"
+    advice = "restore it from a copy, or delete it if all runs beside it were made with the current options"
     return vars(read_file(file, PlanOptions, advice))
 
 

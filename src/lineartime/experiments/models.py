@@ -12,14 +12,14 @@ from lineartime.models.systems import SYSTEMS, Size
 from lineartime.training.config import written
 
 TOLERANCE = 0.03
-"""How far the parameters of compared models may be apart, as a share of the first one's."""
+"""The largest allowed relative difference of a model's number of parameters from the first one's."""
 
 parameters = cache(count_parameters)
 """The number of parameters of a model."""
 
 
 def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int) -> ModelConfig:
-    """The model of an arm at a size; learned positions reach as far as the context."""
+    """The model of an arm at a size, with as many learned positions as the context has tokens."""
     config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=vocab_size, **arm.override)
     return config if config.max_positions is None else config.override(max_positions=setting.context)
 

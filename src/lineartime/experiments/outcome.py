@@ -1,4 +1,4 @@
-"""outcome.json: what a run of an experiment that has ended leaves, its measurements or the sentence of its error."""
+"""outcome.json: the measurements or the error of a run that has ended."""
 
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left.
+    """The content of outcome.json.
 
     Attributes:
         kind: of its job.

@@ -11,7 +11,7 @@ from lineartime.choices import Task
 from lineartime.experiments.definitions import Setting
 
 TEXTS = {"lm_wiki40b": "wikipedia", "lm_pg19": "books"}
-"""The kind of text of a table. Tables of ablations, and of C4, stand beside any text."""
+"""The kind of text of a table. Tables that are not listed, of ablations and of C4, are shown for any text."""
 DESCRIPTIONS = {
     "lm_wiki40b": "Wiki-40B, models of 110 M parameters, perplexity per token, 125,000 steps of 2^18 tokens",
     "lm_pg19": "PG-19, models of 490 M parameters, perplexity per word, 125,000 steps of 2^18 tokens",

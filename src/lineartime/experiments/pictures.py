@@ -16,7 +16,7 @@ _MARKERS = "osD^v<>PX*"
 
 
 def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
-    """Draw what there are numbers for; each picture with its caption. LineartimeError without matplotlib."""
+    """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
     if plan.experiment.kind == "latency":
         figures = [("latency", _latency(report), "Time of a token by the length of the context, here and in the paper.")]
     else:
@@ -45,7 +45,7 @@ def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _columns(panels: int) -> int:
-    """How many panels stand in a row."""
+    """The number of panels in a row."""
     return 2 if panels == 4 else min(panels, 3)
 
 

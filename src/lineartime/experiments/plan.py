@@ -19,7 +19,9 @@ from lineartime.training.recipes import recipe_config
 JobKind = Literal["speed", "tune", "run", "latency"]
 TRIAL_CONTEXT = 64
 LATENCY_TOKENS = 8192
-"""In a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
+"""The tokens of a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
+PAPER_CORES = 64
+"""The number of TPU cores on which the paper trains. Each clips the gradient of its own tokens."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def folder_of(config: ReproduceConfig) -> Path:
 
 
 def make_plan(config: ReproduceConfig) -> Plan:
-    """The runs that the options ask for; LineartimeError if they ask for something that is not there."""
+    """The runs that the options ask for. Raises LineartimeError for an unknown experiment, model, text or context."""
     config.check()
     experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
     settings = experiment.settings["cpu"][:1] if config.scale == "trial" else experiment.settings[config.scale]
@@ -256,8 +258,17 @@ def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[
     usual = resolve(recipe.preset, experiment.task)
     if usual.max_positions is not None:
         override["max_positions"] = str(setting.context)
-    override |= dict(item.split("=", 1) for item in written(arm.override))
+    override |= _published(usual, setting) | dict(item.split("=", 1) for item in written(arm.override))
     items = [f"{name}={value}" for name, value in override.items()]
     options = {**recipe.to_dict(), "context_length": setting.context, "override": items}
+    if recipe.clips_locally:
+        options["clip_tokens"] = max(catalogue.SCALES["paper"].tokens_per_batch // PAPER_CORES, setting.context)
     model = TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)
     return options, model
+
+
+def _published(model: ModelConfig, setting: Setting) -> dict[str, str]:
+    """Options that divide scores as published; the presets divide by the number of visible keys."""
+    known = model.mixer.options
+    values = {"normalization": "paper", "max_length": str(setting.context)}
+    return {name: value for name, value in values.items() if "normalization" in known and name in known}

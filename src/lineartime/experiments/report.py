@@ -1,4 +1,4 @@
-"""The report of an experiment: report.json, report.md and pictures, also of one that is not complete."""
+"""The report of an experiment, complete or not: report.json, report.md and pictures."""
 
 import json
 import shlex
@@ -14,16 +14,16 @@ from lineartime.experiments.folder import PLAN_FILE, begin, identity
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, PAPER_TREATMENT, equal_treatment, legend
+from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, legend
+from lineartime.experiments.tables import NOT_THERE, begun, table
+from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_atomically
-from lineartime.markdown import markdown_table
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
-NOT_THERE = "-"
 
 
 def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
-    """Write the report of what is there: its file, its data, and a sentence for each picture that cannot be drawn.
+    """Write the report of the existing results. Return its file, its data, and a sentence for each missing picture.
 
     Raises:
         LineartimeError: if the folder has no runs, or runs of other options, or cannot be written.
@@ -41,7 +41,7 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
 
 
 def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
-    """Write the text and the pictures of a report from its data: the file, and a sentence for what cannot be drawn.
+    """Write the text and the pictures of a report from its data. Return the file, and a sentence for each missing picture.
 
     Raises:
         LineartimeError: if the folder of the experiment cannot be written.
@@ -67,10 +67,10 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
         yield f"![{caption}]({picture.name})\n\n{caption}"
     yield from _latency_tables(report) if plan.experiment.kind == "latency" else _quality_tables(plan, report)
     if plan.experiment.kind == "quality":
-        yield from _equal_treatment(plan, report)
+        yield from equal_treatment(plan, report)
     else:
         yield LATENCY
-        yield _parameters(report)
+        yield parameters_apart(report)
     tables = [f"{DESCRIPTIONS[name]}" for name in plan.experiment.paper_tables]
     where = f" ({'; '.join(tables)})" if tables else ""
     yield f"The paper: {report['paper']}{where}."
@@ -92,7 +92,7 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
 
 
 def _command(plan: Plan, options: dict[str, Any]) -> str:
-    """The command that makes such runs, with the names of texts in place of their paths; parts of it may have run apart."""
+    """The command that makes these runs, with file names of texts in place of paths. It may have run in several parts."""
     usual = identity(replace(plan, config=ReproduceConfig(plan.config.name, plan.config.scale)))
     words = ["lineartime", "reproduce", plan.config.name, "--scale", plan.config.scale]
     for name, value in options.items():
@@ -154,19 +154,8 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield from _pairs_table(plan, report, metric)
 
 
-def begun(report: dict[str, Any]) -> list[Row]:
-    """The settings of which anything has run, each with the systems that have."""
-    found = [{**setting, "rows": list(filter(_has_begun, setting["rows"]))} for setting in report["settings"]]
-    return [setting for setting in found if setting["rows"]]
-
-
-def _has_begun(row: Row) -> bool:
-    tried = [cell for grid in row["grid"].values() for cell in grid.values()]
-    return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
-
-
 def _positions_table(report: dict[str, Any]) -> Iterator[str]:
-    """What a longer context is worth: the losses of the first seed by the place of a token."""
+    """The test losses of the first seed by the position of a token in its context."""
     for setting in begun(report):
         measured = {row["name"]: _by_position(row) for row in setting["rows"]}
         found = {name: losses for name, losses in measured.items() if losses}
@@ -179,7 +168,7 @@ def _positions_table(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _by_position(row: Row) -> dict[str, float]:
-    """The loss at the places of a context as trained, from the fourth on; empty if the first run is not finished."""
+    """The loss by position at the context of training, from the fourth token on; empty if the first run is not finished."""
     parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
     return {f"{first:,.0f} to {last:,.0f}": loss for first, last, loss in parts if 4 <= first < last}
 
@@ -192,7 +181,7 @@ def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
         for name in report["tests"]:
             value = metric_of_test(name, metric)
             columns[name or "as trained"] = [_values(values_of_row(row, value)) for row in setting["rows"]]
-        yield f"## Tested otherwise than trained: {setting['name']} ({unit} of the test split)"
+        yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
         yield table(columns)
     if any(name.startswith("tested with") for name in report["tests"]):
         yield OTHER_CHUNKS
@@ -225,52 +214,6 @@ def _pairs_table(plan: Plan, report: dict[str, Any], metric: str) -> Iterator[st
         yield APPROXIMATION
 
 
-# Equal treatment ------------------------------------------------------------------------------------------------------
-
-
-def _equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
-    yield "## Equal treatment"
-    if not plan.tunes:
-        yield PAPER_TREATMENT
-        return
-    yield equal_treatment(plan, _parameters(report))
-    for setting in begun(report):
-        for optimizer in plan.optimizers:
-            rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
-            rows = list({row["arm"]: row for row in rows}.values())
-            if not rows:
-                continue
-            columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
-            for rate in rows[0]["grid"][optimizer]:
-                columns[rate] = [_tried(row, optimizer, rate) for row in rows]
-            what = "nats per token on held-out text; bold: the choice"
-            yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
-            yield table(columns)
-
-
-def _tried(row: Row, optimizer: str, rate: str) -> str:
-    cell = row["grid"][optimizer][rate]
-    if not isinstance(cell, float):
-        return str(cell)
-    chosen = row["optimizer"] == optimizer and row["rate"] is not None and f"{row['rate']:g}" == rate
-    return f"**{cell:.4f}**" if chosen else f"{cell:.4f}"
-
-
-def _parameters(report: dict[str, Any]) -> str:
-    rows = [row for setting in report["settings"] for row in setting["rows"]]
-    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.1%})" for row in rows if not within_tolerance(row)})
-    if not far:
-        largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
-        counts = [[row["parameters"] for row in setting["rows"]] for setting in report["settings"]]
-        apart = max((max(each) / min(each) - 1 for each in counts if each), default=0.0)
-        return (
-            f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
-            f"Any two of a setting differ by at most {apart:.1%}."
-        )
-    why = "as published" if report["scale"] == "paper" else "because the width must be a multiple of the heads"
-    return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
-
-
 # Tables of latency ----------------------------------------------------------------------------------------------------
 
 
@@ -300,18 +243,12 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def table(columns: dict[str, list[str]], text: int = 1) -> str:
-    """A Markdown table without its empty columns; the first `text` columns are on the left, the others on the right."""
-    kept = {name: cells for name, cells in columns.items() if any(cell != NOT_THERE for cell in cells)}
-    return markdown_table(list(kept), zip(*kept.values(), strict=True), left=text).rstrip("\n")
-
-
 def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _values(values: Sequence[float], form: str = ".4f") -> str:
-    """Several values, one of each seed."""
+    """The values of all seeds."""
     return " / ".join(format(value, form) for value in values) or NOT_THERE
 
 

@@ -1,11 +1,7 @@
-"""The paragraphs of a report: how its numbers were made, and what they mean."""
+"""The explanations and captions of a report."""
 
 from lineartime.experiments.plan import Plan
 
-PAPER_TREATMENT = (
-    "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate, which is not "
-    "tuned here. All runs of a setting read the same text in the same order."
-)
 LATENCY = (
     "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
     "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
@@ -38,27 +34,5 @@ def legend(plan: Plan) -> str:
             f"- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in "
             "which this system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole "
             "run, so a shorter run could reach that quality sooner.",
-        ]
-    )
-
-
-def equal_treatment(plan: Plan, parameters: str) -> str:
-    """How all systems were treated alike; `parameters` says how far these are apart."""
-    compiled = "compiled" if plan.compile == "on" else "not compiled"
-    return "\n".join(
-        [
-            "- **Data.** All runs of a setting and a seed read the same windows of the same text in the same order.",
-            f"- **Batches.** {plan.scale.tokens_per_batch:,} tokens in a step; a longer context is a step of one sequence.",
-            f"- **Optimisers.** The same for all: {', '.join(plan.optimizers)}, each with a warm-up of a tenth of the steps, a "
-            "linear fall to zero, and the same weight decay and clipping.",
-            f"- **Learning rates.** Each system's is tuned over the same grid, {plan.tuning:g} s of training each. The loss on "
-            "held-out text chooses rate and optimiser. The tables below show every trial.",
-            f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule "
-            "must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are measured "
-            f"before anything else, by {plan.scale.speed_rounds} runs of {plan.scale.speed_steps} steps for each system and "
-            "optimiser, in turn; the median counts. A system that a later call added was measured in that call. *training (s)* "
-            "and the curves are at this speed: what else the machine does later changes nothing.",
-            f"- **Parameters.** {parameters}",
-            "- **Not equalised.** Each system has the initialisation, the norm and the other options of its published form.",
         ]
     )

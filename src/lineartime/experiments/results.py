@@ -1,4 +1,4 @@
-"""What the runs of an experiment left, read from their folders."""
+"""Read the results of runs from their folders."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lineartime.runs.record import RECORD_FILE, read_record
 
 State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
 PAUSE = 5.0
-"""A step that takes so many times the median is a compilation or a pause of the machine, and counts as the median."""
+"""A step that takes more than this multiple of the median is a compilation or a pause, and counts as the median."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left.
+    """The results of a run.
 
     Attributes:
         job: what was asked for.
@@ -73,7 +73,7 @@ class Run:
 
 
 def read_run(job: Job) -> Run:
-    """What a job left; files that cannot be read make it "damaged"."""
+    """Read the results of a job; files that cannot be read make it "damaged"."""
     folder = job.folder
     try:
         outcome = read_file(folder / OUTCOME_FILE, Outcome) if (folder / OUTCOME_FILE).exists() else None
@@ -81,7 +81,7 @@ def read_run(job: Job) -> Run:
             return Run(job, "failed" if outcome.error else "finished", outcome.error or "", outcome=outcome)
         lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
         options = read_record(folder).options if (folder / RECORD_FILE).exists() else {}
-    except (LineartimeError, OSError) as error:
+    except LineartimeError as error:
         what = str(error).rstrip(".")
         return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again ({what}).")
     if outcome is None:
@@ -169,13 +169,13 @@ class Tuning:
 
 
 def read_tuning(plan: Plan, entry: Entry, optimizer: str) -> Tuning:
-    """What was tried for an entry with an optimiser."""
+    """Read the trials of an entry with an optimiser."""
     runs = {rate: read_run(plan.tuning_job(entry, optimizer, rate)) for rate in plan.rates(optimizer)}
     return Tuning(optimizer, runs)
 
 
 def read_speed(plan: Plan, entry: Entry, optimizer: str) -> float | None:
-    """The tokens of a second of an entry with an optimiser: the median of the rounds that were measured; None before."""
+    """The tokens per second of an entry with an optimiser: the median of the measured rounds; None before the first."""
     runs = [read_run(plan.speed_job(entry, optimizer, number)) for number in range(plan.scale.speed_rounds)]
     speeds = [run.speed for run in runs if run.state == "finished" and run.speed]
     return statistics.median(speeds) if speeds else None

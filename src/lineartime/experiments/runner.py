@@ -1,4 +1,4 @@
-"""Having the runs of an experiment done, each in a process of its own, and nothing twice."""
+"""Run the jobs of an experiment that have not finished, each in a process of its own."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import lineartime
 from lineartime.data import load_corpus
 from lineartime.data.splits import missing_split
 from lineartime.errors import ArgumentError
+from lineartime.experiments.definitions import FEWEST_STEPS, LONGEST_TRIAL
 from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_speed, read_tuning
@@ -24,8 +25,6 @@ from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.claim import claim
 
 LOG_FILE = "log.txt"
-FEWEST_STEPS = 60
-"""Steps of a trial below which the order of losses is not that of longer runs: see docs/experiments.md."""
 
 Perform = Callable[[Job, dict[str, Any]], int]
 """Does a job and returns its exit status."""
@@ -45,7 +44,7 @@ class Progress:
 
 
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> Progress:
-    """Do what is missing of the selected runs, one after the other.
+    """Run the selected jobs that have not finished, one after the other.
 
     Args:
         plan: the experiment.
@@ -63,7 +62,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
 
 
 def check_machine(plan: Plan) -> None:
-    """Raise ArgumentError for a device that is not there, or one without a compiler where models are compiled."""
+    """Raise ArgumentError if there is no such device, or no compiler for models that are to be compiled."""
     missing = compiler_missing(choose_device(plan.config.device))
     if missing and plan.tunes and plan.compile == "on":
         raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
@@ -121,7 +120,7 @@ class _Runner:
                     self._final(entry, seed)
 
     def _measure_speeds(self, entries: list[Entry]) -> None:
-        """Measure all arms in rounds: what slows the machine for a while slows all. Time decides nothing after that."""
+        """Measure all arms in rounds, so that a slow minute of the machine slows all. Later, time decides nothing."""
         for number in range(self._plan.scale.speed_rounds):
             for entry in entries:
                 for optimizer in self._plan.optimizers:
@@ -132,13 +131,14 @@ class _Runner:
         speed = read_speed(plan, entry, optimizer)
         if speed is None:
             return
-        steps = _steps(speed, plan.tuning_job(entry, optimizer, 1.0))
+        steps = _trial_steps(plan, speed, plan.tuning_job(entry, optimizer, 1.0))
         if steps < FEWEST_STEPS and plan.config.scale != "trial":
             self._say(
                 f"  trials of {steps} steps may choose a rate or an optimiser by chance: --tuning gives them more seconds"
             )
         for rate in plan.rates(optimizer):
-            self._do(plan.tuning_job(entry, optimizer, rate, steps))
+            job = plan.tuning_job(entry, optimizer, rate, steps)
+            self._do(replace(job, seconds=steps * job.options["tokens_per_batch"] / speed))
 
     def _final(self, entry: Entry, seed: int) -> None:
         plan = self._plan
@@ -163,11 +163,11 @@ class _Runner:
         self._do(self._plan.final_job(entry, tuning.optimizer, seed, rate, _steps(speed, job)))
 
     def _do(self, job: Job) -> Run:
-        """Do a job unless it has ended, and read what it left."""
+        """Do a job unless it has ended, and read its results."""
         run = read_run(job)
         name = job.folder.relative_to(self._plan.folder).as_posix()
         if run.state in ("missing", "interrupted"):
-            planned = "" if job.seconds is None else f", {job.seconds:g} s of training"
+            planned = "" if job.seconds is None else f", {job.seconds:.3g} s of training"
             steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
             self._say(f"{'resuming ' if run.state == 'interrupted' else ''}{name}{steps}{planned}")
             status = self._perform(job, self._message(job))
@@ -204,6 +204,12 @@ def _steps(tokens_per_second: float, job: Job) -> int:
     return max(2, round((job.seconds or 0.0) * tokens_per_second / tokens_per_batch))
 
 
+def _trial_steps(plan: Plan, tokens_per_second: float, job: Job) -> int:
+    """The steps of a trial: those of its planned seconds, or the fewest, if these do not take many times as long."""
+    planned = _steps(tokens_per_second, job)
+    return planned if plan.config.scale == "trial" else max(planned, min(FEWEST_STEPS, LONGEST_TRIAL * planned))
+
+
 def _why(job: Job, status: int) -> str:
     """Why a process left no outcome: the last line of its output, if it ended by itself."""
     log = job.folder / LOG_FILE
@@ -212,7 +218,7 @@ def _why(job: Job, status: int) -> str:
 
 
 def in_own_process(job: Job, message: dict[str, Any]) -> int:
-    """Do a job in a process of its own, whose output goes to a file; a request to stop is passed on to it.
+    """Do a job in a process of its own, with its output in a file. A request to stop is passed on to it.
 
     Returns:
         Its exit status, or that of an interrupt if there was one, even if the job has ended.
@@ -236,7 +242,7 @@ def in_own_process(job: Job, message: dict[str, Any]) -> int:
 
 @contextmanager
 def _passing_on(process: "subprocess.Popen[str]") -> Iterator[list[int]]:
-    """Pass on requests to stop, which are listed; the process obeys after its step."""
+    """Pass requests to stop on to the process, which stops after its step. The list that is yielded records them."""
     asked: list[int] = []
 
     def request(number: int, _frame: object) -> None:

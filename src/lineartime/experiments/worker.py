@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import LineartimeError, first_line
 from lineartime.experiments.definitions import Test
 from lineartime.experiments.outcome import OUTCOME_FILE
 from lineartime.files import write_atomically
@@ -47,7 +47,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Do a job and write its outcome, which is returned; None if it was interrupted.
+    """Do a job, and write and return its outcome; None if it was interrupted.
 
     An error of training is an outcome: the same steps would fail again. After any other one, the next call tries again.
 
@@ -64,8 +64,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
         elif not _train(folder, job):
             return None
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        sentence = first_line if isinstance(error, LineartimeError) else f"{type(error).__name__}: {first_line}"
+        sentence = first_line(error)
         if _steps_in(folder) == steps:  # it has nothing to do with how the run trains
             raise LineartimeError(sentence) from error
         outcome = {"error": sentence}
@@ -77,7 +76,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _steps_in(folder: Path) -> int:
-    """How many lines a run has written about its steps."""
+    """The number of lines that a run has written about its steps."""
     return len(read_metrics(folder)) if (folder / METRICS_FILE).exists() else 0
 
 
@@ -95,7 +94,7 @@ def _train(folder: Path, job: Mapping[str, Any]) -> bool:
 
 
 def _tested(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Test the model of a finished run, and delete the checkpoints that nobody needs."""
+    """Test the model of a finished run, and delete the checkpoints that are no longer needed."""
     from lineartime.checkpoint import list_checkpoints
 
     tests = [Test(**test) for test in job["tests"]]
@@ -106,7 +105,7 @@ def _tested(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dict[str, Any]]:
-    """The last model of a run on its test split, or its beginning."""
+    """Measure the last model of a run on the beginning of its test split."""
     from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
     from lineartime.data import load_corpus, token_stream
     from lineartime.evaluation import windowed
@@ -156,7 +155,7 @@ def _measured(run: Path, tests: list[Test], most_tokens: int | None) -> list[dic
 
 
 def _latency(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure all systems at a context, in turn; an interrupted measurement leaves nothing that counts."""
+    """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
     from lineartime.bench.command import run_benchmark
     from lineartime.bench.config import RESULTS_FILE, BenchConfig
 
