@@ -3,8 +3,12 @@
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from lineartime.errors import LineartimeError
+from lineartime.host import cache_folder
 
 FAULTS = """
 import ctypes, resource
@@ -50,3 +54,13 @@ def test_freed_memory_is_kept_for_the_next_step_and_returned_at_the_end() -> Non
     assert inside < pages // 100
     assert outside > pages // 2
     assert held < 12 * 16 * 2**20
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(LineartimeError, match=r"no cache folder \(Could not .*\): set XDG_CACHE_HOME to a folder"):
+        cache_folder()

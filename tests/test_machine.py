@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lineartime import host, machine
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.machine import (
     autocast,
     choose_compile,
     choose_device,
     choose_precision,
     faster_precision,
+    find_device,
     using_threads,
     why_not_compile,
 )
@@ -157,3 +158,16 @@ def test_a_compiler_that_fails_is_not_used_and_the_reason_is_said(monkeypatch: p
     why_not_compile.cache_clear()
     assert choose_compile("on", CPU, 1, 1) == (False, "torch.compile fails here (C++ compile error)")
     why_not_compile.cache_clear()
+
+
+def test_a_device_is_found_by_our_names_and_by_those_of_pytorch() -> None:
+    assert find_device("auto") == choose_device("auto")
+    assert find_device("meta") == torch.device("meta")
+    assert find_device(torch.device("cpu", 0)) == torch.device("cpu", 0)
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="device is cuda, but PyTorch sees no GPU here: use cpu"):
+            find_device("cuda")
+        with pytest.raises(ArgumentError, match=r"device is cuda:1, which PyTorch cannot use here \(.+\): use auto or cpu"):
+            find_device("cuda:1")
+    with pytest.raises(ArgumentError, match=r"device is gpu, which PyTorch cannot use here \(.+\)"):
+        find_device("gpu")

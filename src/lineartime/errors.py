@@ -94,10 +94,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(like)}?)" if like else ""
 
 
+def message_line(error: BaseException) -> str:
+    """The first line of the message of an error, or its type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def first_line(error: Exception) -> str:
-    """The type of an error of another library, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """The first line of the message of an error, after its type if it is one of another library."""
+    line, kind = message_line(error), type(error).__name__
+    return line if isinstance(error, LineartimeError) or line == kind else f"{kind}: {line}"
 
 
 def cannot(action: str, path: object, error: OSError, *then: Part) -> LineartimeError:

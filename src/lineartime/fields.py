@@ -132,7 +132,7 @@ def _decode_union(hint: Any, value: Any, name: str) -> Any:
 
 def _fits_shallowly(value: Any, hint: Any) -> bool:
     """Whether a value has the outer type of a hint, regardless of its parts."""
-    base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    base = _without_annotation(hint)
     if dataclasses.is_dataclass(base) or get_origin(base) is dict:
         return isinstance(value, dict)
     return isinstance(value, (list, tuple)) if get_origin(base) is tuple else base is not Any and _fits(value, base)
@@ -186,7 +186,21 @@ def check_ranges(config: Any) -> None:
     """Raise ArgumentError, naming the field, unless every value of a dataclass is in the range of its field."""
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
-        check_limits(name, value, [limit for part in _parts(hint) for limit in getattr(part, "__metadata__", ())])
+        several = get_origin(hint) is tuple
+        each = get_args(hint)[0] if several else hint
+        limits = [limit for part in _parts(each) for limit in getattr(part, "__metadata__", ())]
+        for item in value if several else (value,):
+            check_limits(name, item, limits)
+
+
+def set_plain(config: Any) -> None:
+    """Convert lists and texts that were given for tuples and paths of a frozen dataclass, in its `__post_init__`."""
+    for name, hint in _hints(type(config)).items():
+        value, base = getattr(config, name), _without_annotation(hint)
+        if get_origin(base) is tuple and isinstance(value, list):
+            object.__setattr__(config, name, tuple(value))
+        elif isinstance(value, str) and Path in _parts(base):
+            object.__setattr__(config, name, Path(value))
 
 
 def check_names(names: Iterable[str], allowed: Collection[str], where: str) -> None:
@@ -224,7 +238,7 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is dict:
         return f"an object, each value of which is {describe(get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):
-        return f"an object with the fields {_names(hint)}"
+        return f"an object with the fields {', '.join(_hints(hint))}"
     if hint is type(None):
         return "None"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Any: "anything"}
@@ -247,10 +261,6 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _read_hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _names(cls: Any) -> str:
-    return ", ".join(_hints(cls))
 
 
 def _inside(name: str, field: str) -> str:
@@ -309,6 +319,10 @@ def _check_plain(value: Any, name: str) -> None:
         check_limits(name, value, [])
     elif isinstance(value, int):
         check_limits(name, value, [_ANY_NUMBER])
+
+
+def _without_annotation(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _parts(hint: Any) -> Iterator[Any]:

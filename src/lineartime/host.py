@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lineartime.errors import LineartimeError, message_line
+
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
 STAT = Path("/proc/stat")
@@ -33,8 +35,11 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder, for encoded text and compiled functions."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
+    """The user's cache folder, for encoded text and compiled functions. Raises LineartimeError for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
+    except RuntimeError as error:
+        raise LineartimeError(f"There is no cache folder ({message_line(error)}): set XDG_CACHE_HOME to a folder.") from None
 
 
 def processor_name() -> str:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, message_line
 from lineartime.host import MOST_THREADS, processor_features
 from lineartime.host import memory_bytes as host_memory
 
@@ -42,6 +42,23 @@ def choose_device(device: Device, local_rank: int = 0) -> torch.device:
     if device in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+def find_device(device: "str | torch.device") -> torch.device:
+    """A device by a name of `choose_device`, or by any name of PyTorch, such as "cuda:1".
+
+    Raises:
+        ArgumentError: if PyTorch sees no such device.
+    """
+    if isinstance(device, str) and device in get_args(Device):
+        return choose_device(cast("Device", device))
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
+        what = f"is {device}, which PyTorch cannot use here ({message_line(error)}): use auto or cpu."
+        raise ArgumentError("device", what) from None
+    return found
 
 
 def _gpu_of_process(device: Device, local_rank: int) -> torch.device:
@@ -158,8 +175,7 @@ def why_not_compile(device: torch.device) -> str:
             warnings.simplefilter("ignore")  # PyTorch's own warnings, which do not help a user
             torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever the compiler raises: the code runs without it
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return f"torch.compile fails here ({first_line})"
+        return f"torch.compile fails here ({message_line(error)})"
     return ""
 
 

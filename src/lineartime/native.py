@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineartime.errors import LineartimeError
 from lineartime.host import cache_folder, processor_features
 
 SWITCH = "LINEARTIME_NATIVE"
@@ -97,7 +98,7 @@ def native_functions(source: Path) -> NativeFunctions | None:
         return None
     try:
         return NativeFunctions(_library(source, compiler, openmp))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
+    except (OSError, LineartimeError, subprocess.SubprocessError) as error:  # LineartimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
             f"{source.name} cannot be used, so plain PyTorch takes its place, which is slower: {output.splitlines()[0]} "

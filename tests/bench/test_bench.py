@@ -355,6 +355,8 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"task": "mlm"}, "^measure has prefill, which needs task='clm': leave it out"),
         ({"context_lengths": (8, 0)}, "^context_lengths is 0, but must be at least 1"),
         ({"positions": (-1,)}, "^positions is -1"),
+        ({"presets": "flash-tiny"}, "^presets is 'flash-tiny', but must be a list, each item of which is a text"),
+        ({"context_lengths": 512}, "^context_lengths is 512, but must be a list"),
         ({"tokens_per_batch": 0}, "^tokens_per_batch is 0"),
         ({"rounds": 0}, "^rounds is 0"),
         ({"threads": 0}, "^threads is 0"),

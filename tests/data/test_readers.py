@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,19 @@ def test_a_damaged_archive_is_named(tmp_path: Path, suffix: str, damage: str) ->
     file = tmp_path / f"a.txt{suffix}"
     file.write_bytes(changed)
     with pytest.raises(LineartimeError, match=rf"a.txt{suffix} is damaged or cut off \(.+\): fetch it again"):
+        read(part_of(file))
+
+
+@pytest.mark.parametrize(("place", "value"), [("flags", 1), ("method", 9)])
+def test_a_zip_file_that_python_cannot_unpack_is_named(tmp_path: Path, place: str, value: int) -> None:
+    file = tmp_path / "a.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.txt", "text")
+    content = bytearray(file.read_bytes())
+    for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # bit 0 of the flags: a password; method 9: Deflate64
+        content[content.index(header) + flags + (0 if place == "flags" else 2)] = value
+    file.write_bytes(content)
+    with pytest.raises(LineartimeError, match=r"a.zip cannot be read \(.+\): unpack it and give the folder"):
         read(part_of(file))
 
 

@@ -170,6 +170,14 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) ->
     assert new.exists()
 
 
+def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
+    corpus = Blocks(["text"])
+    whole = encode(corpus, tmp_path).tokens[:].tolist()
+    (folder,) = tmp_path.iterdir()
+    (folder / "facts.json").unlink()
+    assert encode(corpus, tmp_path).tokens[:].tolist() == whole
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("text")
     (tmp_path / "cache").write_text("a file where a folder should be")

@@ -17,7 +17,7 @@ from lineartime import machine
 from lineartime.checkpoint import is_checkpoint
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
 from lineartime.models import size
 from lineartime.models.presets import presets, resolve
@@ -180,6 +180,17 @@ def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.Mon
     for name, config in presets("clm").items():
         if name.endswith("-tiny"):
             size.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
+
+
+@pytest.mark.parametrize(
+    ("values", "option"), [({"n_blocks": 5000}, "n_blocks is 5,000"), ({"vocab_size": 10**8}, "vocab_size is 100,000,000")]
+)
+def test_the_option_that_makes_a_model_too_large_is_named(
+    values: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    with pytest.raises(ArgumentError, match=f"^{option}, with which the model has"):
+        size.check_memory(resolve("flash-base", **values))
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

@@ -205,9 +205,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _change(f / "config.json", vocab_size=2 * 10**9),
         "another model|no model that can",
     ),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-    "deep JSON": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json is not JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json is damaged \(it is not JSON"),
+    "deep JSON": (
+        lambda f: (f / "config.json").write_text("[" * 10**5),
+        r"config.json is damaged \(it has lists and objects nested",
+    ),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json is damaged \(it is .*, but must be an object"),
     "missing name": (lambda f: _change_weights(f, lambda w: w.pop(NORM)), "lacks backbone.norm.weight"),
     "unexpected name": (
         lambda f: _change_weights(f, lambda w: w.update(score=w[NORM] + 0)),

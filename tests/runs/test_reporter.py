@@ -154,7 +154,7 @@ def test_what_is_printed_names_loss_speed_and_time(tmp_path: Path, capsys: pytes
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(LineartimeError, match=r"Cannot write .*metrics.jsonl: Is a directory"):
+    with pytest.raises(LineartimeError, match=r"Cannot read .*metrics.jsonl: Is a directory"):
         reporter(tmp_path)
 
 

@@ -46,6 +46,21 @@ def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(config: 
         claim(run).close()  # waits for the moment that looking takes
 
 
+def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, flock = tmp_path / ".lock", fcntl.flock
+
+    def deleted_first(file: object, operation: int) -> None:
+        lock.unlink()
+        monkeypatch.undo()
+        flock(file, operation)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", deleted_first)
+    with claim(tmp_path):
+        assert is_claimed(tmp_path)
+        with pytest.raises(LineartimeError, match="which another run is using"):
+            claim(tmp_path)
+
+
 def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeConfig) -> None:
     run = trained(config(steps=2))
     (run / "run.json").write_text((run / "run.json").read_text().replace('"steps": 2', '"steps": 9'))

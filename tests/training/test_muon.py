@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lineartime
+from lineartime.models.matrices import hidden_maps
 from lineartime.training.muon import COEFFICIENTS, ITERATIONS, Muon, orthogonal
 
 
@@ -68,3 +70,14 @@ def test_a_gradient_of_zero_decays_and_none_changes_nothing() -> None:
     muon.step()
     assert torch.equal(parameter, w)
     assert not muon.state[parameter]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_step_copies_nothing_to_the_host(bf16: bool) -> None:
+    with torch.device("meta"):  # where there are no values to copy
+        model = lineartime.build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, vocab_size=30)
+    muon = Muon(hidden_maps(model), lr=1e-3, momentum=0.95, weight_decay=0.01, bf16=bf16)
+    ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+    for _ in range(2):
+        model.loss(ids, ids).backward()
+        muon.step()

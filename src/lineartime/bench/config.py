@@ -4,15 +4,17 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import Argument, ArgumentError
+from lineartime.fields import Between, check_fields, check_ranges, set_plain
 
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 Peer = Literal["flash-pytorch", "fla"]
+Count = Annotated[int, Between(1)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
 """Measures that continue a stream and therefore need a state."""
@@ -28,19 +30,19 @@ class BenchConfig:
     """Presets to compare. Ratios are relative to the first one."""
     override: tuple[str, ...] = ()
     """Override fields of all models that have them, or of one model, for instance flash-tiny.n_blocks=12 dropout=0.1"""
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     """Vocabulary size; the default is each preset's own."""
     task: Literal["clm", "mlm"] = "clm"
     """clm: causal models; mlm: masked models, which are bidirectional and have no prefill or decode."""
     measure: tuple[Measure, ...] = ("train", "forward", "prefill", "decode")
     """train: forward and backward; forward: forward only; prefill: reading a prompt; decode: one more token."""
-    context_lengths: tuple[int, ...] = (512, 2048)
+    context_lengths: tuple[Count, ...] = (512, 2048)
     """Context lengths, in tokens, for train, forward and prefill."""
-    positions: tuple[int, ...] = (1024, 8192)
+    positions: tuple[Count, ...] = (1024, 8192)
     """Tokens that a model has read before decode is timed."""
-    tokens_per_batch: int = 8192
+    tokens_per_batch: Count = 8192
     """Tokens in a batch of train and forward, equal at all context lengths; a batch holds at least one sequence."""
-    decode_batch: int = 1
+    decode_batch: Count = 1
     """Number of streams that prefill and decode continue at once."""
     dtypes: tuple[Precision, ...] = ("auto",)
     """Precision of matrix products; auto: the faster one, as in training. bf16 means autocast, and bf16 weights for decode."""
@@ -48,11 +50,11 @@ class BenchConfig:
     """eager: not compiled; compiled: by torch.compile, for train, forward, and decode of models that step in place."""
     peers: tuple[Peer, ...] = ()
     """Other implementations to compare with, built at the sizes of the first preset that has d_qk and chunk_size."""
-    rounds: int = 5
+    rounds: Count = 5
     """Rounds in which all models are measured in turn, A B A B; medians are taken over the rounds."""
-    min_seconds: float = 0.2
+    min_seconds: Annotated[float, Between(0, 3600)] = 0.2
     """Minimum duration of a measurement in seconds; shorter steps are repeated."""
-    warmup: int = 1
+    warmup: Annotated[int, Between(0)] = 1
     """Warm-up steps, which are not counted, after the very first step, which may compile."""
     memory: bool = True
     """Whether to measure memory; on a CPU, each model is measured in a separate process, which takes some seconds."""
@@ -60,10 +62,13 @@ class BenchConfig:
     """For a plot of quality against cost: JSON files of {preset: bits per byte}, or folders of runs."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
-    threads: int | None = None
+    threads: Count | None = None
     """Number of CPU threads; the default is PyTorch's."""
     out: Path | None = None
     """Folder for the results; it must not hold any yet. The default is runs/bench, or runs/bench-2, and so on."""
+
+    def __post_init__(self) -> None:
+        set_plain(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The options for JSON. Paths are reduced to their names: full paths mean nothing on other machines."""
@@ -85,22 +90,15 @@ class BenchConfig:
 
     def check(self) -> None:
         """Raise ArgumentError for a value that is not allowed."""
+        check_fields(self)
+        check_ranges(self)
         for name in ("presets", "measure", "context_lengths", "positions", "dtypes", "modes"):
             if not getattr(self, name):
                 raise ArgumentError(name, "is empty: give at least one value.")
-        for name in ("context_lengths", "positions", "tokens_per_batch", "decode_batch", "rounds", "threads", "vocab_size"):
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and number < 1:
-                    raise ArgumentError(name, f"is {number}, but must be at least 1.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
             causal = Argument("task", "clm")
             raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
-        if self.warmup < 0:
-            raise ArgumentError("warmup", f"is {self.warmup}, but must not be negative.")
-        if not 0 <= self.min_seconds <= 3600:
-            raise ArgumentError("min_seconds", f"is {self.min_seconds}, but must be from 0 to 3600.")
 
     def lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
         """The name of the option that holds the lengths of a measure, and the lengths."""

@@ -1,13 +1,13 @@
 """The quality of models, for the plot of quality against cost."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import read_from, read_model_config
-from lineartime.errors import ArgumentError, LineartimeError, cannot
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.json_files import DamagedFileError, read_plain
 from lineartime.models.config import ModelConfig
 from lineartime.runs.summary import summarize
 
@@ -79,12 +79,10 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_file(file: Path) -> dict[str, float]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot("read", file, error) from None
-    except ValueError:
+        values = read_plain(file)
+    except DamagedFileError:
         values = None
-    if not isinstance(values, dict) or not all(_is_number(value) for value in values.values()):
+    if values is None or not all(_is_number(value) for value in values.values()):
         raise ArgumentError(
             "metrics", f"has {file}, which is not JSON of the form {{preset: bits per byte}}: correct the file."
         )

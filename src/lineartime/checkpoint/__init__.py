@@ -89,13 +89,17 @@ def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: 
 
     Args:
         path: the folder.
-        device: the device to load the model to.
+        device: the device to load the model to: "auto" for the best one here, or a name or a device of PyTorch.
         checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
 
     Raises:
-        LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it.
+        LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
+            PyTorch has no such device here.
     """
-    return read_from(path, read_model, checkpoint).to(device).eval()
+    from lineartime.machine import find_device
+
+    place = find_device(device)
+    return read_from(path, read_model, checkpoint).to(place).eval()
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,11 @@ def load_with_tokenizer(path: str | Path, device: "str | torch.device" = "cpu", 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
     """
     from lineartime.data import read_tokenizer
+    from lineartime.machine import find_device
 
+    place = find_device(device)
     loaded = read_from(path, lambda found: Loaded(found, read_model(found), read_tokenizer(found)), checkpoint)
-    loaded.model.to(device).eval()
+    loaded.model.to(place).eval()
     return loaded
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, cannot, message_line, missing_extra
 
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
@@ -105,7 +105,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
                         names = archive.namelist()
                         if len(names) != 1:
                             raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
-                        with archive.open(names[0]) as member:
+                        with _open_member(archive, names[0], path) as member:
                             yield member
                 case _:
                     yield raw
@@ -113,6 +113,13 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
         raise damaged(path, error) from None
     except OSError as error:
         raise cannot("read", path, error) from None
+
+
+def _open_member(archive: zipfile.ZipFile, name: str, path: Path) -> IO[bytes]:
+    try:
+        return archive.open(name)
+    except (RuntimeError, NotImplementedError) as error:  # a password, or a compression that zipfile cannot read
+        raise LineartimeError(f"{path} cannot be read ({message_line(error)}): unpack it and give the folder.") from None
 
 
 def skip(stream: IO[bytes], count: int) -> None:
@@ -126,8 +133,7 @@ def skip(stream: IO[bytes], count: int) -> None:
 
 def damaged(path: Path, error: Exception) -> LineartimeError:
     """The error for a file that a library cannot decode."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return LineartimeError(f"{path} is damaged or cut off ({reason}): fetch it again, or leave it out.")
+    return LineartimeError(f"{path} is damaged or cut off ({message_line(error)}): fetch it again, or leave it out.")
 
 
 def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:

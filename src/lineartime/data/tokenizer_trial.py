@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import LineartimeError, message_line
 from lineartime.fields import shown
 from lineartime.json_files import parse
 
@@ -75,7 +75,7 @@ def no_panics(source: str) -> Iterator[None]:
     except BaseException as error:  # a panic is not an Exception
         if type(error).__name__ != "PanicException":
             raise
-        raise _unusable(source, f"the tokenizers library fails on it: {str(error).splitlines()[0]:.200}") from None
+        raise _unusable(source, f"the tokenizers library fails on it: {message_line(error):.200}") from None
 
 
 def check_definition(definition: str, source: str) -> None:

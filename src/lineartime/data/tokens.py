@@ -207,6 +207,8 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
+        if folder.exists() and not (folder / FACTS).exists():  # what a cleaner of caches left
+            shutil.rmtree(folder)
         partial.mkdir()
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, Writer(partial, tokenizer) as writer:

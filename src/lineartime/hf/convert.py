@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
 from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer, save
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, message_line, reporting
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS, LineartimeConfig
-from lineartime.hf.folder import CONFIG, read_json, read_shapes, weight_files
+from lineartime.hf.folder import CONFIG, read_shapes, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
+from lineartime.json_files import read_plain
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
 from lineartime.shapes import shapes_only
@@ -71,13 +72,26 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         if model.lm_head is not None:
             made.lm_head = model.lm_head
         made.tie_weights()
-        with _without_progress_bars():
+        with _without_progress_bars(), _failing_to_write(destination):
             made.save_pretrained(folder)
-        fast_tokenizer(tokenizer).save_pretrained(folder)
+            fast_tokenizer(tokenizer).save_pretrained(folder)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         card = model_card(model.config, destination.name, parameters)
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
+
+
+@contextmanager
+def _failing_to_write(destination: Path) -> Iterator[None]:
+    """Turn the errors of a full disk from other libraries into a LineartimeError; the tokenizers library has no type for it."""
+    try:
+        yield
+    except (OSError, LineartimeError):
+        raise
+    except Exception as error:
+        if not isinstance(error, SafetensorError) and "os error" not in str(error):
+            raise
+        raise LineartimeError(f"Cannot write {destination} ({message_line(error)}): free some space, then try again.") from None
 
 
 @contextmanager
@@ -127,7 +141,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 
 def _read_config(source: Path) -> ModelConfig:
     """The model that config.json describes."""
-    data = read_json(source / CONFIG)
+    data = read_plain(source / CONFIG)
     if data.get("model_type") != LineartimeConfig.model_type:
         raise LineartimeError(
             f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
@@ -156,9 +170,7 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
         with shapes_only():
             wanted = {name: list(tensor.shape) for name, tensor in build_model(config).state_dict().items()}
     except (RuntimeError, OverflowError) as error:
-        raise LineartimeError(
-            f"{source / CONFIG} describes no model that can be built: {str(error).splitlines()[0]}."
-        ) from None
+        raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {message_line(error)}.") from None
     problems = [f"lacks {name}" for name in wanted if name not in shapes]
     problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
     problems += [

@@ -1,28 +1,15 @@
 """Read the contents of a transformers folder without running or allocating anything."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import LineartimeError
 from lineartime.files import utf8_path
+from lineartime.json_files import read_plain
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises LineartimeError if there is none."""
-    try:
-        with reporting("read", file):
-            data = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise LineartimeError(f"{file} is not JSON: restore it from a copy.") from None
-    if not isinstance(data, dict):
-        raise LineartimeError(f"{file} is not a JSON object: restore it from a copy.")
-    return data
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -31,7 +18,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / WEIGHTS).exists():
             raise LineartimeError(f"{folder} holds no {WEIGHTS}: save the model with safetensors.")
         return [folder / WEIGHTS]
-    listed = read_json(folder / INDEX).get("weight_map")
+    listed = read_plain(folder / INDEX).get("weight_map")
     names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
     if not names:
         raise LineartimeError(f"{folder / INDEX} names no files of weights: restore it from a copy.")

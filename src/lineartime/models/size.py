@@ -1,5 +1,6 @@
 """The size of a model, computed on the meta device or by arithmetic before any memory is allocated."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from lineartime.shapes import shapes_only
 _WEIGHT = 4
 """Bytes per weight; weights are always fp32."""
 _BLOCKS = "backbone.blocks."
+_EMBEDDED = ("vocab_size", "max_positions")
+"""The options on which the size of blocks does not depend."""
 
 
 class ModelTensors(NamedTuple):
@@ -105,7 +108,8 @@ def check_memory(
     weights = size.numbers * _WEIGHT * copies // processes
     if weights > memory:
         needed = f"with which the model has {size.numbers:,} parameters and needs at least {_gigabytes(weights)}"
-        raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory")
+        in_blocks = 2 * _numbers(size.rest) < size.numbers
+        raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory", _EMBEDDED if in_blocks else ())
     activations = tokens * size.features * kept_blocks * number_bytes + ids * 8
     if weights + activations > memory:
         needed = (
@@ -115,9 +119,9 @@ def check_memory(
         raise ArgumentError(blamed, f"{needed}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
 
 
-def too_large(config: ModelConfig, why: str) -> ArgumentError:
-    """The error for a model that is too large. It names the largest number in the model's config."""
-    numbers = {name: value for name, value in values_of(config).items() if type(value) is int}
+def too_large(config: ModelConfig, why: str, innocent: Collection[str] = ()) -> ArgumentError:
+    """The error for a model that is too large. It names the largest number in the model's config that is not `innocent`."""
+    numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in innocent}
     name = max(numbers, key=numbers.__getitem__)
     return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
 

@@ -1,5 +1,6 @@
 """The lock in a run's folder, which admits one training run at a time."""
 
+import os
 import time
 from pathlib import Path
 from typing import IO
@@ -32,20 +33,29 @@ def claim(run: Path) -> IO[str]:
 
     Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
     """
-    with reporting("write", run):
-        run.mkdir(parents=True, exist_ok=True)
-        file = (run / LOCK_FILE).open("w", encoding="utf-8")
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system: no lock
-        return file
     for seconds in _PAUSES:
+        with reporting("write", run):
+            run.mkdir(parents=True, exist_ok=True)
+            file = (run / LOCK_FILE).open("w", encoding="utf-8")
         try:
+            import fcntl
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
-            return file
         except BlockingIOError:
+            file.close()
             time.sleep(seconds)
-        except OSError:  # a file system without locks
+            continue
+        except (ImportError, OSError):  # not a POSIX system, or a file system without locks
             return file
-    file.close()
+        if _is_current(file, run):
+            return file
+        file.close()  # a run that failed has deleted it since it was opened
     raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.")
+
+
+def _is_current(file: IO[str], run: Path) -> bool:
+    """Whether an open lock is still the one in the folder."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), (run / LOCK_FILE).stat())
+    except FileNotFoundError:
+        return False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import LineartimeError
 from lineartime.runs.figures import drawable, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record
@@ -54,8 +54,7 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
 
 def _draw_losses(axes: Any, run: Path) -> None:
     """Plot the training and validation losses of a run by step."""
-    with reporting("read", run / METRICS_FILE):
-        lines = read_metrics(run)
+    lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
     if training:
         steps, values = list(training), list(training.values())

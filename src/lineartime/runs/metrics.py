@@ -69,7 +69,7 @@ class MetricsLog:
 
 
 def read_metrics(run: str | Path) -> list[dict[str, float]]:
-    """Read the finite numbers in each line of a run's metrics file. Raises OSError if the file cannot be read.
+    """Read the finite numbers in each line of a run's metrics file. Raises LineartimeError if the file cannot be read.
 
     Damaged lines are skipped, such as lines that a killed process or a full disk left incomplete.
     """
@@ -82,7 +82,8 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
     A last line that is merely cut off is not reported.
     """
     lines, problems = [], []
-    with open_regular(Path(run, METRICS_FILE)) as file:
+    path = Path(run, METRICS_FILE)
+    with reporting("read", path), open_regular(path) as file:
         number = 0
         while content := file.readline(_LONGEST):
             number += 1

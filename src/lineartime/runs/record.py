@@ -17,7 +17,7 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import LineartimeError, first_line, reporting
 from lineartime.files import write_atomically
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
@@ -149,10 +149,8 @@ class RunRecord:
 
     def _add_error(self, entry: int, error: Exception) -> None:
         record = read_record(self._run)
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        kind = "" if isinstance(error, LineartimeError) else type(error).__name__
         processes = list(record.processes)
-        processes[entry] = dataclasses.replace(processes[entry], error=": ".join(filter(None, (kind, first_line))))
+        processes[entry] = dataclasses.replace(processes[entry], error=first_line(error))
         _write(self._run, dataclasses.replace(record, processes=tuple(processes)))
 
 

@@ -90,8 +90,8 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     if metrics.exists():  # otherwise it has not taken a step yet
         try:
             lines, damaged = read_damaged_metrics(path)
-        except OSError as error:
-            problems.append(str(cannot("read", metrics, error)))
+        except LineartimeError as error:
+            problems.append(str(error))
             whole = False
         else:
             if damaged:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
-from lineartime.fields import Between, check_fields, check_ranges, decode
+from lineartime.fields import Between, check_fields, check_ranges, decode, set_plain
 from lineartime.files import is_there
 from lineartime.host import MOST_THREADS
 
@@ -161,11 +161,8 @@ class TrainConfig:
         elif given["data"] is None:
             given["data"] = []
         for name in ("override", "track", "data"):
-            if isinstance(given[name], list):
-                object.__setattr__(self, name, tuple(given[name]))
-        for name in ("like", "init_from", "cache", "out"):
-            if isinstance(given[name], str):
-                object.__setattr__(self, name, Path(given[name]))
+            object.__setattr__(self, name, given[name])
+        set_plain(self)
         # A resumed run has to find its text from any working directory.
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())

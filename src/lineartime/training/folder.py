@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
@@ -18,7 +18,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
     """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
     run = config.run_directory
     lock = None
-    with world.failing_together():
+    with world.raise_on_all_ranks():
         if checkpoints.is_checkpoint(run):
             raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
         if run.exists() and not run.is_dir():
@@ -31,10 +31,11 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            lock.close()
-            if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
-                (run / LOCK_FILE).unlink()
-                run.rmdir()
+            with lock:  # a process that opens the file before it is deleted cannot lock it yet
+                if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
+                    with suppress(PermissionError):  # Windows deletes no open file
+                        (run / LOCK_FILE).unlink()
+                        run.rmdir()
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
@@ -69,7 +70,7 @@ def check_shared(run: Path, world: World) -> None:
     if world.size == 1:
         return
     sign = run / world.share(lambda: f".seen-by-all-{os.getpid()}")
-    with world.failing_together(), reporting("write", run):
+    with world.raise_on_all_ranks(), reporting("write", run):
         if world.is_main:
             run.mkdir(parents=True, exist_ok=True)
             sign.touch()
@@ -77,7 +78,7 @@ def check_shared(run: Path, world: World) -> None:
     if world.is_main:
         sign.unlink(missing_ok=True)
     if missing:
-        raise world.said_once(
+        raise world.reported_by_main(
             ArgumentError(
                 "out",
                 f"is {run}, which is not the same folder for {missing:.0f} of the {world.size} processes: give a folder on a "

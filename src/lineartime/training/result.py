@@ -27,12 +27,12 @@ class TrainingResult:
 
     @property
     def training_losses(self) -> dict[int, float]:
-        """The loss of each step, in nats per token. Raises OSError if the metrics cannot be read."""
+        """The loss of each step, in nats per token. Raises LineartimeError if the metrics cannot be read."""
         return losses(read_metrics(self.run), "loss")
 
     @property
     def validation_losses(self) -> dict[int, float]:
-        """The loss of each evaluation on held-out text by step, in nats per token. Raises OSError on unreadable metrics."""
+        """The loss of each evaluation on held-out text by step, in nats per token. Raises LineartimeError."""
         return losses(read_metrics(self.run), "validation_loss")
 
     @property
