@@ -1,4 +1,4 @@
-"""How fast models generate, one token after another: `python benchmarks/generation.py` (about 12 minutes on 2 cores).
+"""How fast models generate, one token after another: `python benchmarks/generation.py` (about 15 minutes on 2 cores).
 
 The script times `prepare(...).step`, which reads one token of each of B streams after `position` tokens, eager and compiled.
 All subjects take turns. The first call of a compiled step is timed in two new processes; the second one finds compiled code on
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,23 +38,33 @@ SUBJECTS = (
     ("flash-next-tiny", "eager"),
     ("transformer++-tiny", "eager"),
 )
-CASES = ((1024, 1), (65_536, 1), (1024, 32))
-GOALS = {("flash-tiny", "fp32", 1024, 1): 1000, ("flash-tiny", "bf16", 1024, 1): 1600, ("flash-tiny", "bf16", 1024, 32): 8000}
+POSITIONS = {1: (512, 1024, 65_536), 32: (1024,)}
+"""The positions at which a step is timed, by the number of streams."""
+GOALS = {
+    ("flash-tiny", "fp32", 1024, 1): 1000,
+    ("flash-tiny", "bf16", 1024, 1): 1600,
+    ("flash-tiny", "fp32", 1024, 32): 8000,
+    ("flash-tiny", "bf16", 1024, 32): 8000,
+}
 """Goals in tokens per second, compiled or not; the goal of an eager step was 500."""
 
-PROMPT, PROMPT_GOAL = 32_000, 1.2
-"""The tokens of a long prompt, and the goal for the time to its first token relative to a forward pass."""
+PROMPTS = {32_000: 1.2, 65_536: 2.0}
+"""The tokens of long prompts, and the goals for the time to the first token relative to a forward pass."""
 PROMPT_ROUNDS = 5
+QUADRATIC = "transformer++-tiny"
+"""It reads the shorter prompt only: the longer one would take it minutes."""
 
 
 def first_token(dtype: Any) -> list[dict[str, Any]]:
     """Seconds to read a long prompt, which gives the logits of the first token and a state, and of a forward pass."""
     rows = []
-    for name in dict.fromkeys(name for name, _ in SUBJECTS):
+    for name, prompt in product(dict.fromkeys(name for name, _ in SUBJECTS), PROMPTS):
+        if name == QUADRATIC and prompt > min(PROMPTS):
+            continue
         subject = Subject(name, "eager", resolve(name))
-        steps = {kind: prepare(subject, Case(kind, PROMPT, dtype, 1), CPU).step for kind in ("prefill", "forward")}
+        steps = {kind: prepare(subject, Case(kind, prompt, dtype, 1), CPU).step for kind in ("prefill", "forward")}
         seconds = median_seconds(steps, PROMPT_ROUNDS, partial(synchronized, CPU))
-        rows.append({"prompt": PROMPT, "preset": name, "dtype": dtype, **seconds})
+        rows.append({"prompt": prompt, "preset": name, "dtype": dtype, **seconds})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -119,22 +130,40 @@ def main() -> None:
     dtypes: tuple[Any, ...] = ("fp32", "bf16") if choose_precision("auto", CPU) == "bf16" else ("fp32",)
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        for position, batch in CASES:
-            case = Case("decode", position, dtype, batch)
-            steps = {(name, mode): prepare(Subject(name, mode, resolve(name)), case, CPU).step for name, mode in SUBJECTS}  # type: ignore[arg-type]
+        for streams, positions in POSITIONS.items():
+            steps = {}  # of all positions, which take turns, too
+            for (name, mode), position in product(SUBJECTS, positions):
+                subject = Subject(name, mode, resolve(name))  # type: ignore[arg-type]
+                steps[name, mode, position] = prepare(subject, Case("decode", position, dtype, streams), CPU).step
             for step in steps.values():
                 step()  # compile
             seconds = median_seconds(steps, rounds, partial(synchronized, CPU), min_seconds=0.05)
             rows += [
-                {"preset": name, "mode": mode, "dtype": dtype, "position": position, "streams": batch, "seconds": value}
-                for (name, mode), value in seconds.items()
+                {"preset": name, "mode": mode, "dtype": dtype, "position": position, "streams": streams, "seconds": value}
+                for (name, mode, position), value in seconds.items()
             ]
-            print(json.dumps(rows[-len(SUBJECTS) :]), flush=True)
+            print(json.dumps(rows[-len(steps) :]), flush=True)
         rows += first_token(dtype)
         with tempfile.TemporaryDirectory() as cache:
             rows += [{"first_call": number, "dtype": dtype, "seconds": first_call(dtype, cache)} for number in (1, 2)]
     rows.append({"causes": causes()})
     save("generation", rows, table(rows))
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """How the time of an eager step depends on the position, and compares with Transformer++ in its faster precision."""
+    steps = [row for row in rows if row.get("mode") == "eager" and row["streams"] == 1]
+    seconds = {(row["preset"], row["dtype"], row["position"]): row["seconds"] for row in steps}
+    dtypes = list(dict.fromkeys(row["dtype"] for row in steps))
+    lines = []
+    for dtype in dtypes:
+        longer = seconds["flash-tiny", dtype, 65_536] / seconds["flash-tiny", dtype, 1024]
+        lines.append(["`flash-tiny`, position 65,536 / position 1,024", dtype, "<= 1.05", f"{longer:.3f}"])
+        for position in POSITIONS[1]:
+            other = min(seconds[QUADRATIC, each, position] for each in dtypes)
+            ratio = other / seconds["flash-tiny", dtype, position]
+            lines.append([f"`{QUADRATIC}` / `flash-tiny`, position {position:,}", dtype, ">= 1", f"{ratio:.2f}"])
+    return lines
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -157,9 +186,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     prompts = []
     for row in rows:
         if "prompt" in row:
-            goal = f"{PROMPT_GOAL}" if row["preset"] == "flash-tiny" else "-"
+            goal = f"<= {PROMPTS[row['prompt']]}" if row["preset"] == "flash-tiny" else "-"
             seconds = [f"{row[kind]:.2f}" for kind in ("prefill", "forward")]
-            prompts.append([f"`{row['preset']}`", row["dtype"], *seconds, f"{row['prefill'] / row['forward']:.2f}", goal])
+            case = [f"`{row['preset']}`", row["dtype"], f"{row['prompt']:,}"]
+            prompts.append([*case, *seconds, f"{row['prefill'] / row['forward']:.2f}", goal])
     found = next(row["causes"] for row in rows if "causes" in row)
     why = [
         ["calls into PyTorch", f"{found['calls']:.0f}"],
@@ -174,9 +204,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(
         [
             markdown_table(header, lines),
-            markdown_table(
-                [f"a prompt of {PROMPT:,} tokens", "precision", "first token, s", "forward pass, s", "ratio", "goal"], prompts
-            ),
+            markdown_table(["ratio of times of a token, one stream", "precision of FLASH", "goal", "measured"], ratios(rows)),
+            markdown_table(["model", "precision", "prompt", "first token, s", "forward pass, s", "ratio", "goal"], prompts),
             markdown_table(["compiling the step, precision", "cache on disk", "first token"], starts),
             markdown_table(["an eager step of `flash-tiny`, fp32", ""], why),
         ]

@@ -5,31 +5,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineartime.checkpoint import load, load_tokenizer, save
-    from lineartime.errors import LineartimeError
-    from lineartime.evaluation import evaluate
+    from lineartime.errors import ArgumentError, LineartimeError
+    from lineartime.evaluation import Evaluation, evaluate
     from lineartime.filling import fill_mask
-    from lineartime.generation import Sampling, generate
+    from lineartime.generation import Sampling, generate, generate_batch
     from lineartime.layers import FLASH, GAU
-    from lineartime.models import LayerConfig, ModelConfig, build, presets
-    from lineartime.text_generation import generate_text
+    from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets
+    from lineartime.text_generation import generate_samples, generate_text
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import train
+    from lineartime.training.result import TrainingResult
 
     __version__: str
 
 __all__ = [
     "FLASH",
     "GAU",
+    "ArgumentError",
+    "CausalLM",
+    "Evaluation",
     "LayerConfig",
     "LineartimeError",
+    "MaskedLM",
     "ModelConfig",
     "Sampling",
     "TrainConfig",
+    "TrainingResult",
     "__version__",
     "build",
     "evaluate",
     "fill_mask",
     "generate",
+    "generate_batch",
+    "generate_samples",
     "generate_text",
     "load",
     "load_tokenizer",
@@ -41,15 +49,22 @@ __all__ = [
 _HOMES = {
     "FLASH": "layers",
     "GAU": "layers",
+    "ArgumentError": "errors",
+    "CausalLM": "models",
+    "Evaluation": "evaluation",
     "LayerConfig": "models",
     "LineartimeError": "errors",
+    "MaskedLM": "models",
     "ModelConfig": "models",
     "Sampling": "generation",
     "TrainConfig": "training.config",
+    "TrainingResult": "training.result",
     "build": "models",
     "evaluate": "evaluation",
     "fill_mask": "filling",
     "generate": "generation",
+    "generate_batch": "generation",
+    "generate_samples": "text_generation",
     "generate_text": "text_generation",
     "load": "checkpoint",
     "load_tokenizer": "checkpoint",
@@ -62,6 +77,7 @@ _ROOMS = (
     "bench",
     "checkpoint",
     "data",
+    "errors",
     "evaluation",
     "export",
     "filling",

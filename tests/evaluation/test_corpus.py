@@ -123,3 +123,15 @@ def test_every_path_may_be_a_text(run: Path) -> None:
     assert draw_curve(text) == run / "loss.png"
     corpus = load_corpus(str(run.parent / "text.txt"))
     assert len(token_stream(corpus, "test", TOKENIZER, str(run.parent / "cache"))) > 0
+
+
+def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the square of {i} is {i * i}."}}\n' for i in range(300)))
+    given: dict[str, Any] = {"data": tmp_path / "text.jsonl", "cache": tmp_path / "cache", "precision": "fp32", "split": "all"}
+    together, apart = (evaluate(run, packed=packed, **given).loss for packed in (None, True))
+    assert together == evaluate(run, packed=False, **given).loss
+    assert together != apart
+    with pytest.raises(ArgumentError, match="packed is True, but carried context reads all documents as one sequence"):
+        evaluate(run, packed=True, context="carried", **given)
+    with pytest.raises(ArgumentError, match="packed is 1, but must be true or false"):
+        evaluate(run, packed=1, **given)  # type: ignore[arg-type]

@@ -200,6 +200,8 @@ def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_tar
     torch.testing.assert_close(model.total_loss(ids, targets), expected)
     torch.testing.assert_close(model.loss(ids, targets), expected / (targets != -100).sum())
     assert model.loss(ids, torch.full_like(targets, -100)) == 0
+    with pytest.raises(ArgumentError, match=r"targets has shape \[2, 19\], but must have that of ids, \[2, 20\]"):
+        model.loss(ids, targets[:, 1:])
 
 
 OTHER_ENDS = {

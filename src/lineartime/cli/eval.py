@@ -46,6 +46,8 @@ class Options:
     """Measure only this many tokens from the beginning of the split."""
     batch_size: int = 8
     """Number of windows computed at once."""
+    packed: Literal["auto", "on", "off"] = "auto"
+    """Whether tokens attend to their own document alone; auto does as in training."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
@@ -82,6 +84,7 @@ def run(options: Options) -> None:
             stride=options.stride,
             max_tokens=options.max_tokens,
             batch_size=options.batch_size,
+            packed=None if options.packed == "auto" else options.packed == "on",
             device=options.device,
             precision=precision,
             cache=options.cache,

@@ -11,7 +11,7 @@ from lineartime.data import Tokenizer, describe_splits, load_corpus, token_strea
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, carried, windowed
-from lineartime.fields import Between, check_limits
+from lineartime.fields import Between, check_limits, check_type
 from lineartime.host import cache_folder
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
@@ -39,6 +39,7 @@ def evaluate(
     stride: int | None = None,
     max_tokens: int | None = None,
     batch_size: int = 8,
+    packed: bool | None = None,
     device: Device = "auto",
     precision: Precision = "auto",
     cache: str | Path | None = None,
@@ -62,6 +63,8 @@ def evaluate(
         stride: tokens from one window to the next; the default is a whole window.
         max_tokens: measure only on this many tokens from the beginning of the split.
         batch_size: windows computed at once.
+        packed: whether tokens attend to their own document alone; the default is as a run was trained, and otherwise False.
+            Carried context reads all documents as one sequence.
         device: where to load the model of a run; a model in memory stays where it is.
         precision: of matrix products.
         cache: folder for encoded text; the default is lineartime in the user's cache folder.
@@ -75,6 +78,8 @@ def evaluate(
         if size is not None:
             check_positive(**{name: size})
             check_limits(name, size, [Between(most=2**40)])
+    if packed is not None:
+        check_type("packed", packed, bool)
     for name, choice, allowed in (
         ("split", split, Split),
         ("context", context, Context),
@@ -110,6 +115,8 @@ def evaluate(
         raise ArgumentError("context", f"{found}: use windowed.")
     if context == "carried" and stride is not None:
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+    if context == "carried" and packed:
+        raise ArgumentError("packed", "is True, but carried context reads all documents as one sequence: use windowed.")
 
     column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
@@ -132,7 +139,7 @@ def evaluate(
             stride=length if stride is None else stride,
             batch_size=batch_size,
             bf16=bf16,
-            packed=trained.get("packed", False),
+            packed=trained.get("packed", False) if packed is None else packed,
             max_tokens=max_tokens,
         )
     return replace(evaluation, checkpoint=measured)

@@ -3,7 +3,7 @@
 Shapes: N tokens of the prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from operator import index
 from typing import Any
@@ -39,7 +39,7 @@ def generate(
         ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, or an argument
             of the wrong type.
     """
-    (ids,), sampling = _checked(model, [prompt], max_tokens, sampling, stop_token)
+    (ids,), sampling = _checked(model, {"prompt": prompt}, max_tokens, sampling, stop_token)
     drawn = (token for (token,) in _drawn(model, [ids], max_tokens, sampling))
     return takewhile(lambda token: token != stop_token, drawn)
 
@@ -95,7 +95,8 @@ def generate_batch(
         raise ArgumentError("ended", f"is {ended!r}, but must be a function of the number of a text and its new token.")
     if not len(prompts):
         return []
-    read_by, sampling = _checked(model, prompts, max_tokens, sampling, stop_token)
+    named = {f"prompts[{index}]": prompt for index, prompt in enumerate(prompts)}
+    read_by, sampling = _checked(model, named, max_tokens, sampling, stop_token)
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
     for tokens in _drawn(model, read_by, max_tokens, sampling):
@@ -110,19 +111,19 @@ def generate_batch(
 
 
 def _checked(
-    model: object, prompts: Sequence[Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
+    model: object, prompts: Mapping[str, Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
 ) -> tuple[list[tuple[int, ...]], Sampling]:
-    """The ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments of `generate`."""
+    """The ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments; prompts have their names."""
     known = check_model(model, CausalLM, "generate").config
     check_positive(max_tokens=max_tokens)
     sampling = chosen(sampling)
     if stop_token is not None:
         token_ids("stop_token", [stop_token], known.vocab_size)
-    found = [token_ids("prompt", prompt, known.vocab_size) for prompt in prompts]
+    found = {name: token_ids(name, prompt, known.vocab_size) for name, prompt in prompts.items()}
     longest = known.longest_sequence
-    for ids in found:
+    for name, ids in found.items():
         if not ids:
-            raise ArgumentError("prompt", "is empty, but must hold at least one token, for instance the end of a document.")
+            raise ArgumentError(name, "is empty, but must hold at least one token, for instance the end of a document.")
         tokens = len(ids) + max_tokens - 1  # the model never reads the last one
         if longest is not None and tokens > longest:
             raise ArgumentError(
@@ -130,7 +131,7 @@ def _checked(
                 f"is {max_tokens} after a prompt of {len(ids)} tokens, which makes {tokens} tokens to read, but this model "
                 f"reads at most {longest}: ask for fewer, or shorten the prompt.",
             )
-    return found, sampling
+    return list(found.values()), sampling
 
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
@@ -189,9 +190,12 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
             fastest that can run.
 
     Raises:
-        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer is used.
+        ValueError: if the backend is unknown, or no layer has backends. A known backend that cannot run raises an error when
+            the layer is used.
     """
     check_choice("backend", backend, BACKENDS)
-    for layer in module.modules():
-        if isinstance(layer, HasBackends):
-            layer.backend = backend
+    layers = [layer for layer in module.modules() if isinstance(layer, HasBackends)]
+    if not layers:
+        raise ArgumentError("module", "has no layer of GAU or FLASH, whose attention has several backends: leave it as it is.")
+    for layer in layers:
+        layer.backend = backend

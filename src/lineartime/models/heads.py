@@ -16,6 +16,7 @@ from lineartime.models.backbone import Backbone, BackboneState, JoinedStates
 from lineartime.models.compiled_step import CompiledStep, compiled_step
 from lineartime.models.config import ModelConfig
 from lineartime.models.grouped import GroupedStreams
+from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 from lineartime.ops.dense import dense
@@ -104,11 +105,15 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Compute the sum of the losses that `loss` averages, for callers that average over several batches."""
         hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
+        check_whole("targets", targets)
+        if targets.shape != ids.shape:
+            raise ArgumentError("targets", f"has shape {list(targets.shape)}, but must have that of ids, {list(ids.shape)}.")
         if self.lm_head is None:
             return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
-        # The bias becomes the weight of an additional feature that is always 1.
-        weight = torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1)
-        return linear_cross_entropy(F.pad(hidden, (0, 1), value=1.0), weight, targets)
+        # The bias becomes the weight of an additional feature that is always 1. Zeros align the rows for GPUs.
+        zeros = (0, -(hidden.shape[-1] + 1) % 8)
+        weight = F.pad(torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1), zeros)
+        return linear_cross_entropy(F.pad(F.pad(hidden, (0, 1), value=1.0), zeros), weight, targets)
 
     @property
     def splits_context(self) -> bool:
