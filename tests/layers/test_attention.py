@@ -1,5 +1,6 @@
 """Softmax multi-head attention against its formula."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -35,3 +36,17 @@ def test_every_head_is_softmax_attention(
         return out
 
     assert_same_function(layer, formula, torch.randn(2, length, 16))
+
+
+@pytest.mark.parametrize("length", [0, 1, 300])
+def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: int) -> None:
+    """A single token on a CPU has a form of its own: PyTorch's fused attention is slow there."""
+    layer = Attention(64, n_heads=4, causal=True).to(torch.bfloat16)
+    x = torch.randn(2, length + 1, 64, dtype=torch.bfloat16)
+    exact = copy.deepcopy(layer).double()(x.double())[:, -1:] - x[:, -1:].double()
+    state = layer.init_state(2)
+    if length:
+        state = layer.extend(x[:, :-1], state)[1]
+    by_step, at_once = layer.extend(x[:, -1:], state)[0], layer(x)[:, -1:]
+    errors = [(found.double() - x[:, -1:].double() - exact).abs().max() for found in (by_step, at_once)]
+    assert errors[0] <= max(2 * errors[1], 2.0**-7)

@@ -43,8 +43,10 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache]):
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         state = state.append(k, v)
-        visible = state.visible(q.shape[2])
-        return F.scaled_dot_product_attention(q.to(state.k.dtype), state.k, state.v, attn_mask=visible), state
+        q = q.to(state.k.dtype)
+        if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+            return _attend_last(q, state.k, state.v), state
+        return F.scaled_dot_product_attention(q, state.k, state.v, attn_mask=state.visible(q.shape[2])), state
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
@@ -64,3 +66,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) 
     # PyTorch's fused softmax attention has no forward-mode derivative; its math backend has one.
     with sdpa_kernel(SDPBackend.MATH) if under_transform() else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
+
+
+def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from the last token to all: q [B, H, 1, h], k, v [B, H, T, h] -> [B, H, 1, h].
+
+    On CPUs, PyTorch's fused softmax attention takes 3 to 25 times as long in bf16.
+    """
+    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    return scores.softmax(-1).to(v.dtype) @ v
