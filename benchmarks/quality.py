@@ -8,6 +8,8 @@ its report and pictures are copied there first. `--again` makes the text and pic
 import argparse
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,15 +17,17 @@ from typing import Any
 from measure import RESULTS
 
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import make_plan
+from lineartime.experiments.pictures import draw_pictures
+from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import render
 from lineartime.markdown import markdown_table
 
 REPORTS = RESULTS / "reproduce"
-LANGUAGE_MODELS = REPORTS / "lm-cpu"
+LANGUAGE_MODELS = ("lm-cpu-600s-wikipedia", "lm-cpu-600s-books")
+"""The reports that the README shows: a setting of `lm` each."""
 DOCUMENTS = RESULTS.parents[1] / "docs"
-PICTURES = {"lm-cpu": "quality.png", "latency-cpu": "latency.png"}
-"""The pictures that the documents show."""
+PICTURES = {"latency-cpu": "latency.png"}
+"""The pictures of single reports that the documents show."""
 LOST_ITS_SHIFT = "2026-11-24T16"
 NAMES_BEFORE = {"flash-next": "flash-next, token shift", "flash-next, no token shift": "flash-next"}
 """What reports from before that hour call models: `flash-next` had a token shift then."""
@@ -39,13 +43,35 @@ def main() -> None:
     if options.again:
         for file in sorted(REPORTS.glob("*/report.json")):
             render_again(file.parent)
-    table = quality_table(json.loads((LANGUAGE_MODELS / "report.json").read_text()))
+    reports = {file.parent.name: json.loads(file.read_text()) for file in sorted(REPORTS.glob("*/report.json"))}
+    language_models = together([reports[name] for name in LANGUAGE_MODELS])
+    table = quality_table(language_models)
     (RESULTS / "quality.md").write_text(table)
-    others = [file for file in sorted(REPORTS.glob("*/report.json")) if file.parent != LANGUAGE_MODELS]
-    reports = {file.parent.name: json.loads(file.read_text()) for file in others}
+    draw_quality(language_models)
     tables = [test_table(name, report) for name, report in reports.items() if any(map(has_begun, report["settings"]))]
     (RESULTS / "experiments.md").write_text("\n".join(tables))
     print(table, *tables, sep="\n")
+
+
+def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """A report of the settings of several, each of which has run in one of them."""
+    return {**reports[0], "settings": [setting for report in reports for setting in report["settings"] if has_begun(setting)]}
+
+
+def draw_quality(report: dict[str, Any]) -> None:
+    """Draw the curves of a report for the README."""
+    with plan_of(report) as plan:
+        draw_pictures(plan, report)
+        shutil.copy(plan.folder / "quality.png", DOCUMENTS)
+
+
+@contextmanager
+def plan_of(report: dict[str, Any]) -> Iterator[Plan]:
+    """The plan of a report, with a folder that exists for a while."""
+    with TemporaryDirectory() as place:
+        plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
+        plan.folder.mkdir()
+        yield plan
 
 
 def copy(folder: Path) -> None:
@@ -61,9 +87,7 @@ def copy(folder: Path) -> None:
 def render_again(folder: Path) -> None:
     """Regenerate the text and the pictures of a report from its data."""
     report = json.loads((folder / "report.json").read_text())
-    with TemporaryDirectory() as place:
-        plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
-        plan.folder.mkdir()
+    with plan_of(report) as plan:
         render(plan, report)
         for file in plan.folder.iterdir():
             shutil.copy(file, folder)

@@ -49,7 +49,7 @@ class ReproduceConfig:
     budget: Positive | None = None
     """Seconds of training of each run, without evaluations; the default is the scale's."""
     tuning: Positive | None = None
-    """Seconds of training of each trial of a learning rate; the default is the scale's."""
+    """Seconds of training of each trial of a learning rate, up to four times as long where they hold less than 60 steps."""
     compile: Literal["auto", "on", "off"] | None = None
     """Whether to use torch.compile; the default is the scale's."""
     precision: Precision = "auto"

@@ -36,6 +36,7 @@ def describe(plan: Plan) -> Iterator[str]:
     yield plan.experiment.question
     yield f"scale {plan.config.scale}: {plan.scale.description}"
     jobs = list(all_jobs(plan))
+    width = max(len(entry.arm.name) for entry in plan.entries)
     for setting in plan.settings:
         yield f"{setting}"
         for entry in plan.entries_of(setting):
@@ -44,9 +45,9 @@ def describe(plan: Plan) -> Iterator[str]:
             if own and own[0][1].kind != "latency":
                 options = " ".join([str(entry.options["preset"]), *map(str, entry.options["override"])])
                 what = f"{_counted(own)}, about {duration(spent)}"
-                yield f"  {entry.arm.name:22} {entry.parameters / 1e6:7.2f} M  {what}  {options}"
+                yield f"  {entry.arm.name:{width}} {entry.parameters / 1e6:7.2f} M  {what}  {options}"
             else:
-                yield f"  {entry.arm.name:22} {entry.parameters / 1e6:7.2f} M"
+                yield f"  {entry.arm.name:{width}} {entry.parameters / 1e6:7.2f} M"
     left = [(entry, job) for entry, job in jobs if read_run(job).state in ("missing", "interrupted")]
     yield f"{_counted(jobs)}, of which {len(jobs) - len(left)} have ended"
     yield f"about {duration(sum(seconds(plan, *job) for job in left))} are left; {HOW}"
