@@ -33,7 +33,7 @@ class Call:
         return f"{self.name}()"
 
 
-Part = str | Argument | Call
+MessagePart = str | Argument | Call
 
 
 class LineartimeError(Exception):
@@ -43,7 +43,7 @@ class LineartimeError(Exception):
         *parts: the parts of the message.
     """
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: MessagePart) -> None:
         super().__init__(*parts)
         self.parts = parts
 
@@ -65,7 +65,7 @@ class ArgumentError(LineartimeError, ValueError):
         *predicate: the parts of the rest of the sentence: the value, what is allowed, what to do.
     """
 
-    def __init__(self, argument: str, *predicate: Part) -> None:
+    def __init__(self, argument: str, *predicate: MessagePart) -> None:
         super().__init__(Argument(argument), " ", *predicate)
         self.args = (argument, *predicate)  # used to copy the error to another process
         self.argument = argument
@@ -105,7 +105,7 @@ def first_line(error: Exception) -> str:
     return line if isinstance(error, LineartimeError) or line == kind else f"{kind}: {line}"
 
 
-def cannot(action: str, path: object, error: OSError, *then: Part) -> LineartimeError:
+def cannot(action: str, path: object, error: OSError, *then: MessagePart) -> LineartimeError:
     """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
@@ -114,7 +114,7 @@ def cannot(action: str, path: object, error: OSError, *then: Part) -> Lineartime
 
 
 @contextmanager
-def reporting(action: str, path: object, *then: Part) -> Iterator[None]:
+def reporting(action: str, path: object, *then: MessagePart) -> Iterator[None]:
     """Turn an OSError in a `with` block into the LineartimeError of `cannot`."""
     try:
         yield

@@ -14,7 +14,7 @@ import zstandard
 from lineartime.choices import Split
 from lineartime.data import load_corpus, readers
 from lineartime.data.local_files import SourceFile
-from lineartime.data.readers import SPLITS, Part
+from lineartime.data.readers import SPLITS, FilePart
 from lineartime.errors import LineartimeError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -26,11 +26,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 TEXTS = ["one\ntwo", "", "日本 é 🚀\n", "x" * 100]
 
 
-def part_of(path: Path, split: Split | None = None, **options: Any) -> Part:
-    return Part(SourceFile(path, **options), split)
+def part_of(path: Path, split: Split | None = None, **options: Any) -> FilePart:
+    return FilePart(SourceFile(path, **options), split)
 
 
-def read(part: Part) -> list[str]:
+def read(part: FilePart) -> list[str]:
     return ["".join(blocks) for blocks in part.documents()]
 
 

@@ -16,14 +16,14 @@ from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.corpora import Source
 from lineartime.data.local_files import SourceFile
-from lineartime.data.readers import Part
+from lineartime.data.readers import FilePart
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()
 
 
 def corpus_of(*files: Path) -> LocalCorpus:
-    return LocalCorpus("these files", {"train": [Part(SourceFile(file)) for file in files]})
+    return LocalCorpus("these files", {"train": [FilePart(SourceFile(file)) for file in files]})
 
 
 class Blocks:

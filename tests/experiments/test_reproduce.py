@@ -26,7 +26,7 @@ from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
-from lineartime.experiments.runner import Progress, in_own_process, run_all
+from lineartime.experiments.runner import RunsEnded, in_own_process, run_all
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
@@ -191,7 +191,7 @@ def test_a_trained_model_that_could_not_be_tested_is_tested_by_the_next_call(
 def test_a_call_whose_runs_failed_says_so_by_its_status(
     options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_all", lambda plan, say: Progress(False, ("a run failed",)))
+    monkeypatch.setattr(command, "run_all", lambda plan, say: RunsEnded(False, ("a run failed",)))
     assert command.reproduce(options()).failed == 1
     arguments = ["lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]
     assert __main__.main(arguments) == 1

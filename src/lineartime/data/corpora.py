@@ -11,7 +11,7 @@ from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
 from lineartime.data.local_files import SourceFile
-from lineartime.data.readers import SPLITS, Part
+from lineartime.data.readers import SPLITS, FilePart
 from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
 from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
 from lineartime.fields import Between, check_limits, check_type
@@ -109,7 +109,7 @@ class LocalCorpus:
         """The single document of an example."""
         return [example["text"]]
 
-    def _parts(self, split: Split) -> list[Part]:
+    def _parts(self, split: Split) -> list[FilePart]:
         if split == "all":
             every = [replace(part, split=None) for each in SPLITS for part in self.splits.get(each, [])]
             return list(dict.fromkeys(every))
@@ -118,7 +118,7 @@ class LocalCorpus:
         return self.splits[split]
 
 
-def _examples(parts: list[Part]) -> Iterator[dict[str, str]]:
+def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
     for part in parts:
         for blocks in part.documents():
             yield {"text": "".join(blocks)}
@@ -220,7 +220,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
 
 
-def _files(path: Path, column: str, most_expansion: int) -> list[Part]:
+def _files(path: Path, column: str, most_expansion: int) -> list[FilePart]:
     """The non-empty files at a path."""
     try:
         if not path.exists():
@@ -231,7 +231,7 @@ def _files(path: Path, column: str, most_expansion: int) -> list[Part]:
         if path.is_dir():
             shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
             files = [file for file in shown if file.is_file()]
-        parts = [Part(SourceFile(file, column, most_expansion)) for file in sorted(files) if file.stat().st_size]
+        parts = [FilePart(SourceFile(file, column, most_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
         raise cannot("read", path, error) from None
     if not parts:
@@ -247,7 +247,7 @@ def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
     seen.update(texts)
 
 
-def _named(path: Path, files: list[Part]) -> tuple[Files | None, str]:
+def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
     """The splits stated by the names in a folder, or by the name of the file or folder itself."""
     splits, note = by_name(path, files)
     name = path.absolute().name
@@ -257,7 +257,7 @@ def _named(path: Path, files: list[Part]) -> tuple[Files | None, str]:
     return splits, note
 
 
-def _unnamed(path: Path, files: list[Part], note: str) -> LocalCorpus:
+def _unnamed(path: Path, files: list[FilePart], note: str) -> LocalCorpus:
     return LocalCorpus(str(path), by_file(path, files) if len(files) >= len(SPLITS) else within_files(files), note)
 
 
@@ -267,7 +267,7 @@ def standard_library() -> LocalCorpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus(DEFAULT_TEXT, by_file(root, [Part(SourceFile(file)) for file in files]))
+    return LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files]))
 
 
 def _corpus_of_name(name: str, column: str) -> Source:
@@ -285,7 +285,7 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, within_files([Part(SourceFile(file), at_lines=False)]))
+    return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
 
 
 def _has_columns(source: Source) -> bool:

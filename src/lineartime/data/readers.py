@@ -20,7 +20,7 @@ BLOCK = 1 << 18  # characters, or bytes, of text in memory at a time
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file, or one split of it.
 
     Attributes:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from lineartime.choices import Split
-from lineartime.data.readers import SHARES, SPLITS, Part
+from lineartime.data.readers import SHARES, SPLITS, FilePart
 from lineartime.errors import ArgumentError
 
 _LETTER = r"[^\W\d_]"
@@ -18,7 +18,7 @@ _WORDS = re.compile(
 )
 _NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
 
-Files = dict[Split, list[Part]]
+Files = dict[Split, list[FilePart]]
 
 
 def named_split(name: str) -> Split | None:
@@ -36,7 +36,7 @@ def split_of_path(relative: PurePath) -> Split | None:
     return next((split for name in reversed(relative.parts) if (split := named_split(name))), None)
 
 
-def by_name(root: Path, parts: Iterable[Part]) -> tuple[Files | None, str]:
+def by_name(root: Path, parts: Iterable[FilePart]) -> tuple[Files | None, str]:
     """Divide files into splits by their names, and by the names of their folders below `root`.
 
     Returns:
@@ -91,17 +91,17 @@ def missing_split(corpus: _Described, split: Split) -> ArgumentError:
     )
 
 
-def within_files(parts: Sequence[Part]) -> Files:
+def within_files(parts: Sequence[FilePart]) -> Files:
     """Take all splits from within each file."""
     return {split: [replace(part, split=split) for part in parts] for split in SPLITS}
 
 
-def by_file(root: Path, parts: Iterable[Part]) -> Files:
+def by_file(root: Path, parts: Iterable[FilePart]) -> Files:
     """Distribute whole files by a hash of their names, until test and validation have their shares of bytes."""
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
-    def order(part: Part) -> tuple[bool, bytes]:
+    def order(part: FilePart) -> tuple[bool, bytes]:
         name = os.fsencode(part.path.relative_to(root).as_posix())
         small = sizes[part] <= total / 2  # a file with most of the bytes comes first, for training
         return small, hashlib.sha256(name).digest()
@@ -119,7 +119,7 @@ def by_file(root: Path, parts: Iterable[Part]) -> Files:
     return splits
 
 
-def describe_parts(parts: Iterable[Part]) -> str:
+def describe_parts(parts: Iterable[FilePart]) -> str:
     """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
     shares: dict[Path, float] = {}
     for part in parts:

@@ -31,7 +31,7 @@ Perform = Callable[[Job, dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunsEnded:
     """How far an experiment has come.
 
     Attributes:
@@ -43,7 +43,7 @@ class Progress:
     problems: tuple[str, ...]
 
 
-def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> Progress:
+def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsEnded:
     """Run the selected jobs that have not finished, one after the other.
 
     Args:
@@ -92,7 +92,7 @@ class _Runner:
         self._perform = perform
         self._problems: list[str] = []
 
-    def run(self) -> Progress:
+    def run(self) -> RunsEnded:
         try:
             for setting in self._plan.settings:
                 entries = [entry for entry in self._plan.entries_of(setting) if self._plan.is_selected(entry)]
@@ -102,8 +102,8 @@ class _Runner:
                 else:
                     self._setting(entries)
         except KeyboardInterrupt:
-            return Progress(True, tuple(self._problems))
-        return Progress(False, tuple(self._problems))
+            return RunsEnded(True, tuple(self._problems))
+        return RunsEnded(False, tuple(self._problems))
 
     def _setting(self, entries: list[Entry]) -> None:
         """Measure the speed of all arms, tune them, then train the first seed of all, then the others."""

@@ -74,4 +74,5 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     On CPUs, PyTorch's fused softmax attention takes 3 to 25 times as long in bf16.
     """
     scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
-    return scores.softmax(-1).to(v.dtype) @ v
+    attended: Tensor = scores.softmax(-1).to(v.dtype) @ v
+    return attended

@@ -13,7 +13,7 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import merge_states
-from lineartime.errors import Argument, ArgumentError, LineartimeError, Part, did_you_mean
+from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, did_you_mean
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept
@@ -292,7 +292,7 @@ class Trainer:
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
-    def _diverged(self, *what: Part) -> LineartimeError:
+    def _diverged(self, *what: MessagePart) -> LineartimeError:
         rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
         advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
         return self.world.reported_by_main(LineartimeError(*what, *advice))

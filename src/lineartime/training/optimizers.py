@@ -17,7 +17,7 @@ COSINE_FLOOR = 0.1
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """An optimiser for some of a model's parameters.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part:
 class ModelOptimizer:
     """Updates all parameters of a model, each by one of its parts."""
 
-    def __init__(self, model: nn.Module, *parts: Part) -> None:
+    def __init__(self, model: nn.Module, *parts: OptimizerPart) -> None:
         self._model = model
         self._parts = parts
 
@@ -90,7 +90,7 @@ class ModelOptimizer:
         end = "zero" if config.schedule == "linear" else "a tenth of the peak"
         return f"{'; '.join(texts)}; {config.schedule} schedule to {end}, warm-up steps: {warmup_steps(config):,}"
 
-    def _named(self) -> Iterator[tuple[Part, str, nn.Parameter]]:
+    def _named(self) -> Iterator[tuple[OptimizerPart, str, nn.Parameter]]:
         """Each parameter with its part and its name in the model."""
         owners = {p: part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]}
         for name, parameter in self._model.named_parameters():
@@ -107,12 +107,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
     others = [parameter for parameter in model.parameters() if parameter not in maps]
     return ModelOptimizer(
         model,
-        Part("Muon", "learning_rate", 1.0, muon, ("momentum_buffer",)),
+        OptimizerPart("Muon", "learning_rate", 1.0, muon, ("momentum_buffer",)),
         _adamw(model, others, config, "adamw_learning_rate", config.adamw_ratio),
     )
 
 
-def _adamw(model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig, rate_name: str, ratio: float) -> Part:
+def _adamw(
+    model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig, rate_name: str, ratio: float
+) -> OptimizerPart:
     """AdamW for some parameters of a model, in two groups: matrices, and the rest."""
     matrices = {id(parameter) for parameter in matrices_of(model)}
     adamw = torch.optim.AdamW(
@@ -125,7 +127,7 @@ def _adamw(model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig
         eps=config.epsilon,
         fused=all(p.device.type != "mps" for p in parameters),  # the fused kernels for MPS are untested
     )
-    return Part("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))
+    return OptimizerPart("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))
 
 
 def warmup_steps(config: TrainConfig) -> int:
