@@ -43,10 +43,10 @@ class Candidate(FLASH):
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """As in FLASH, without its fused forms."""
         gate, v, z = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], -1)
-        made: Tensor = gate * self.attended(z, self.maps(self.queries_and_keys(z, layout.rotations)), v, layout)
+        made: Tensor = gate * self.attended(z, self.changed(self.queries_and_keys(z, layout.rotations)), v, layout)
         return made
 
-    def maps(self, maps: Tensor) -> Tensor:
+    def changed(self, maps: Tensor) -> Tensor:
         """What becomes of queries and keys, [B, 4, T, s]."""
         return maps
 
@@ -81,7 +81,7 @@ class NormedMaps(Candidate):
         start = [self.d_qk**-0.25] * 2 + [self.d_qk**-0.5] * 2  # as unit scores start, and as GlobalAwake
         self.scale = nn.Parameter(torch.tensor(start)[:, None, None])
 
-    def maps(self, maps: Tensor) -> Tensor:
+    def changed(self, maps: Tensor) -> Tensor:
         return F.rms_norm(maps.float(), (self.d_qk,)) * self.scale
 
 

@@ -1,12 +1,18 @@
 """Streams at different positions that are continued together."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from lineartime.baselines.gau_multi_head import GAUMultiHead
+from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.errors import ArgumentError
-from lineartime.layers import FLASH, GAU
+from lineartime.layers import FLASH, GAU, Attention
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import RaggedState, take_streams, tensors_of
 
 D_MODEL, CHUNK = 16, 4
@@ -42,6 +48,52 @@ def test_a_step_continues_every_stream_in_place_as_it_would_be_continued_alone(t
     assert [tensor.data_ptr() for tensor in tensors_of(streams)] == places
     for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
         assert torch.equal(tensor, value)
+
+
+GROWING: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
+    "attention": partial(Attention, n_heads=2),
+    "without rope": partial(Attention, n_heads=2, rope=False),
+    "gated attention": partial(MHSAGated, n_heads=2),
+    "gau": partial(GAU, d_qk=8),
+    "gau with a table": partial(GAU, d_qk=8, max_length=160),
+    "gau with buckets": partial(GAU, d_qk=8, bias_form="buckets"),
+    "gau without a bias": partial(GAU, d_qk=8, relative_bias=False, rope=False),
+    "gau as published": partial(GAU, d_qk=8, normalization="paper", max_length=600),
+    "gau as ported": partial(GAU, d_qk=8, normalization="paper_bias"),
+    "gau with softmax": partial(GAU, d_qk=8, activation="softmax_plus"),
+    "gau of several heads": partial(GAUMultiHead, d_qk=8, n_heads=2),
+    "gau without a gate": partial(GAUUngated, d_qk=8),
+}
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("kind", GROWING)
+@torch.no_grad()
+def test_streams_whose_memory_grows_are_continued_together(kind: str, token_shift: bool) -> None:
+    torch.manual_seed(0)
+    layer = GROWING[kind](D_MODEL, causal=True, token_shift=token_shift).double()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    lengths, steps = [0, 1, 30, 63], 66
+    x = torch.randn(4, 130, D_MODEL, dtype=torch.float64)
+    before = [layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
+    kept = [tensor.clone() for tensor in tensors_of(tuple(before))]
+    streams, expected = layer.join_streams(before), layer(x)
+    for step in range(steps):  # the room for twice the longest is full after 63 of them
+        at = torch.tensor(lengths) + step
+        out = layer.step(x[range(4), at][:, None], streams)
+        torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=0)
+    assert streams.position.tolist() == [length + steps for length in lengths]
+    for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
+        assert torch.equal(tensor, value)
+
+
+def test_a_step_beyond_a_table_of_biases_is_named() -> None:
+    layer = GAU(8, d_qk=4, causal=True, max_length=3)
+    streams = layer.join_streams([layer.init_state(1), layer.extend(torch.zeros(1, 2, 8), None)[1]])
+    layer.step(torch.zeros(2, 1, 8), streams)
+    with pytest.raises(ArgumentError, match=r"max_length is 3, .* but the sequence has 4 tokens"):
+        layer.step(torch.zeros(2, 1, 8), streams)
 
 
 @pytest.mark.parametrize("token_shift", [False, True])

@@ -16,7 +16,7 @@ from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
 from lineartime.layers.opened import Opened
-from lineartime.ops.cache import KVCache
+from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.checks import check_positive, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
@@ -76,6 +76,10 @@ class GAUMultiHead(GAU):
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         attended, state = super().attend_next(self._split(maps), self._split(v), state, layout)
         return self._merge(attended), state
+
+    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams) -> Tensor:
+        """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
+        return self._merge(super().attend_step(self._split(maps), self._split(v), streams))
 
     def _split(self, x: Tensor) -> Tensor:
         """[..., L, f] -> [..., H, L, f / H]."""

@@ -125,6 +125,10 @@ def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> No
             )
 
 
+def _steps_in_place(config: ModelConfig) -> bool:
+    return issubclass(config.mixer.layer, SteppingMixer) and not config.mixer.layer.grows
+
+
 def _subjects(
     options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig], device: torch.device
 ) -> tuple[Subject, ...]:
@@ -133,7 +137,7 @@ def _subjects(
         return tuple(
             Subject(name, mode, config)
             for name, config in configs.items()
-            for mode in (modes if measure == "decode" and issubclass(config.mixer.layer, SteppingMixer) else ("eager",))
+            for mode in (modes if measure == "decode" and _steps_in_place(config) else ("eager",))
         )
     subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
     for peer in dict.fromkeys(options.peers):

@@ -75,7 +75,8 @@ def generate_batch(
 
     The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text. A model that
     `steps_in_place`, such as FLASH, computes all texts at once, in constant time and memory per step, on a GPU as a CUDA
-    graph. Other models compute the texts of equally long prompts at once, one group after another.
+    graph. Softmax attention and GAU compute all texts at once, too, with memory that grows. Other models compute the texts of
+    equally long prompts at once, one group after another.
 
     Args:
         model: a causal language model, in evaluation mode.

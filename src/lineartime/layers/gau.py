@@ -5,6 +5,7 @@ e value width, R rows (one for each document).
 The definition of its attention is in `lineartime.ops.quadratic.reference`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -18,22 +19,23 @@ from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, TableBias, build_relative_bias
 from lineartime.layers.prefix import PrefixMixer
+from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
 from lineartime.ops.activations import QUADRATIC_NORMALIZATIONS, check_choice
-from lineartime.ops.cache import KVCache
+from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic import attend_rows
 from lineartime.ops.quadratic.inputs import QuadraticOptions
-from lineartime.ops.quadratic.stream import quadratic_attention_extend
+from lineartime.ops.quadratic.stream import quadratic_attention_extend, quadratic_attention_step
 
 PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
 
 
-class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
+class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStreams], HasBackends):
     """Gated attention unit: one layer that replaces attention and feed-forward, quadratic in T.
 
     The layer includes a pre-norm and a residual connection: `y = GAU(256)(x)` maps [B, T, d] to [B, T, d]. With
@@ -53,6 +55,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
     """
 
     name = "gau"
+    grows = True
     normalizations = QUADRATIC_NORMALIZATIONS
 
     def __init__(
@@ -129,16 +132,29 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
         return QuadraticOptions(self.causal, self.activation, self.normalization).divides_bias
 
     def _bias(self, n_queries: int, n_keys: int, first_query: int, layout: Layout) -> Tensor | None:
+        self._check_length(n_keys)
+        if self.bias is None:
+            return None
+        return self._divided(self.bias.side_by_side(n_queries, n_keys, first_query, layout.place_rotations))
+
+    def _bias_of_step(self, streams: KVStreams) -> Tensor | None:
+        """The bias of the next token of each stream for all tokens of the longest one, [B, T]."""
+        self._check_length(streams.longest + 1)
+        if self.bias is None:
+            return None
+        places = torch.arange(streams.longest + 1, device=streams.position.device)
+        return self._divided(self.bias(streams.position, places))
+
+    def _divided(self, bias: Tensor) -> Tensor:
+        return bias / self._constant_length if self.causal and self._divides_bias else bias
+
+    def _check_length(self, n_keys: int) -> None:
         if isinstance(self.bias, TableBias) and n_keys > self.bias.max_length:
             raise ArgumentError(
                 "max_length",
                 f"is {self.bias.max_length}, the length of this GAU's table of relative biases, but the sequence has "
                 f"{n_keys} tokens: build it with a larger max_length, or with None for no limit.",
             )
-        if self.bias is None:
-            return None
-        bias = self.bias.side_by_side(n_queries, n_keys, first_query, layout.place_rotations)
-        return bias / self._constant_length if self.causal and self._divides_bias else bias
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
@@ -156,6 +172,29 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], HasBackends):
             v,
             state,
             bias=self._bias(n_new, state.position + n_new, state.position, layout),
+            activation=self.activation,
+            normalization=self._constant_normalization(),
+        )
+
+    def join_own_streams(self, states: Sequence[KVCache]) -> KVStreams:
+        """Join streams at different positions."""
+        return KVStreams(states)
+
+    def mix_step(self, normed: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
+        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+        out: Tensor = self.to_output(self.gate(gate, self.attend_step(maps, v, streams)))
+        return out
+
+    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams) -> Tensor:
+        """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
+        q, k = maps.unbind(1)
+        return quadratic_attention_step(
+            q,
+            k,
+            v,
+            streams,
+            bias=self._bias_of_step(streams),
             activation=self.activation,
             normalization=self._constant_normalization(),
         )

@@ -5,7 +5,7 @@ Shapes: B streams, d model width.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from lineartime.ops.token_shift import shift_next
 
 
 class JoinedStreams(Protocol):
-    """What a mixer remembers of streams at different positions: a NamedTuple of tensors, which `step` updates in place."""
+    """What a mixer remembers of streams at different positions, which `step` updates in place.
+
+    It is a NamedTuple of tensors, unless the mixer `grows`.
+    """
 
     @property
     def position(self) -> Tensor:
@@ -29,7 +32,10 @@ Streams = TypeVar("Streams", bound=JoinedStreams)
 
 
 class SteppingMixer(Mixer[State], Generic[State, Streams]):
-    """A mixer that can continue streams at different positions together, token by token, with states of constant size."""
+    """A mixer that can continue streams at different positions together, token by token."""
+
+    grows: ClassVar[bool] = False
+    """Whether memory grows with the tokens, so that its buffers may be replaced: a recorded or compiled step cannot use it."""
 
     @abstractmethod
     def join_own_streams(self, states: Sequence[State]) -> Streams:

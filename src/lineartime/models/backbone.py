@@ -204,6 +204,10 @@ class Backbone(nn.Module):
     @property
     def steps_in_place(self) -> bool:
         """Whether all mixers can step streams at different positions together, updating fixed buffers in place."""
+        return self._steps_together and not any(block.stepping_mixer.grows for block in self.blocks)
+
+    @property
+    def _steps_together(self) -> bool:
         return all(isinstance(block.mixer, SteppingMixer) for block in self.blocks)
 
     def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
@@ -212,7 +216,8 @@ class Backbone(nn.Module):
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:
             self._check_states("states", state)
-        if not self.steps_in_place:
+        at_one_position = len({state[0].position for state in states}) == 1
+        if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
             for block, of_block in zip(self.blocks, zip(*states, strict=True), strict=True):
                 for state in of_block:
                     check_state(state, block.mixer.no_streams, type(block.mixer).__name__, "states")

@@ -177,7 +177,8 @@ class CausalLM(LanguageModel):
     def steps_in_place(self) -> bool:
         """Whether `step` computes streams at different positions together, updating fixed buffers in place, as FLASH does.
 
-        Other models compute one group of streams after another, a group for each position, and their memory may grow.
+        Softmax attention and GAU compute all streams together, too, but their memory grows. Other models compute one group of
+        streams after another, a group for each position.
         """
         return self.backbone.steps_in_place
 

@@ -1,8 +1,10 @@
 """A cache of the keys and values of all tokens that a stream has read."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.operator import is_traced
@@ -53,6 +55,44 @@ class KVCache(_KeysAndValues):
         return torch.ones(new, total, dtype=torch.bool, device=self.k.device).tril(total - new)
 
 
+class KVStreams:
+    """Keys [B, ..., R, s] and values [B, ..., R, e] of B streams at different positions, with room for R tokens each.
+
+    Zeros follow the tokens of a stream. `append` writes in place; the room grows by doubling.
+
+    Args:
+        states: caches to join, each of one or more streams. They are not modified.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        longest: the largest of them, known without reading the tensor.
+    """
+
+    def __init__(self, states: Sequence[KVCache]) -> None:
+        self.longest = max((state.position for state in states), default=0)
+        room = max(SMALLEST_ROOM, 2 * self.longest)
+        self._k, self._v = (torch.cat([_with_zeros(x, room) for x in parts]) for parts in zip(*states, strict=True))
+        positions = [state.position for state in states for _ in range(len(state.k))]
+        self.position = torch.tensor(positions, dtype=torch.long, device=self._k.device)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append one token to every stream, [B, ..., 1, s] and [B, ..., 1, e].
+
+        Returns:
+            The keys and values of the longest stream's tokens, [B, ..., T, s] and [B, ..., T, e], and which of them are tokens
+            of a stream, bool [B, T].
+        """
+        if self.longest == self._k.shape[-2]:
+            self._k, self._v = (_with_zeros(x, 2 * self.longest) for x in (self._k, self._v))
+        rows = torch.arange(len(self.position), device=self.position.device)
+        for memory, new in ((self._k, k), (self._v, v)):
+            memory.movedim(-2, 1)[rows, self.position] = new.squeeze(-2).to(memory.dtype)
+        self.position += 1
+        self.longest += 1
+        visible = torch.arange(self.longest, device=self.position.device) < self.position[:, None]
+        return self._k[..., : self.longest, :], self._v[..., : self.longest, :], visible
+
+
 class _Room:
     """Memory shared by several caches, each the beginning of the next; the first to extend the last one gets the free room."""
 
@@ -80,3 +120,8 @@ def _with_capacity(x: Tensor, capacity: int) -> Tensor:
     memory = x.new_empty(*x.shape[:-2], capacity, x.shape[-1])
     memory.narrow(-2, 0, x.shape[-2]).copy_(x)
     return memory
+
+
+def _with_zeros(x: Tensor, capacity: int) -> Tensor:
+    """Append zeros to x [..., T, f] up to `capacity` tokens: a weight of zero does not hide the NaN of unwritten memory."""
+    return F.pad(x, (0, 0, 0, capacity - x.shape[-2]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation
-from lineartime.ops.cache import KVCache
+from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.precision import output_dtype
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.quadratic.inputs import QuadraticOptions
@@ -53,3 +53,39 @@ def quadratic_attention_extend(
         published_length=options.published_length(0, None),
     )
     return out.to(output_dtype(v, out.dtype)), state
+
+
+def quadratic_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    streams: KVStreams,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Literal["count"] | int = "count",
+) -> Tensor:
+    """Continue streams at different positions by one token each, and update `streams` in place.
+
+    Args:
+        q, k, v: [B, 1, s], [B, 1, s], [B, 1, e]; further dimensions after the first may be heads.
+        streams: what came before.
+        bias: [B, T], the row of each new token for the T tokens of the longest stream, including the new one.
+        activation, normalization: as for `quadratic_attention_extend`.
+
+    Returns:
+        The outputs, [B, 1, e].
+    """
+    options = QuadraticOptions(True, activation, normalization)
+    keys, values, visible = streams.append(k, v)
+    shape = (len(visible), *[1] * (q.dim() - 2), visible.shape[1])  # the same for all heads
+    out = attend_visible(
+        q,
+        keys,
+        values,
+        visible=visible.view(shape),
+        bias=None if bias is None else bias.view(shape),
+        activation=activation,
+        published_length=options.published_length(0, None),
+    )
+    return out.to(output_dtype(v, out.dtype))
