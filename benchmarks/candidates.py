@@ -131,14 +131,6 @@ class Convolved(Candidate):
         return super().mix(normed + added, layout)
 
 
-class GlobalAwakeInSeveralHeads(SeveralHeads):
-    """Both."""
-
-    def begin(self) -> None:
-        self.head_gamma = nn.Parameter(torch.ones(2 * HEADS, self.d_qk))
-        self.head_beta = nn.Parameter(torch.full((2 * HEADS, self.d_qk), self.d_qk**-0.5))
-
-
 CANDIDATES: dict[str, type[Candidate] | None] = {
     "flash-next": None,
     "global scores start near 1": GlobalAwake,
@@ -146,7 +138,6 @@ CANDIDATES: dict[str, type[Candidate] | None] = {
     "learned decay of the global state": Decayed,
     "4 heads in the global part": SeveralHeads,
     "convolution of 4 tokens": Convolved,
-    "4 heads in the global part, their scores start near 1": GlobalAwakeInSeveralHeads,
 }
 
 

@@ -91,6 +91,7 @@ def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
         ("speed", "int8"),
         ("training", "optimizers"),
         ("systems", "switches"),
+        ("systems", "candidates"),
         ("data", "data"),
         ("context-parallel", "context"),
     ],
