@@ -1,8 +1,9 @@
-"""Further parts for flash-next, each alone, after the same steps: `python benchmarks/candidates.py` (20 minutes on a core).
+"""Further parts for flash-next, each alone, after the same steps: `python benchmarks/candidates.py` (25 minutes on a core).
 
 The candidates are what linear attention has learnt since 2022: normalised queries and keys, a learned decay of the global
 state, several heads in the global part, a short convolution; and a global part whose scores start near 1. They are written
 here in plain PyTorch, which is slower than the layer itself, so that only losses after the same number of steps compare.
+Normalised queries and keys are also tried in Transformer++.
 Finished runs are not repeated; `--only NAME ...` runs some of them.
 """
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from measure import save
 from torch import Tensor, nn
 
-from lineartime.layers import FLASH
+from lineartime.layers import FLASH, Attention
 from lineartime.markdown import markdown_table
 from lineartime.models import ModelConfig
 from lineartime.models.heads import LanguageModel, build_model
@@ -131,17 +132,34 @@ class Convolved(Candidate):
         return super().mix(normed + added, layout)
 
 
-CANDIDATES: dict[str, type[Candidate] | None] = {
+class NormedAttention(Attention):
+    """Softmax attention whose queries and keys are normalised in each head, with a learned scale for each feature."""
+
+    def begin(self) -> None:
+        """Add the scales."""
+        self.scales = nn.Parameter(torch.ones(2, self.head_dim))
+
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = (
+            F.rms_norm(x.float(), (self.head_dim,), scale).to(x.dtype) for x, scale in zip((q, k), self.scales, strict=True)
+        )
+        return super().rotate(q, k, rotations)
+
+
+CANDIDATES: dict[str, type[Candidate] | type[NormedAttention] | None] = {
     "flash-next": None,
-    "global scores start near 1": GlobalAwake,
-    "normalised queries and keys": NormedMaps,
-    "learned decay of the global state": Decayed,
-    "4 heads in the global part": SeveralHeads,
-    "convolution of 4 tokens": Convolved,
+    "flash-next, global scores start near 1": GlobalAwake,
+    "flash-next, normalised queries and keys": NormedMaps,
+    "flash-next, learned decay of the global state": Decayed,
+    "flash-next, 4 heads in the global part": SeveralHeads,
+    "flash-next, convolution of 4 tokens": Convolved,
+    "transformer++": None,
+    "transformer++, normalised queries and keys": NormedAttention,
 }
+"""Each with the system that it changes, before the comma."""
 
 
-def building(candidate: type[Candidate] | None) -> Callable[[ModelConfig], LanguageModel]:
+def building(candidate: type[Candidate] | type[NormedAttention] | None) -> Callable[[ModelConfig], LanguageModel]:
     """`build_model` for a candidate."""
 
     def build(config: ModelConfig) -> LanguageModel:
@@ -160,7 +178,7 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     """Train, and read the loss on held-out text; a finished run is read."""
     run = options.out / f"{name}-{seed}".replace(" ", "-").replace(",", "")
     config = TrainConfig(
-        preset="flash-next-tiny",
+        preset=f"{name.partition(',')[0]}-tiny",
         data=tuple(options.data),
         tokenizer="bpe-4096",
         context_length=CONTEXT,
@@ -188,15 +206,16 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The losses, and their differences from flash-next of the same seed."""
-    base = {row["seed"]: row["nats_per_token"] for row in rows if row["candidate"] == "flash-next"}
+    """The losses, and their differences from the system itself with the same seed."""
+    base = {(row["candidate"], row["seed"]): row["nats_per_token"] for row in rows}
     lines = []
     for name in dict.fromkeys(row["candidate"] for row in rows):
         own = [row for row in rows if row["candidate"] == name]
         found = " / ".join(f"{row['nats_per_token']:.3f}" for row in own)
-        change = " / ".join(f"{row['nats_per_token'] / base.get(row['seed'], math.nan) - 1:+.1%}" for row in own)
+        system = name.partition(",")[0]
+        change = " / ".join(f"{row['nats_per_token'] / base.get((system, row['seed']), math.nan) - 1:+.1%}" for row in own)
         lines.append([name, found, change])
-    return markdown_table(["flash-next-tiny, with", "held-out nats per token", "change"], lines)
+    return markdown_table(["tiny model", "held-out nats per token", "change"], lines)
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ from lineartime.ops import rope
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 17])
 def test_every_head_is_softmax_attention(
-    causal: bool, rotary: bool, length: int, assert_same_function: Callable[..., None]
+    causal: bool, rotary: bool, normed: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
-    layer = Attention(16, n_heads=2, causal=causal, rope=rotary).double()
+    layer = Attention(16, n_heads=2, causal=causal, rope=rotary, qk_norm=normed).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -27,7 +28,11 @@ def test_every_head_is_softmax_attention(
         q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
         heads = []
         for part in (slice(0, 8), slice(8, 16)):
-            turned = (rope(y[..., part], positions) if rotary else y[..., part] for y in (q, k))
+            maps = [q[..., part], k[..., part]]
+            if normed:
+                gains = (layer.q_norm.weight, layer.k_norm.weight)
+                maps = [y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * g for y, g in zip(maps, gains, strict=True)]
+            turned = (rope(y, positions) if rotary else y for y in maps)
             scores = torch.einsum("btf,bjf->btj", *turned) / 8**0.5
             if causal:
                 scores = scores.masked_fill(positions > positions[:, None], -torch.inf)

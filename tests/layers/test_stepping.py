@@ -52,6 +52,7 @@ def test_a_step_continues_every_stream_in_place_as_it_would_be_continued_alone(t
 
 GROWING: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
     "attention": partial(Attention, n_heads=2),
+    "attention with normed queries and keys": partial(Attention, n_heads=2, qk_norm=True),
     "without rope": partial(Attention, n_heads=2, rope=False),
     "gated attention": partial(MHSAGated, n_heads=2),
     "gau": partial(GAU, d_qk=8),

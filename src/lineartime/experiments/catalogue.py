@@ -94,6 +94,7 @@ _FLASH_QUAD = Arm("flash-quad", "flash-quad", paper_row="FLASH-Quad")
 _TRANSFORMER = Arm("transformer", "transformer", paper_row="Transformer")
 _TRANSFORMER_1 = Arm("transformer+", "transformer+", paper_row="Transformer+")
 _TRANSFORMER_2 = Arm("transformer++", "transformer++", paper_row="Transformer++")
+_QK_NORM = Arm("transformer++ qk norm", "transformer++", {"qk_norm": True}, scales=_NOT_PAPER)
 _PERFORMER = Arm("performer", "performer", paper_row="Performer")
 _PERFORMER_CHUNKED = Arm("performer-chunked", "performer-chunked", scales=_NOT_PAPER)
 _COMBINER = Arm("combiner", "combiner", paper_row="Combiner")
@@ -147,7 +148,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (
             *_seeds(2, _FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2),
             *_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1),
-            *(_PERFORMER, _PERFORMER_CHUNKED, _COMBINER, _MC_TFM),
+            *(_QK_NORM, _PERFORMER, _PERFORMER_CHUNKED, _COMBINER, _MC_TFM),
         ),
         _settings(
             (Setting("wikipedia", 512), Setting("wikipedia", 2048), Setting("books", 4096)),

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head wid
 R rows (one for each document), L tokens of the longest row.
 
     q, k, v = rope(x Wq + bq), rope(x Wk + bk), x Wv + bv, cut into H heads        x = norm(input)
+    with qk_norm, q and k are rope(rmsnorm(.)) of each head instead
     o[t] = sum over visible j of softmax over j (q[t].k[j] / sqrt(h)) v[j]
     out = input + (o of all heads) Wo + bo
 """
@@ -13,10 +14,13 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import Unpack
 
-from lineartime.layers.multi_head import MultiHeadMixer, merge_heads
+from lineartime.layers.dense import factory
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer, merge_heads
+from lineartime.layers.norms import RMSNorm
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops.cache import KVCache, KVStreams
@@ -28,13 +32,27 @@ from lineartime.ops.precision import autocast_dtype, output_dtype, without_autoc
 class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStreams]):
     """Softmax multi-head self-attention.
 
-    The layer includes a pre-norm and a residual connection: [B, T, d] -> [B, T, d]. The options are those of `MultiHeadMixer`.
+    The layer includes a pre-norm and a residual connection: [B, T, d] -> [B, T, d].
+
+    Args:
+        qk_norm: whether the queries and keys of each head pass through an `RMSNorm` before they are rotated (arXiv 2010.04245).
+        **options: the options of `MultiHeadMixer`.
 
     Source: "Attention Is All You Need" (arXiv 1706.03762), with rotary positions (arXiv 2104.09864).
     """
 
     name = "attention"
     grows = True
+
+    def __init__(self, d_model: int, *, qk_norm: bool = False, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        self.qk_norm = qk_norm
+        self.q_norm: nn.Module = RMSNorm(self.head_dim, **factory(options)) if qk_norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(self.head_dim, **factory(options)) if qk_norm else nn.Identity()
+
+    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys, if the layer does so, and rotate them by their positions."""
+        return super().rotate(self.q_norm(q), self.k_norm(k), rotations)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
