@@ -16,6 +16,7 @@ from typing import Any
 
 from measure import RESULTS
 
+from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan, make_plan
@@ -103,16 +104,17 @@ def quality_table(report: dict[str, Any]) -> str:
             "speed-up",
             "the paper: perplexity (speed-up)",
         ]
+    by_name = [{name_today(report, row): row for row in setting["rows"] if measured(row)} for setting in settings]
     lines = []
-    for index, row in enumerate(settings[0]["rows"]):
-        rows = [setting["rows"][index] for setting in settings]
-        if not any(map(measured, rows)):
-            continue
-        cells = [f"`{name_today(report, row)}`"]
-        for each in rows:
-            paper = each["paper"]
-            cells.append(" / ".join(f"{value:.3f}" for value in measured(each)) or "-")
-            cells.append(" / ".join("-" if value is None else f"{value:.2f}" for value in each["speedups"]) or "-")
+    for name in sorted({name for rows in by_name for name in rows}, key=[arm.name for arm in EXPERIMENTS["lm"].arms].index):
+        cells = [f"`{name}`"]
+        for row in (rows.get(name) for rows in by_name):
+            if row is None:
+                cells += ["-"] * 3
+                continue
+            paper = row["paper"]
+            cells.append(" / ".join(f"{value:.3f}" for value in measured(row)))
+            cells.append(" / ".join("-" if value is None else f"{value:.2f}" for value in row["speedups"]) or "-")
             speedup = f" ({paper['speedup']:g})" if paper.get("speedup") else ""
             cells.append(f"{paper['pplx']:.2f}{speedup}" if paper.get("pplx") else "-")
         lines.append(cells)
