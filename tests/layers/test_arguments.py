@@ -31,6 +31,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm_eps": (0.9, {}),
     "norm_position": ("post", {}),
     "rope": (False, {}),
+    "qk_norm": (True, {}),
     "rotary_width": (4, {}),
     "token_shift": (True, {}),
     "relative_bias": (False, {}),

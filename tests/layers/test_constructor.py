@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import lineartime
-from lineartime.errors import ArgumentError
 from lineartime.layers import (
     BucketBias,
     CrossGAU,
@@ -111,11 +110,6 @@ def test_repr_shows_every_option(layer: type[ResidualLayer]) -> None:
     other = {name: value for name, value in {"causal": True, "chunk_size": 12, "d_qk": 8}.items() if f"{name}=" in shown}
     if built.__class__ in KINDS["mixer"].values() and getattr(built, "why_not_causal", None) is None:
         assert all(f"{name}={value}" in build(layer, **other).extra_repr() for name, value in other.items())
-
-
-def test_a_module_without_backends_is_named() -> None:
-    with pytest.raises(ArgumentError, match="module has no layer of GAU or FLASH"):
-        set_backend(torch.nn.Linear(2, 2), "torch")
 
 
 def test_repr_shows_the_backend_and_the_options_of_a_subclass() -> None:

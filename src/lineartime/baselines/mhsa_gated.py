@@ -10,20 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.attention import Attention
+from lineartime.layers.attention import Attention, AttentionOptions
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.multi_head import HeadOptions
 
 
 class MHSAGated(Attention):
     """Softmax multi-head attention with a gate on its output.
 
-    The options are those of `MultiHeadMixer`.
+    The options are those of `Attention`.
     """
 
     name = "mhsa-gated"
 
-    def __init__(self, d_model: int, **options: Unpack[HeadOptions]) -> None:
+    def __init__(self, d_model: int, **options: Unpack[AttentionOptions]) -> None:
         super().__init__(d_model, **options)
         self.to_gate = Dense(d_model, d_model, **factory(options))
 

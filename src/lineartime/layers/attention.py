@@ -29,6 +29,12 @@ from lineartime.ops.operator import under_transform
 from lineartime.ops.precision import autocast_dtype, output_dtype, without_autocast
 
 
+class AttentionOptions(HeadOptions, total=False):
+    """What `Attention` takes."""
+
+    qk_norm: bool
+
+
 class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStreams]):
     """Softmax multi-head self-attention.
 
@@ -106,7 +112,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
     """Attend from the last token to all, or to the `visible` ones: q [B, H, 1, h], k, v [B, H, T, h] -> [B, H, 1, h].
 
-    On CPUs, PyTorch's fused softmax attention takes 3 to 25 times as long as two products in bf16.
+    On CPUs, PyTorch's fused softmax attention takes several times as long as two products in bf16.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
@@ -181,8 +180,9 @@ class HasBackends(nn.Module):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
 
-    The variants of FLASH in `lineartime.baselines` have only one implementation. Streaming is plain PyTorch, except that FLASH
-    reads the whole chunks of a prompt by the kernels of "triton" where they can run and no gradient is needed.
+    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. Streaming is
+    plain PyTorch, except that FLASH reads the whole chunks of a prompt by the kernels of "triton" where they can run and no
+    gradient is needed.
 
     Args:
         module: a layer, or a module that contains layers.
@@ -190,12 +190,9 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
             fastest that can run.
 
     Raises:
-        ValueError: if the backend is unknown, or no layer has backends. A known backend that cannot run raises an error when
-            the layer is used.
+        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer is used.
     """
     check_choice("backend", backend, BACKENDS)
-    layers = [layer for layer in module.modules() if isinstance(layer, HasBackends)]
-    if not layers:
-        raise ArgumentError("module", "has no layer of GAU or FLASH, whose attention has several backends: leave it as it is.")
-    for layer in layers:
-        layer.backend = backend
+    for layer in module.modules():
+        if isinstance(layer, HasBackends):
+            layer.backend = backend
