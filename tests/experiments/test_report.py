@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.collect import collect, relative
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import render
+from lineartime.experiments.treatment import equal_treatment
 
 
 def report_of(plan: Plan, bits: dict[str, list[float]]) -> dict[str, Any]:
@@ -73,3 +75,10 @@ def test_a_report_says_how_far_any_two_systems_are_apart_in_parameters(tmp_path:
     plan.folder.mkdir()
     text = render(plan, report)[0].read_text()
     assert f"Any two of a setting differ by at most {max(counts) / min(counts) - 1:.1%}." in text
+
+
+def test_equal_treatment_is_described_for_every_experiment() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        if experiment.kind == "quality":
+            told = " ".join(equal_treatment(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"}))
+            assert "*normalization* and *initial_scores* of the gated systems: " in told, name

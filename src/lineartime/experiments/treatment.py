@@ -63,7 +63,10 @@ def _scores(plan: Plan) -> str:
     gated = {
         entry.arm.name: entry.model.mixer.options for entry in plan.entries if "normalization" in entry.model.mixer.options
     }
-    said = [f"{name} {options['normalization']}, {options['initial_scores']}" for name, options in gated.items()]
+    said = [
+        f"{name} {', '.join(str(options[each]) for each in ('normalization', 'initial_scores') if each in options)}"
+        for name, options in gated.items()
+    ]
     return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}." if said else ""
 
 
