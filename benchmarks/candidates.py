@@ -168,7 +168,7 @@ def building(candidate: type[Candidate] | type[NormedAttention] | None) -> Calla
             if candidate is not None:
                 block.mixer.__class__ = candidate
                 with torch.no_grad():
-                    block.mixer.begin()  # type: ignore[operator]
+                    block.mixer.begin()  # type: ignore[operator]  # its class is a candidate now
         return model
 
     return build

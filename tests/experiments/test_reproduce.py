@@ -275,6 +275,17 @@ def test_trials_of_slow_systems_last_longer_to_have_enough_steps(
     assert tried[0].seconds == pytest.approx(10.0 * steps / planned)
 
 
+def test_long_runs_are_told_in_whole_seconds(options: Options, here: Do) -> None:
+    said: list[str] = []
+    plan = make_plan(options(systems=("flash",), seeds=1, optimizers=("adamw",), rates=(1e-3,), budget=36_000.0))
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        return worker.INTERRUPTED if job.kind == "run" else here(job, message)
+
+    run_all(plan, said.append, do)
+    assert any(", 36000 s of training" in line for line in said)
+
+
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
     with pytest.raises(ArgumentError, match=r"budget is 3, but the runs in .* were made with 0.1: use that, or"):
         command.reproduce(options(budget=3, report=True))

@@ -11,6 +11,7 @@ from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, Test
 from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options
+from lineartime.layers.gau import PUBLISHED_LENGTH
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
 from lineartime.training.config import TrainConfig, written
@@ -270,5 +271,9 @@ def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[
 def _published(model: ModelConfig, setting: Setting) -> dict[str, str]:
     """Options that divide scores as published; the presets divide by the number of visible keys."""
     known = model.mixer.options
-    values = {"normalization": "paper", "max_length": str(setting.context)}
-    return {name: value for name, value in values.items() if "normalization" in known and name in known}
+    if "normalization" not in known:
+        return {}
+    published = {"normalization": "paper"}
+    if "max_length" in known and setting.context > PUBLISHED_LENGTH:  # its default; up to it, max_length would make a table
+        published["max_length"] = str(setting.context)
+    return published

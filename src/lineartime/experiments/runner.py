@@ -167,7 +167,7 @@ class _Runner:
         run = read_run(job)
         name = job.folder.relative_to(self._plan.folder).as_posix()
         if run.state in ("missing", "interrupted"):
-            planned = "" if job.seconds is None else f", {job.seconds:.3g} s of training"
+            planned = "" if job.seconds is None else f", {round(job.seconds, 1):g} s of training"
             steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
             self._say(f"{'resuming ' if run.state == 'interrupted' else ''}{name}{steps}{planned}")
             status = self._perform(job, self._message(job))

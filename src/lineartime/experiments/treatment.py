@@ -87,8 +87,8 @@ def _trials(plan: Plan, report: dict[str, Any]) -> str:
     said = ""
     if any(row.get("trial_steps") for _, row in rows):
         said = (
-            f"Where that is less than {FEWEST_STEPS} steps, a trial has {FEWEST_STEPS} steps, "
-            f"or lasts {LONGEST_TRIAL} times as long. "
+            f"Where that is less than {FEWEST_STEPS} steps, a trial lasts until it has them, "
+            f"but at most {LONGEST_TRIAL} times as long. "
         )
     steps = {f"{row['arm']} ({name})": _trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
     short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < FEWEST_STEPS]

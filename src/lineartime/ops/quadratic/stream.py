@@ -43,15 +43,7 @@ def quadratic_attention_extend(
     if isinstance(normalization, str) and normalization != "count":
         raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
     state = state.append(k, v)
-    out = attend_visible(
-        q,
-        state.k,
-        state.v,
-        visible=state.visible(q.shape[-2]),
-        bias=bias,
-        activation=activation,
-        published_length=options.published_length(0, None),
-    )
+    out = _attend(q, state.k, state.v, state.visible(q.shape[-2]), bias, options)
     return out.to(output_dtype(v, out.dtype)), state
 
 
@@ -79,13 +71,10 @@ def quadratic_attention_step(
     options = QuadraticOptions(True, activation, normalization)
     keys, values, visible = streams.append(k, v)
     shape = (len(visible), *[1] * (q.dim() - 2), visible.shape[1])  # the same for all heads
-    out = attend_visible(
-        q,
-        keys,
-        values,
-        visible=visible.view(shape),
-        bias=None if bias is None else bias.view(shape),
-        activation=activation,
-        published_length=options.published_length(0, None),
-    )
+    out = _attend(q, keys, values, visible.view(shape), None if bias is None else bias.view(shape), options)
     return out.to(output_dtype(v, out.dtype))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, options: QuadraticOptions) -> Tensor:
+    n = options.published_length(0, None)
+    return attend_visible(q, k, v, visible=visible, bias=bias, activation=options.activation, published_length=n)
