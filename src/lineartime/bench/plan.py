@@ -9,7 +9,6 @@ from lineartime.bench.config import STREAMED, BenchConfig, Dtype, Measure
 from lineartime.bench.peers import PEERS, check_peer
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import Argument, ArgumentError, did_you_mean
-from lineartime.layers.stepping import SteppingMixer
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import build_model
@@ -125,10 +124,6 @@ def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> No
             )
 
 
-def _steps_in_place(config: ModelConfig) -> bool:
-    return issubclass(config.mixer.layer, SteppingMixer) and not config.mixer.layer.grows
-
-
 def _subjects(
     options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig], device: torch.device
 ) -> tuple[Subject, ...]:
@@ -137,7 +132,7 @@ def _subjects(
         return tuple(
             Subject(name, mode, config)
             for name, config in configs.items()
-            for mode in (modes if measure == "decode" and _steps_in_place(config) else ("eager",))
+            for mode in (modes if measure == "decode" and config.mixer.layer.steps_in_place else ("eager",))
         )
     subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
     for peer in dict.fromkeys(options.peers):

@@ -48,7 +48,6 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
     """
 
     name = "attention"
-    grows = True
 
     def __init__(self, d_model: int, *, qk_norm: bool = False, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)

@@ -46,6 +46,7 @@ class FLASH(
 
     name = "flash"
     splits_context = True
+    steps_in_place = True
 
     def plan(self) -> LayoutPlan:
         """Request chunks, except in an exported program: it accepts any length, so its operator cuts the chunks."""

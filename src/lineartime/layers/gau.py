@@ -55,7 +55,6 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
     """
 
     name = "gau"
-    grows = True
     normalizations = QUADRATIC_NORMALIZATIONS
 
     def __init__(

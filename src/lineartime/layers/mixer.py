@@ -54,6 +54,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Why a mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     splits_context: ClassVar[bool] = False
     """Whether it supports sequences that are split over several processes."""
+    steps_in_place: ClassVar[bool] = False
+    """Whether it is a `SteppingMixer` whose streams keep their buffers, so that a step can be recorded or compiled."""
     reads_prefix: ClassVar[bool] = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
 

@@ -5,7 +5,7 @@ Shapes: B streams, d model width.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lineartime.ops.token_shift import shift_next
 class JoinedStreams(Protocol):
     """What a mixer remembers of streams at different positions, which `step` updates in place.
 
-    It is a NamedTuple of tensors, unless the mixer `grows`.
+    It is a NamedTuple of tensors if the mixer `steps_in_place`.
     """
 
     @property
@@ -33,9 +33,6 @@ Streams = TypeVar("Streams", bound=JoinedStreams)
 
 class SteppingMixer(Mixer[State], Generic[State, Streams]):
     """A mixer that can continue streams at different positions together, token by token."""
-
-    grows: ClassVar[bool] = False
-    """Whether memory grows with the tokens, so that its buffers may be replaced: a recorded or compiled step cannot use it."""
 
     @abstractmethod
     def join_own_streams(self, states: Sequence[State]) -> Streams:

@@ -204,7 +204,7 @@ class Backbone(nn.Module):
     @property
     def steps_in_place(self) -> bool:
         """Whether all mixers can step streams at different positions together, updating fixed buffers in place."""
-        return self._steps_together and not any(block.stepping_mixer.grows for block in self.blocks)
+        return all(block.mixer.steps_in_place for block in self.blocks)
 
     @property
     def _steps_together(self) -> bool:
