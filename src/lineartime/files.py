@@ -5,9 +5,10 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lineartime.errors import ArgumentError, reporting
 
@@ -45,16 +46,6 @@ def synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(file: Path) -> None:
-    """Make the folder of a file and try to write there, before long work. Raises OSError on failure."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(file)
-    try:
-        partial.touch()
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 @contextmanager
 def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
@@ -84,21 +75,29 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
 def new_file(argument: str, file: Path) -> Iterator[Path]:
     """Write a file under a temporary name, which the `with` block gets, and rename it when it is on the disk; the suffix stays.
 
+    The temporary file is created, empty, before the block, so that a folder in which nothing can be written is found at once.
+
     Raises:
-        ArgumentError: naming the argument, for a file that exists.
+        ArgumentError: naming the argument, for a file that exists, now or at the end.
         LineartimeError: if the file cannot be written.
     """
-    if file.exists():
-        raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
+    _check_new(argument, file)
     partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
     with reporting("write", file):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            partial.touch()
             yield partial
             synchronise(partial)
+            _check_new(argument, file)  # another process may have written it meanwhile
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _check_new(argument: str, file: Path) -> None:
+    if file.exists():
+        raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 
 
 @contextmanager
@@ -147,3 +146,10 @@ def is_there(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Whether a path is a folder; like `is_there`, without an error."""
     return os.path.isdir(path)  # noqa: PTH112  # Path.is_dir raises
+
+
+def absolute_path(value: Any, is_name: Callable[[str], bool]) -> Any:
+    """Make a path, or a string that is the path of something and no name, absolute; return anything else unchanged."""
+    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and is_there(value)):
+        return str(Path(value).absolute())
+    return value

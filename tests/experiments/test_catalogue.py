@@ -16,6 +16,7 @@ from lineartime.experiments.plan import Plan, make_plan
 from lineartime.models.presets import PAPER_MILLIONS, PRESETS
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
 
 QUALITY = [name for name, experiment in catalogue.EXPERIMENTS.items() if experiment.kind == "quality"]
 
@@ -82,6 +83,18 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
     assert "gau-scaling-1024" in {entry.options["preset"] for entry in plan_of("gau-vs-mhsa", "paper").entries}
     chunks = [entry.options["override"] for entry in plan_of("chunk-size", "paper").entries[:2]]
     assert chunks == [["chunk_size=64", "normalization=paper"], ["chunk_size=128", "normalization=paper"]]
+
+
+def test_a_job_of_the_paper_trains_with_exactly_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[TrainConfig] = []
+    monkeypatch.setattr("lineartime.training.loop.train_completed", lambda config, left_out: trained.append(config))
+    for name in ("lm", "layer-ablation", "mlm"):
+        plan = plan_of(name, "paper")
+        for entry in plan.entries:
+            asked = TrainConfig.from_dict(dict(plan.final_job(entry, "adamw", 0).options))
+            train(asked)
+            assert trained == [asked], f"{name}, {entry.arm.name}, {entry.setting}"
+            trained.clear()
 
 
 def test_the_scale_of_the_paper_divides_and_clips_as_published() -> None:

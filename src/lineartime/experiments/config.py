@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import Argument, ArgumentError, did_you_mean
 from lineartime.fields import Between, check_fields, check_ranges, set_plain
+from lineartime.files import absolute_path
 
 Count = Annotated[int, Between(1)]
 Positive = Annotated[float, Between(above=0)]
@@ -62,12 +63,12 @@ class ReproduceConfig:
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
 
     def __post_init__(self) -> None:
+        from lineartime.data import names_corpus
+
         for name in ("data", "code", "books", "wikipedia"):
             value = getattr(self, name)
             given = (value,) if isinstance(value, (str, Path)) else value or ()
-            object.__setattr__(
-                self, name, tuple(str(Path(text).absolute()) if Path(text).exists() else str(text) for text in given)
-            )
+            object.__setattr__(self, name, tuple(str(absolute_path(text, names_corpus)) for text in given))
         set_plain(self)
 
     def check(self) -> None:

@@ -261,7 +261,8 @@ def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[
         override["max_positions"] = str(setting.context)
     override |= _published(usual, setting) | dict(item.split("=", 1) for item in written(arm.override))
     items = [f"{name}={value}" for name, value in override.items()]
-    options = {**recipe.to_dict(), "context_length": setting.context, "override": items}
+    # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.
+    options = {**recipe.to_dict(), "recipe": None, "context_length": setting.context, "override": items}
     if recipe.clips_locally:
         options["clip_tokens"] = max(catalogue.SCALES["paper"].tokens_per_batch // PAPER_CORES, setting.context)
     model = TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)

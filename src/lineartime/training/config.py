@@ -1,7 +1,7 @@
 """The options of a training run; their docstrings are the help of the command line."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, decode, set_plain
-from lineartime.files import is_there
+from lineartime.files import absolute_path
 from lineartime.host import MOST_THREADS
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
@@ -157,7 +157,7 @@ class TrainConfig:
         if isinstance(given["data"], (str, Path)):
             given["data"] = [given["data"]]
         if isinstance(given["data"], (list, tuple)):
-            given["data"] = [_absolute(item, names_corpus) for item in given["data"]]
+            given["data"] = [absolute_path(item, names_corpus) for item in given["data"]]
         elif given["data"] is None:
             given["data"] = []
         for name in ("override", "track", "data"):
@@ -166,7 +166,7 @@ class TrainConfig:
         # A resumed run has to find its text from any working directory.
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())
-        object.__setattr__(self, "tokenizer", _absolute(self.tokenizer, names_tokenizer))
+        object.__setattr__(self, "tokenizer", absolute_path(self.tokenizer, names_tokenizer))
         check_fields(self)
 
     @property
@@ -308,13 +308,6 @@ def errors_in_override(*own: str) -> Iterator[None]:
         if isinstance(error, ArgumentError) and error.argument in own:
             raise
         raise ArgumentError("override", f"does not fit the model: {error}") from None
-
-
-def _absolute(value: Any, is_name: Callable[[str], bool]) -> Any:
-    """Make an existing path absolute. Names and paths that do not exist are returned unchanged."""
-    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and is_there(value)):
-        return str(Path(value).absolute())
-    return value
 
 
 def _read(item: str) -> tuple[str, Any]:
