@@ -17,6 +17,8 @@ from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_or
 from lineartime.layers import FLASH, GAU
 from lineartime.ops.layout import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
+from lineartime.ops.mixed_chunk.chunked import summary_attention
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 
 CHUNK = 4
 lengths = pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
@@ -118,16 +120,27 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 
 @directions
 @pytest.mark.parametrize("normalization", ["count", "paper"])
-def test_equal_weights_of_summaries_are_plain_flash(causal: bool, normalization: Any) -> None:
-    plain = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization))
-    weighted = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)
-    with torch.no_grad():
-        # Queries that sum to zero over a chunk, so that all scores of summaries are zero, and yet are read.
-        plain.gamma[2:] = 0
-        plain.beta[2:] = 0
-    weighted.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 17, 8)
-    torch.testing.assert_close(weighted(x), plain(x))
+def test_equal_weights_of_summaries_are_the_linear_part_of_flash(causal: bool, normalization: Any) -> None:
+    """Queries and keys whose chunks have means of zero weigh all summaries equally, whatever the summaries hold."""
+    chunks = cut_chunks(torch.randn(2, 4 * CHUNK, 5), CHUNK)
+    half = torch.randn(2, 2, 4, CHUNK // 2, 4)
+    q, k = torch.cat([half, -half], -2)
+    v = torch.randn(2, 4, CHUNK, 5)
+    options = MixedChunkOptions(CHUNK, causal=causal, normalization=normalization)
+    plain = summary_attention(q, k, v, chunks, options, reach="before" if causal else "all")
+    size = CHUNK if normalization == "paper" else None
+    torch.testing.assert_close(weighted_summaries(q, k, v, chunks, causal=causal, published_size=size), plain)
+    assert plain.abs().max() > 0.1
+
+
+@directions
+def test_the_published_divisor_of_summaries_counts_chunks_as_full(causal: bool) -> None:
+    chunks = cut_chunks(torch.randn(1, 2 * CHUNK + 1, 5), CHUNK)
+    q, k, v = (chunks.cut(torch.randn(1, 2 * CHUNK + 1, width)) for width in (4, 4, 5))
+    counted = weighted_summaries(q, k, v, chunks, causal=causal)
+    published = weighted_summaries(q, k, v, chunks, causal=causal, published_size=2.0 * CHUNK)
+    assert not torch.allclose(published, counted)
+    assert causal or torch.isfinite(published).all()
 
 
 @lengths

@@ -64,7 +64,7 @@ TOO_LARGE: list[tuple[str, str, str]] = [
             "d_model": (10**20, 10**7, 2**24),
             "d_qk": (10**6, 10**9, 10**20),
             "expansion": (10**6, 10**12),
-            "chunk_size": (10**9, 10**20),
+            "chunk_size": (10**20,),
             "vocab_size": (10**30,),
         }.items()
         for value in values
@@ -173,6 +173,15 @@ def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
     assert all(found.tensor(name).shape == tensor.shape for name, tensor in tensors.items())  # type: ignore[union-attr]
     assert found.tensor("backbone.blocks.3.mixer.norm.weight") is None
     assert found.tensor("other") is None
+
+
+def test_a_chunk_longer_than_the_context_is_no_memory(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: 10**9)
+    result = lineartime.train(
+        data=text, out=tmp_path / "out", cache=tmp_path, steps=1, context_length=64, eval_windows=1,
+        override={"n_blocks": 1, "d_model": 16, "chunk_size": 2**20},
+    )  # fmt: skip
+    assert result.finished
 
 
 def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:

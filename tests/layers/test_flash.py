@@ -112,3 +112,11 @@ def test_an_output_map_with_a_hook_is_called_and_gives_the_same(causal: bool) ->
     assert seen == [(2, 11, 16)]
     for one, other in zip(joined, apart, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["to_output", "to_gate_value_base"])
+def test_a_backward_hook_on_a_map_is_called(name: str) -> None:
+    layer, seen = FLASH(8, d_qk=4, chunk_size=4), []
+    layer.get_submodule(name).register_full_backward_hook(lambda module, d_in, d_out: seen.append(d_out[0].shape[:2]))
+    layer(torch.randn(2, 11, 8, requires_grad=True)).sum().backward()
+    assert seen == [(2, 11)]

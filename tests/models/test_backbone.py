@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime import build
@@ -51,3 +52,10 @@ def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
     assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
     assert state[0].position == 9
+
+
+def test_padding_on_the_right_needs_no_learned_positions() -> None:
+    model = build("transformer-tiny", n_blocks=1, d_model=16, n_heads=2, vocab_size=40, max_positions=8).eval()
+    ids = torch.randint(0, 40, (1, 8))
+    padded, mask = F.pad(ids, (0, 2)), torch.arange(10)[None] < 8
+    torch.testing.assert_close(model(padded, mask)[:, :8], model(ids))

@@ -146,7 +146,7 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
                     visible,
                     None if bias is None else bias[first:last, : size + last],
                 )
-                mean = (state.summary / max(1, complete)).to(compute)
+                mean = (state.summary / self.options.linear_divisor(complete)).to(compute)
                 out = weights.to(compute) @ state.v[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
                 outputs.append(out.to(outputs[0].dtype))
                 if last == size:

@@ -37,15 +37,22 @@ class GAUMultiHead(GAU):
     name = "gau-multi-head"
 
     def __init__(self, d_model: int, *, n_heads: int = 4, relative_bias: bool = True, **options: Unpack[GatedOptions]) -> None:
+        self.n_heads = 1  # until the widths are known
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, relative_bias=relative_bias, bias_form="auto", max_length=None, **options)
         check_positive(n_heads=n_heads)
         for name, width in (("d_qk", self.d_qk), ("expansion * d_model", self.d_value)):
             if width % n_heads:
                 raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
-        check_even("rotary positions rotate pairs of features", head_dim=self.d_qk // n_heads)
-        check_rotary_width(self.rotary_width, self.d_qk // n_heads)
         self.n_heads = n_heads
+        check_even("rotary positions rotate pairs of features", head_dim=self.d_head)
+        check_rotary_width(self.rotary_width, self.d_head)
+        self.init_own()
+
+    @property
+    def d_head(self) -> int:
+        """The width of a head's queries and keys."""
+        return self.d_qk // self.n_heads
 
     def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
         """The attention of `mix`, split into its parts, with weights for every head."""
@@ -54,7 +61,7 @@ class GAUMultiHead(GAU):
     def plan(self) -> LayoutPlan:
         """Request what `GAU` needs, with rotations for the width of a head."""
         plan = super().plan()
-        return plan._replace(rotary_width=self.d_qk // self.n_heads if self.rope else None)
+        return plan._replace(rotary_width=self.d_head if self.rope else None)
 
     def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
         """Z [B, T, s] -> [B, maps, T, s], with each head rotated separately."""

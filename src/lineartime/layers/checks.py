@@ -85,6 +85,6 @@ def check_even(reason: str, **sizes: int) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks or a replaced `forward`, or hooks are registered for all modules."""
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return bool(own or torch_module._has_any_global_hook())
+    """Whether a module has hooks or a replaced `forward`, or hooks are registered for all modules."""
+    forward = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks or torch_module._has_any_global_hook())

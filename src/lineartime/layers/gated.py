@@ -98,13 +98,18 @@ class GatedUnit(OpenMixer[State]):
         self.init_own()
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
+    @property
+    def d_head(self) -> int:
+        """The width of the queries and keys whose products are scores."""
+        return self.d_qk
+
     def init_own(self) -> None:
         """Initialise gamma and beta: see `initial_scores`."""
         nn.init.normal_(self.gamma, std=0.02)
         nn.init.zeros_(self.beta)
         if self.initial_scores == "unit":  # the queries and keys of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
-            nn.init.constant_(self.beta[:2], self.d_qk**-0.25)
+            nn.init.constant_(self.beta[:2], self.d_head**-0.25)
 
     def plan(self) -> LayoutPlan:
         """Request rotations of queries and keys."""
@@ -180,9 +185,9 @@ class HasBackends(nn.Module):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
 
-    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. Streaming is
-    plain PyTorch, except that FLASH reads the whole chunks of a prompt by the kernels of "triton" where they can run and no
-    gradient is needed.
+    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. Streaming does
+    not follow it: FLASH reads the whole chunks of a prompt by the kernels of "triton" where they can run and no gradient is
+    needed, and its steps on a CPU are functions in C++, unless LINEARTIME_NATIVE=0 is set in the environment.
 
     Args:
         module: a layer, or a module that contains layers.

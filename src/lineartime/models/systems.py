@@ -138,7 +138,7 @@ SYSTEMS: dict[str, System] = {
     "flash-next": System(
         FLASH,
         options={"normalization": "paper", "initial_scores": "unit"},
-        description="FLASH with the published divisor and unit scores: ours",
+        description="flash-next: FLASH with the published divisor, and scores that start near 1",
     ),
     "transformer": System(
         Attention,

@@ -1,5 +1,6 @@
 """Attention as pure functions of tensors: each with its definition, its parallel forms and its streaming form."""
 
+from lineartime.ops import exported as _operators  # noqa: F401  # defines those that exported programs call
 from lineartime.ops.cache import KVCache
 from lineartime.ops.cross import cross_attention, cross_attention_oracle
 from lineartime.ops.flops import register_formulas

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def count_positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
-    """The position of every token in its document, counting only real tokens: int64, [T] or [B, T]."""
+    """The position of every token in its document, counting only real tokens, and 0 at padding: int64, [T] or [B, T]."""
     start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]
     if mask is None:
         return torch.arange(length, device=device) - start
     real_before = F.pad(mask.cumsum(1), (1, 0))
-    return real_before[:, :-1] - real_before[:, start]
+    return (real_before[:, :-1] - real_before[:, start]).masked_fill(~mask, 0)
 
 
 def longest_row(lengths: list[int] | None, layout: "Layout", limit: int | None) -> int:

@@ -122,7 +122,8 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
     """Raise ArgumentError for a model or a step that needs more memory than the machine has, before anything is allocated."""
     chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
-    length = -(-config.context_length // chunk_size) * chunk_size  # sequences are padded to whole chunks
+    chunk_size = min(chunk_size, config.context_length)  # shorter sequences are read in shorter chunks
+    length = -(-config.context_length // chunk_size) * chunk_size  # and longer ones are padded to whole chunks
     with errors_in_override("batch_size"):
         check_memory(
             model_config,
