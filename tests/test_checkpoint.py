@@ -218,6 +218,22 @@ def test_every_so_many_checkpoints_stay_if_asked_for(tmp_path: Path) -> None:
     assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["1", "3", "6", "7"]
 
 
+def test_an_untrained_checkpoint_is_not_kept_for_its_step(tmp_path: Path) -> None:
+    for step in range(4):
+        save(tmp_path, step, loss=9.0 - step)
+        checkpoints.prune(tmp_path, keep_every=2)
+    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "3"]
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr("lineartime.models.size.memory_bytes", lambda device: 1000)
+    with pytest.raises(LineartimeError, match=r"step-00000001 holds a model that is too large for this machine: .* memory"):
+        lineartime.load(path)
+
+
 def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, loss in ((1, 3.0), (2, 2.5), (3, 2.0)):
         save(tmp_path, step, loss)

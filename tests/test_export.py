@@ -112,6 +112,18 @@ def test_a_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, ta
         torch.testing.assert_close(program(*inputs), model(*inputs), atol=1e-5, rtol=0)
 
 
+def test_a_program_of_a_text_needs_only_the_operators_where_it_runs(tmp_path: Path) -> None:
+    files = [
+        write_program(export_text(build(preset, n_blocks=1, **TEXTS[preset])), tmp_path / f"{preset}.pt2") for preset in TEXTS
+    ]
+    client = """
+import sys, torch, lineartime.ops
+for file in sys.argv[1:]:
+    torch.export.load(file).module()(torch.zeros(1, 9, dtype=int))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", client, *map(str, files)], check=True)
+
+
 @pytest.mark.slow
 @in_onnx
 def test_a_text_in_onnx_gives_the_logits_of_the_model(preset: str, task: str, tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ def test_a_new_file_or_folder_appears_whole_with_the_folders_above_it(tmp_path: 
     assert [file.name for file in sorted(tmp_path.rglob("*")) if file.is_file()] == ["b.pt2", "file"]
 
 
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    def write() -> None:
+        with new_file("out", tmp_path / "file") as partial:
+            partial.write_text("late")
+            (tmp_path / "file").write_text("early")
+
+    with pytest.raises(ArgumentError, match=r"out is .*file, which exists already"):
+        write()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "early")]
+
+
 def test_what_is_there_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     with pytest.raises(ArgumentError, match=r"file is .*file, which exists already"), new_file("file", tmp_path / "file"):

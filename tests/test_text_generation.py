@@ -130,6 +130,19 @@ def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer) -> Non
     assert cut[0].tokens < whole[0].tokens
 
 
+def test_a_long_prompt_is_not_decoded_for_each_sample(
+    bpe: JsonTokenizer, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt, pushed = build("flash-tiny", bpe), "日本 " * 500, []
+    writes(bpe.encode(" is"))
+    decoder = type(bpe.stream_decoder())
+    push = decoder.push
+    monkeypatch.setattr(decoder, "push", lambda self, token: pushed.append(token) or push(self, token))
+    texts = generate_samples(model, bpe, prompt, samples=3, max_tokens=9)
+    assert [text.text for text in texts] == [" is"] * 3
+    assert len(pushed) < 100
+
+
 def test_an_empty_prompt_begins_a_document(tokenizer: Tokenizer) -> None:
     model = build("flash-tiny", tokenizer)
     expected = lineartime.generate(model, [tokenizer.end_of_document], 9, SEED, tokenizer.end_of_document)

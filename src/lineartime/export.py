@@ -66,7 +66,7 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     """Export a program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
     The program of a masked language model also takes a mask, bool [B, T], True for real tokens. A causal model needs no mask
-    for padding after a text. The program calls operators of lineartime, which must be imported where the program runs.
+    for padding after a text. The program calls operators of lineartime: import `lineartime.ops` where the program runs.
 
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot trace for every length.

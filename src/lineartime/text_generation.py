@@ -84,6 +84,10 @@ def generate_samples(
     return [writing.finished(max_tokens) for writing in writings]
 
 
+_CONTEXT = 16
+"""The number of last tokens of a prompt that are decoded: the text of a token can depend on the tokens before it."""
+
+
 class _StopSearch:
     """Finds the stop text that is completed first in a text that arrives in pieces."""
 
@@ -122,7 +126,7 @@ class _Writing:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decoder = tokenizer.stream_decoder()
-        for token in prompt:  # the text of a token can depend on the token before
+        for token in prompt[-_CONTEXT:]:
             self._decoder.push(token)
         self._decoder.flush()
         self._search = _StopSearch(stops)

@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import json
 import lzma
@@ -82,6 +83,15 @@ def test_an_array_of_json_is_no_text_with_braces_in_it(tmp_path: Path, indent: i
     assert read(part_of(file)) == TEXTS
     file.write_bytes(COMPRESS[suffix](json.dumps(TEXTS, indent=indent).encode()))
     assert read(part_of(file)) == TEXTS
+
+
+@pytest.mark.parametrize("start", [codecs.BOM_UTF8, b" ", codecs.BOM_UTF8 + b"\n"])
+def test_records_may_begin_with_the_mark_of_utf_8_or_a_blank(tmp_path: Path, start: bytes) -> None:
+    records = [{"text": text} for text in TEXTS]
+    (tmp_path / "a.json").write_bytes(start + json.dumps(records).encode())
+    assert read(part_of(tmp_path / "a.json")) == TEXTS
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + json_lines(TEXTS))
+    assert read(part_of(tmp_path / "b.jsonl")) == TEXTS
 
 
 def test_one_object_of_json_is_one_document(tmp_path: Path) -> None:

@@ -141,6 +141,18 @@ def test_an_unknown_tokenizer_is_an_error_that_lists_the_choices(text: Path, tmp
             tokenizer_for(choice, load_corpus(text), tmp_path)
 
 
+def test_an_empty_name_and_an_unknown_kind_are_named(text: Path, tmp_path: Path) -> None:
+    corpus = load_corpus(text)
+    with pytest.raises(LineartimeError, match=r"^tokenizer is empty: "):
+        tokenizer_for("", corpus, tmp_path)
+    with pytest.raises(LineartimeError, match=r"^kind is 'BPE', but must be one of 'bpe', 'unigram'"):
+        train_tokenizer(corpus, "BPE", 300)  # type: ignore[arg-type]
+    with pytest.raises(LineartimeError, match=r"^max_bytes is 0, but must be at least 1"):
+        train_tokenizer(corpus, "bpe", 300, max_bytes=0)
+    with pytest.raises(LineartimeError, match=r"^data is empty: "):
+        load_corpus("")
+
+
 def test_the_command_writes_a_tokenizer_and_never_over_another(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +162,7 @@ def test_the_command_writes_a_tokenizer_and_never_over_another(
     assert f"{out}: unigram of 5" in capsys.readouterr().out
     assert read_tokenizer(out).decode(read_tokenizer(out).encode("naïve").tolist()) == "naïve"
     assert main(arguments) == 1
-    assert "exists already: delete it, or choose another file" in capsys.readouterr().err
+    assert "exists already: delete it, or choose another name" in capsys.readouterr().err
 
 
 def test_the_command_says_when_there_was_too_little_text(

@@ -73,6 +73,18 @@ def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: 
         assert position.loss == pytest.approx(sum(inside) / len(inside), rel=1e-5)
 
 
+def test_the_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[Evaluation]:
+        return [measure(model, stream(50), 8, 8), carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
+
+    whole, at_once, logits = results(), [], type(model).logits
+    monkeypatch.setattr("lineartime.evaluation.perplexity._LOGITS", 5 * TOKENIZER.vocab_size)
+    monkeypatch.setattr(type(model), "logits", lambda self, hidden: at_once.append(len(hidden)) or logits(self, hidden))
+    for result, expected in zip(results(), whole, strict=True):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert max(at_once) == 5
+
+
 def test_positions_are_powers_of_two_and_cover_the_window(model: CausalLM) -> None:
     result = measure(model, stream(64), 16, 16)
     expected = [(1, 1, 4), (2, 3, 8), (4, 7, 16), (8, 15, 32), (16, 16, 4)]

@@ -234,7 +234,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an empty index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "names no files of weights"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "Cannot read .*tokenizer.json"),
-    "another tokenizer": (lambda f: (f / "tokenizer.json").write_text(trained("bpe").to_json()), "source has 302 tokens"),
+    "another tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text(trained("bpe").to_json()),
+        "a tokenizer of 302 tokens and a model of 258",
+    ),
     "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff{"), "is not a tokenizer file"),
 }
 
@@ -271,6 +274,12 @@ def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folde
         convert(folder, tmp_path / "new", checkpoint="last")
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_destination_that_is_taken_is_refused_before_the_source_is_read(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"destination is .*own, which exists already"):
+        from_transformers(folder, tmp_path / "own")
 
 
 def test_a_model_for_a_task_cannot_become_one_of_lineartime(folder: Path, tmp_path: Path) -> None:

@@ -196,6 +196,14 @@ def test_a_cache_is_copied_repeated_selected_and_reset(causal: LineartimeForCaus
     assert (cache.get_seq_length(), cache.memory_bytes) == (0, 0)
 
 
+def test_a_prefix_after_other_tokens_is_refused(tiny: Tiny) -> None:
+    model = LineartimeForCausalLM(tiny(task="prefix-lm"))
+    ids = left_padded()[0]
+    cache = model(ids, use_cache=True, prefix_lengths=torch.full((len(ids),), ids.shape[1])).past_key_values
+    with pytest.raises(ValueError, match="prefix_lengths is given, but the cache has read tokens"):
+        model(ids, past_key_values=cache, prefix_lengths=torch.full((len(ids),), ids.shape[1]))
+
+
 def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(task="prefix-lm")))
     own = lineartime.build(model.config.to_model_config()).eval()

@@ -295,6 +295,10 @@ def test_forward_is_compiled_as_one_graph(causal: LineartimeForCausalLM) -> None
     ("arguments", "message"),
     [
         ({}, "input_ids and inputs_embeds are both given or both missing"),
+        (
+            {"input_ids": None, "inputs_embeds": torch.ones(2, 4, 1)},
+            r"inputs_embeds has shape \[2, 4, 1\], but must be \[B, T, d_model\]",
+        ),
         ({"input_ids": torch.tensor([[41]])}, "input_ids holds 41, but must be from 0 to vocab_size - 1 = 39"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask has shape \[2, 1, 4, 4\]"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask has shape \[2, 5\]"),

@@ -38,6 +38,7 @@ def test_override_reaches_the_model_and_its_parts() -> None:
         ({"vocab_size": "many"}, "vocab_size is 'many', but must be a whole number"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0, but must be above 0"),
         ({"chunk_size": 2.5}, "^chunk_size is 2.5, but must be a whole number"),
         ({"activation": "gelu"}, "^activation is 'gelu', but must be one of 'relu2'"),
         ({"mixer": {"kind": "rnn"}}, "mixer.kind is 'rnn', but must be one of 'flash', 'gau', 'attention'"),

@@ -117,6 +117,7 @@ def test_a_batch_is_written_like_its_rows() -> None:
         ({"mixer": None}, "mixer is None"),
         ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig of one of the kinds cross-gau"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
+        ({"mixer": LayerConfig("linformer")}, "mixer is linformer, but the decoder must be causal: "),
     ],
 )
 def test_values_that_are_not_allowed_are_named(changes: dict[str, Any], message: str) -> None:
@@ -150,6 +151,10 @@ def test_inputs_that_do_not_fit_are_named() -> None:
         model(source, torch.full_like(target, 20))
     with pytest.raises(ValueError, match="max_tokens is 0, but must be at least 1"):
         greedy(model, source, start_token=0, stop_token=1, max_tokens=0)
+    short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
+    with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
+        greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
+    assert len(greedy(short, source, start_token=0, stop_token=-1, max_tokens=10)[0]) == 10
 
 
 # What it learns --------------------------------------------------------------------------------------------------------

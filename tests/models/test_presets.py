@@ -77,6 +77,11 @@ def test_a_system_that_only_looks_both_ways_is_no_causal_preset(name: str) -> No
         lineartime.build(name)
 
 
+def test_a_mixer_that_only_looks_both_ways_makes_no_causal_model() -> None:
+    with pytest.raises(ValueError, match=r"task is 'clm', but a model of linformer cannot be causal: .*; use task='mlm'"):
+        lineartime.build("flash-tiny", mixer=LayerConfig("linformer"))
+
+
 def test_a_system_is_what_its_name_says() -> None:
     plain, plus, plus_plus = (presets()[f"transformer{suffix}-tiny"] for suffix in ("", "+", "++"))
     assert (plain.absolute_position, plain.norm, plain.mixer) == (

@@ -249,12 +249,14 @@ def set_aside(checkpoint: Path) -> None:
 def prune(run: Path, keep_every: int | None = None) -> None:
     """Delete all checkpoints except the best, the last, and the one before it, in case the last is damaged later.
 
-    Checkpoints whose step is a multiple of `keep_every` are kept. If one cannot be read or deleted, the rest are kept too.
+    Checkpoints whose step is a multiple of `keep_every` are kept, except that of step 0. If one cannot be read or deleted, the
+    rest are kept too.
     """
     try:
         keep = {best_checkpoint(run), *list_checkpoints(run)[-2:]}
         for checkpoint in list_checkpoints(run):
-            wanted = keep_every is not None and checkpoint_step(checkpoint) % keep_every == 0
+            step = checkpoint_step(checkpoint)
+            wanted = keep_every is not None and step > 0 and step % keep_every == 0
             if checkpoint not in keep and not wanted:
                 checkpoint.rename(hidden(checkpoint))  # so that a kill during the deletion leaves no incomplete checkpoint
                 shutil.rmtree(hidden(checkpoint), ignore_errors=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_atomically, write_synchronised
 from lineartime.json_files import DamagedFileError, decoded, read_plain
@@ -85,13 +85,12 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
     from lineartime.models.heads import build_model
-    from lineartime.models.size import check_memory
 
     verify_model(checkpoint)
     config = read_model_config(checkpoint)
     try:
         check_weights(checkpoint / WEIGHTS, config)
-        check_memory(config)
+        _check_memory(checkpoint, config)
         model = build_model(config)
         load_weights(checkpoint / WEIGHTS, model)
     except UnfitWeightsError as error:
@@ -102,6 +101,15 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
     if tokens != model.config.vocab_size:
         raise damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
     return model
+
+
+def _check_memory(checkpoint: Path, config: "ModelConfig") -> None:
+    from lineartime.models.size import check_memory
+
+    try:
+        check_memory(config)
+    except ArgumentError as error:
+        raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
 
 
 def load_into(model: "LanguageModel", checkpoint: Path) -> None:

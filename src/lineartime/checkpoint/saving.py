@@ -1,6 +1,8 @@
 """Save a model outside of a training run: one that was modified, or trained in your own loop."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,23 +33,39 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
             cannot be used.
         LineartimeError: if it cannot be written.
     """
-    from safetensors import SafetensorError
-
     from lineartime.data.tokenizers import check_vocabulary
     from lineartime.models.heads import LanguageModel, check_model
 
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
+    check_finite("model", model)
+    with new_model_folder("folder", Path(folder)) as partial:
+        write_model(partial, model, tokenizer)
+    return Path(folder)
+
+
+def check_finite(argument: str, model: "LanguageModel") -> None:
+    """Raise ArgumentError, naming the argument that holds the model, unless all weights are finite."""
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
-            raise ArgumentError("model", f"has numbers in {name} that are not finite, so it could not be loaded again.")
-    folder = Path(folder)
+            raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
+
+
+@contextmanager
+def new_model_folder(argument: str, folder: Path) -> Iterator[Path]:
+    """Like `new_folder`, but refuses names of checkpoints too: in the folder of a run, they would belong to the run."""
     if re.fullmatch(CHECKPOINT, folder.name):
-        raise ArgumentError("folder", f"is {folder}, the name of a checkpoint in a run: choose another name.")
-    with new_folder("folder", folder) as partial:
-        try:
-            weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-            write_files(partial, weights, model.config, tokenizer)
-        except SafetensorError as error:
-            raise LineartimeError(f"Cannot write {folder}: {error}.") from None
-    return folder
+        raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
+    with new_folder(argument, folder) as partial:
+        yield partial
+
+
+def write_model(folder: Path, model: "LanguageModel", tokenizer: "Tokenizer") -> None:
+    """Write a model and its tokenizer into a folder. Raises OSError or LineartimeError on failure."""
+    from safetensors import SafetensorError
+
+    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    try:
+        write_files(folder, weights, model.config, tokenizer)
+    except SafetensorError as error:
+        raise LineartimeError(f"Cannot write {folder}: {error}.") from None

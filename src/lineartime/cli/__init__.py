@@ -116,7 +116,7 @@ def _check(arguments: Sequence[str]) -> None:
     """Raise LineartimeError for arguments that tyro would accept but misread."""
     if arguments.count("--override") > 1:
         raise LineartimeError("--override is given twice: give all values after one, --override NAME=VALUE NAME=VALUE.")
-    for option in ("--out", "--data", "--tokenizer", "--cache"):
+    for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import tyro
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
-from lineartime.errors import ArgumentError, reporting
-from lineartime.files import check_writable, write_atomically
+from lineartime.files import new_file
 from lineartime.screen import SCREEN
 
 
@@ -34,20 +33,13 @@ class Options:
 def run(options: Options) -> None:
     """Train the tokenizer, write it, and print its size."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
-    from lineartime.ops.checks import check_positive
 
-    if options.out.exists():
-        raise ArgumentError("out", f"is {options.out}, which exists already: delete it, or choose another file.")
-    if options.max_bytes is not None:
-        check_positive(max_bytes=options.max_bytes)
-    corpus = load_corpus(options.data, options.text_column, options.max_expansion)
-    for line in describe_splits(corpus):
-        print(line, file=SCREEN)
-    with reporting("write", options.out):
-        check_writable(options.out)
-    tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
-    with reporting("write", options.out):
-        write_atomically(options.out, tokenizer.to_json())
+    with new_file("out", options.out) as partial:
+        corpus = load_corpus(options.data, options.text_column, options.max_expansion)
+        for line in describe_splits(corpus):
+            print(line, file=SCREEN)
+        tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)
+        partial.write_text(tokenizer.to_json(), encoding="utf-8")
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
         print(

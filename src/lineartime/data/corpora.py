@@ -195,6 +195,8 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
     for name in names:
+        if not str(name):
+            raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
         if isinstance(name, str) and names_corpus(name):
             _only_once(seen, [name])
             sources.append(_corpus_of_name(name, text_column))

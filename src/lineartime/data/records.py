@@ -1,5 +1,6 @@
 """Files of records, each with a document in one of its columns: JSON lines, JSON and Parquet."""
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -35,10 +36,10 @@ def file_format(file: SourceFile) -> Format:
 def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
     path, column = file.path, file.column
     with file.open() as stream:
-        first = stream.readline(_PEEK)
+        first = stream.readline(_PEEK).removeprefix(codecs.BOM_UTF8)
         while first.isspace():
             first = stream.readline(_PEEK)
-        if first.startswith(b"["):
+        if first.lstrip().startswith(b"["):
             return "json"
         if not first.endswith(b"\n"):
             first += stream.readline()
@@ -112,6 +113,8 @@ def _json(file: SourceFile) -> Iterator[str]:
 
 
 def _loaded(where: str, content: bytes, position: int) -> Any:
+    if position == 0 and content.startswith(codecs.BOM_UTF8):
+        position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError as error:

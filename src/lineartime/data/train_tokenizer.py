@@ -21,6 +21,7 @@ from lineartime.data.tokenizers import (
     whole_lines,
 )
 from lineartime.errors import ArgumentError, cannot, missing_extra
+from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_there, write_atomically
 
 _FORMAT = 1  # part of every cached file's name: increase it when the same text would give another tokenizer
@@ -49,8 +50,11 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
 
     Raises:
-        LineartimeError: for a vocabulary too small for all bytes, or a corpus without text.
+        LineartimeError: for an unknown kind, a vocabulary too small for all bytes, or a corpus without text.
     """
+    check_type("kind", kind, TokenizerKind)
+    check_type("max_bytes", max_bytes, int | None)
+    check_limits("max_bytes", max_bytes, [Between(least=1)])
     if vocab_size < _SMALLEST[kind]:
         raise ArgumentError("vocab_size", f"is {vocab_size}, but {kind} needs at least {_SMALLEST[kind]}.")
     try:
@@ -136,7 +140,9 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     """
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
-        name = str(choice or "bytes")
+        name = "bytes" if choice is None else str(choice)
+        if not name:
+            raise ArgumentError("tokenizer", "is empty: give a name or a path, or leave it out.")
         if not names_tokenizer(name) and not is_there(name):
             raise ArgumentError(
                 "tokenizer",

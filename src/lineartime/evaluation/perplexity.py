@@ -26,6 +26,8 @@ from lineartime.ops.cross_entropy import IGNORED
 
 _SAMPLES, _SAMPLE = 16, 2048
 """The number of samples that decide whether a stream is prose, and the tokens in each."""
+_LOGITS = 1 << 24
+"""The number of logits in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,18 @@ class Evaluation:
             return math.inf
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each target in nats: logits [B, T, V], targets [B, T] -> float32 [B, T], zero where there is no target."""
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
-    return losses.view(targets.shape)
+def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each target in nats: hidden vectors [B, T, d], targets [B, T] -> float32 [B, T], zero without a target.
+
+    The logits of all tokens, which can take far more memory than the rest of a model, are never held at once.
+    """
+    at_once = max(1, _LOGITS // model.config.vocab_size)
+    pieces = zip(hidden.flatten(0, 1).split(at_once), targets.flatten().split(at_once), strict=True)
+    losses = [
+        F.cross_entropy(model.logits(piece).float(), expected, reduction="none", ignore_index=IGNORED)
+        for piece, expected in pieces
+    ]
+    return torch.cat(losses).view(targets.shape)
 
 
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
@@ -133,8 +143,8 @@ def windowed(
             batch = measured_batch(task, windows, tokenizer, starts, packed=packed)
             cu_seqlens, prefix = (None if x is None else x.to(device) for x in (batch.cu_seqlens, batch.prefix_lengths))
             with autocast(device, bf16):
-                logits = model(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
-            losses = token_losses(logits, batch.targets.to(device)).view(len(windows), -1).cpu()
+                hidden = model.backbone(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
+                losses = token_losses(model, hidden, batch.targets.to(device)).view(len(windows), -1).cpu()
             counted = batch.targets.view(len(windows), -1) != IGNORED
             before = _tokens_before(batch).view(len(windows), -1)
             positions.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
@@ -174,8 +184,8 @@ def carried(
         for start in range(0, tokens, segment):
             batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
             with autocast(device, bf16):
-                logits, state = model.extend(batch.inputs.to(device), state)
-            losses = token_losses(logits, batch.targets.to(device)).cpu()
+                hidden, state = model.backbone.extend(batch.inputs.to(device), state)
+                losses = token_losses(model, hidden, batch.targets.to(device)).cpu()
             before = torch.arange(start + 1, start + 1 + losses.shape[1])[None]
             positions.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
             progress.advance(losses.numel())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.checkpoint import save
+from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_names
@@ -59,18 +59,21 @@ def convert(
         ArgumentError: for arguments that do not fit the source, or a destination that is not empty.
         LineartimeError: for a source that is damaged or not supported.
     """
-    source = Path(source)
+    source, destination = Path(source), Path(destination)
+    with new_model_folder("destination", destination) as partial:
+        model, tokenizer = _read_model(source, tokenizer, flash_pytorch or {})
+        check_finite("source", model)
+        write_model(partial, model, tokenizer)
+    return destination
+
+
+def _read_model(source: Path, tokenizer: Tokenizer | None, flash_pytorch: Mapping[str, Any]) -> tuple[LanguageModel, Tokenizer]:
     if source.is_dir():
         for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
             if value:
                 raise ArgumentError(name, f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out.")
-        model, tokenizer = _read_gau_alpha(source)
-    else:
-        model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
-    try:
-        return save(model, tokenizer, destination)
-    except ArgumentError as error:  # `save` calls the destination `folder`
-        raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
+        return _read_gau_alpha(source)
+    return _read_flash_pytorch(source, tokenizer, flash_pytorch)
 
 
 def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:

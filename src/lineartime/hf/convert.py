@@ -9,7 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer, save
+from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer
+from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
+from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, message_line, reporting
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
@@ -19,7 +21,7 @@ from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.json_files import read_plain
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import build_model
+from lineartime.models.heads import LanguageModel, build_model
 from lineartime.shapes import shapes_only
 
 CARD = "README.md"
@@ -118,25 +120,35 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
         The destination.
 
     Raises:
-        ArgumentError: for a destination that is not empty.
-        LineartimeError: if the source is damaged, or is not such a folder.
+        ArgumentError: for a destination that is not empty, or weights that are not finite.
+        LineartimeError: if the source is damaged, is not such a folder, or has a tokenizer that does not fit its model.
     """
-    source = Path(source)
+    source, destination = Path(source), Path(destination)
+    with new_model_folder("destination", destination) as partial:
+        model, tokenizer = _read_model(source)
+        check_finite("source", model)
+        write_model(partial, model, tokenizer)
+    return destination
+
+
+def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     config = _read_config(source)
     files = _read_headers(source, config)
     with reporting("read", source / TOKENIZER_FILE):
         definition = (source / TOKENIZER_FILE).read_text(encoding="utf-8", errors="replace")
+    tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
+    if tokenizer.vocab_size != config.vocab_size:
+        raise LineartimeError(
+            f"{source} holds a tokenizer of {tokenizer.vocab_size:,} tokens and a model of {config.vocab_size:,}: resize the "
+            "model with resize_token_embeddings(len(tokenizer)), without padding, and save it again."
+        )
     model = build_model(config)
     state: dict[str, Tensor] = {}
     for file, names in files.items():
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
     model.load_state_dict(state)
-    tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
-    try:
-        return save(model, tokenizer, destination)
-    except ArgumentError as error:  # `save` calls the destination `folder`
-        raise ArgumentError("destination" if error.argument == "folder" else "source", *error.predicate) from None
+    return model, tokenizer
 
 
 def _read_config(source: Path) -> ModelConfig:

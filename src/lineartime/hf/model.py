@@ -18,6 +18,7 @@ from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
 from lineartime.hf.inputs import checked_mask, document_boundaries, new_tokens_mask
+from lineartime.layers.checks import check_tokens
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
 
@@ -121,7 +122,8 @@ class LineartimeModel(LineartimePreTrainedModel):
             attention_mask: [B, T], 1 for real tokens; padding may be anywhere. With a cache, the mask may also cover the tokens
                 read before, [B, past + T].
             position_ids: [1, T], for documents packed into a single row: positions start at 0 in each document. Otherwise they
-                are not needed; if given, they must count the real tokens from 0, as the model does itself.
+                are not needed; if given, they must count the real tokens from 0, as the model does itself. With a cache that
+                has read tokens, they are ignored: the cache knows the position of each stream.
             past_key_values: the cache whose streams to continue; it is updated unless use_cache is False.
             inputs_embeds: [B, T, d], to be used instead of the ids.
             use_cache: whether to create a cache if none is given; by default, none is created.
@@ -143,7 +145,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             raise ArgumentError("input_ids", "and inputs_embeds are both given or both missing, but one of them is needed.")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else self._checked_embeddings(inputs_embeds)
         every: list[Tensor] | None = [] if output_hidden_states else None
         self.backbone.recompute = self.gradient_checkpointing and self.training
         if past_key_values is None and not use_cache:
@@ -156,7 +158,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             past_key_values = self._cache(past_key_values, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
             self._check_streams(cu_seq_lens_q, position_ids, attention_mask, embedded, past_key_values)
-            prefix = self._all_prefix(prefix_lengths, mask, embedded)
+            prefix = self._all_prefix(prefix_lengths, mask, embedded, past_key_values)
             hidden = past_key_values.read(self.backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
@@ -168,6 +170,10 @@ class LineartimeModel(LineartimePreTrainedModel):
         self.backbone.check_ids(cast("Tensor", ids), "input_ids")  # which also reports None
         embedded: Tensor = self.backbone.embedding(ids)
         return embedded
+
+    def _checked_embeddings(self, given: Tensor) -> Tensor:
+        check_tokens("inputs_embeds", given, "[B, T, d_model]", self.config.d_model, self.backbone.embedding, self.backbone)
+        return given
 
     def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
         if self.config.task == "mlm":
@@ -195,10 +201,15 @@ class LineartimeModel(LineartimePreTrainedModel):
         if cu_seq_lens is not None and len(cu_seq_lens) > 2:
             raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
 
-    def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor) -> bool:
+    def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor, cache: LineartimeCache) -> bool:
         """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""
         if prefix_lengths is None:
             return False
+        if cache.get_seq_length() > 0:
+            raise ArgumentError(
+                "prefix_lengths",
+                "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix.",
+            )
         real = torch.full_like(prefix_lengths, embedded.shape[1]) if mask is None else mask.sum(1)
         if bool((prefix_lengths != real).any()):
             raise ArgumentError(

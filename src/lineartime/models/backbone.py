@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 from lineartime.layers.checks import check_device
 from lineartime.layers.flash_stack import FlashStack, flash_stack
 from lineartime.layers.mixer import Mixer
@@ -36,6 +36,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         options = config.layer_options
+        reason = config.mixer.layer.why_not_causal
+        if config.task != "mlm" and reason is not None:
+            problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
+            raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
         self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
         if config.task == "prefix-lm":
             self.mixer.check_prefix()

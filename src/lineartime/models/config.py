@@ -51,7 +51,7 @@ class ModelConfig:
     mixer: LayerConfig
     feed_forward: LayerConfig | None = None
     norm: Norm = "layernorm"
-    norm_eps: Annotated[float, Between(0, below=1)] = 1e-5
+    norm_eps: Annotated[float, Between(above=0, below=1)] = 1e-5
     norm_position: NormPosition = "pre"
     final_norm: Literal["same", "layernorm", "scalenorm", "rmsnorm", "none"] = "same"
     embedding_norm: bool = False

@@ -55,6 +55,8 @@ class EncoderDecoderConfig:
 
     def __post_init__(self) -> None:
         check_parts(self)
+        if (reason := self.mixer.layer.why_not_causal) is not None:
+            raise ArgumentError("mixer", f"is {self.mixer.kind}, but the decoder must be causal: {reason}; use another kind.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
@@ -199,6 +201,11 @@ class EncoderDecoder(nn.Module):
         return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
 
     @property
+    def longest_target(self) -> int | None:
+        """The maximum number of tokens that the decoder can read, or None if there is no limit."""
+        return self._mixer.longest_sequence
+
+    @property
     def _mixer(self) -> Mixer[Any]:
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
@@ -234,9 +241,12 @@ def greedy(
         The token ids of B targets.
 
     Raises:
-        ValueError: if shapes do not match, or `max_tokens` is below 1.
+        ValueError: if shapes do not match, or `max_tokens` is below 1 or more than the decoder can read.
     """
     check_positive(max_tokens=max_tokens)
+    longest = model.longest_target
+    if longest is not None and max_tokens > longest:
+        raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
     state = model.init_state(source_ids, source_mask)
     tokens = source_ids.new_full((source_ids.shape[0], 1), start_token)
     ended = torch.zeros_like(tokens, dtype=torch.bool)
