@@ -50,7 +50,7 @@ GOALS = {
 
 PROMPTS = {32_000: 1.2, 65_536: 2.0}
 """The tokens of long prompts, and the goals for the time to the first token relative to a forward pass."""
-PROMPT_ROUNDS = 5
+PROMPT_ROUNDS = 3
 QUADRATIC = "transformer++-tiny"
 """It reads the shorter prompt only: the longer one would take it minutes."""
 

@@ -44,7 +44,7 @@ PARTS = {
         context_lengths=(1024, 8192),
         modes=("eager", "compiled"),
         peers=("flash-pytorch",),
-        rounds=5,
+        rounds=9,
     ),
     "memory": part(
         "memory", measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True

@@ -21,7 +21,6 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
 TRAINED, LONG = 512, 2048
-DIVISORS = {"count": "n s", "paper": "n²", "paper_sum": "n², sums of chunks"}
 SWITCHES = [
     ("flash-quad-tiny", "relu2", "count", "small"),
     ("flash-quad-tiny", "relu2", "count", "unit"),
@@ -78,13 +77,13 @@ def main() -> None:
         switches = {"activation": activation, "normalization": normalization, "initial_scores": initial_scores}
         rows.append({"preset": preset, **switches, "steps": options.steps, **measure(config)})
         print(rows[-1], flush=True)
-    header = ["preset", "activation", "scores divided by", "start", f"windows of {TRAINED}", f"windows of {LONG:,}"]
+    header = ["preset", "activation", "`normalization`", "start", f"windows of {TRAINED}", f"windows of {LONG:,}"]
     header.append(f"tokens after {TRAINED} others")
     table = [
         [
             f"`{row['preset']}`",
             f"`{row['activation']}`",
-            DIVISORS[row["normalization"]],
+            f"`{row['normalization']}`",
             row["initial_scores"],
             *(f"{row[name]:.3f}" for name in (f"bits_per_byte_{TRAINED}", f"bits_per_byte_{LONG}", f"bits_beyond_{TRAINED}")),
         ]

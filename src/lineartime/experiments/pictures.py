@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lineartime.runs.figures import new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.8, 3.6
-_MARKERS = "osD^v<>PX*"
+_COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
+_MARKERS = "osD^v<>PX*dph"
 
 
 def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
@@ -41,7 +43,7 @@ def _metric(plan: Plan) -> tuple[str, str]:
 
 def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """A colour and a marker for each name."""
-    return {name: (f"C{number % 10}", _MARKERS[number % len(_MARKERS)]) for number, name in enumerate(dict.fromkeys(names))}
+    return dict(zip(dict.fromkeys(names), cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
 
 
 def _columns(panels: int) -> int:
