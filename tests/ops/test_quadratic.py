@@ -177,7 +177,7 @@ def test_the_published_length_is_a_divisor_inside_the_square() -> None:
     torch.testing.assert_close(quadratic_attention(q, q, v, normalization=6), torch.full((1, 2, 1), 2 * (9 / 6) ** 2))
 
 
-@pytest.mark.parametrize("normalization", ["mean", 0, -3])
+@pytest.mark.parametrize("normalization", ["mean", 0, -3, None, 2.5, True])
 def test_an_unknown_normalization_is_named(normalization: Any) -> None:
     with pytest.raises(ValueError, match=f"normalization is {normalization!r}"):
         quadratic_attention(*make_inputs(1, 2), normalization=normalization)

@@ -148,9 +148,9 @@ class _Runner:
         tunings = {optimizer: read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers}
         chosen = choose(list(tunings.values()))
         if chosen is None:
-            self._problems.append(
-                f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its tuning runs have ended."
-            )
+            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its tuning runs have ended."
+            if problem not in self._problems:  # once for all seeds
+                self._problems.append(problem)
             return
         for optimizer in plan.final_optimizers(chosen.optimizer):
             self._train(entry, tunings[optimizer], seed)

@@ -33,7 +33,8 @@ class QuadraticOptions:
 
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, ACTIVATIONS)
-        if isinstance(self.normalization, str) or self.normalization < 1:
+        fixed = isinstance(self.normalization, int) and not isinstance(self.normalization, bool)
+        if not fixed or self.normalization < 1:  # type: ignore[operator]  # a number
             check_choice("normalization", self.normalization, QUADRATIC_NORMALIZATIONS)
 
     @property
