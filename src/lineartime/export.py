@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, require_packages
-from lineartime.files import new_file
+from lineartime.files import check_new, new_file
 from lineartime.machine import compiler_missing, is_out_of_memory
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
 from lineartime.ops.exported import PLAIN
@@ -180,8 +180,7 @@ def checked_file(file: str | Path, suffix: str) -> Path:
     file = Path(file)
     if file.suffix != suffix:
         raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")
-    if file.exists():
-        raise ArgumentError("file", f"is {file}, which exists already: delete it, or choose another name.")
+    check_new("file", file)
     return file
 
 

@@ -81,7 +81,7 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
         ArgumentError: naming the argument, for a file that exists, now or at the end.
         LineartimeError: if the file cannot be written.
     """
-    _check_new(argument, file)
+    check_new(argument, file)
     partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
     with reporting("write", file):
         try:
@@ -89,13 +89,14 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
             partial.touch()
             yield partial
             synchronise(partial)
-            _check_new(argument, file)  # another process may have written it meanwhile
+            check_new(argument, file)  # another process may have written it meanwhile
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def _check_new(argument: str, file: Path) -> None:
+def check_new(argument: str, file: Path) -> None:
+    """Raise ArgumentError, naming the argument, for a file that exists."""
     if file.exists():
         raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 

@@ -125,7 +125,10 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """X @ y, matrix by matrix. A batched product in bf16 would copy the part of a cache that is in use."""
+    """The products of matrices, one by one: [B, H, 1, n], [B, H, n, m] -> [B, H, 1, m].
+
+    A batched product in bf16 would copy the part of a cache that is in use.
+    """
     products = [a @ b for a, b in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True)]
     stacked: Tensor = torch.stack(products).unflatten(0, x.shape[:2])
     return stacked
