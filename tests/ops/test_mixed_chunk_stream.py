@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lineartime import native
 from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
+from lineartime.ops.mixed_chunk import tiled, tiles
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.step import mixed_chunk_streams, step
+from lineartime.ops.mixed_chunk.stream import extend_projected
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 READ = [0, 1, 3, 4, 11]
@@ -40,6 +43,57 @@ def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation:
     whole = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, **options)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
     assert state.position == sum(cuts)
+
+
+@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@pytest.mark.parametrize(("d_qk", "biased", "rotated"), [(6, True, True), (6, False, False), (5, True, False)])
+@pytest.mark.parametrize("tile_tokens", [8, 1024])
+def test_tiles_read_whole_chunks_of_streams_as_the_plain_form_does(
+    normalization: Any, d_qk: int, biased: bool, rotated: bool, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces that begin and end inside chunks, with one chunk, or several tiles of them; d_qk 5 has no C++ functions."""
+    monkeypatch.setattr(tiles, "TILE_TOKENS", tile_tokens)
+    lengths = []
+    form = tiled.extend_gated
+
+    def counted(projected: Projected, *rest: Any) -> tuple[Tensor, Tensor]:
+        lengths.append(projected.tokens.shape[1])
+        return form(projected, *rest)
+
+    monkeypatch.setattr(tiled, "extend_gated", counted)
+    cuts = [3, 6, CHUNK, 0, 7 * CHUNK + 1, 2, 30]
+    shapes = (3, sum(cuts), 10 + d_qk), (4, d_qk), (4, d_qk)
+    whole, gamma, beta = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
+    bias = torch.randn(CHUNK, CHUNK, dtype=torch.float64) if biased else None
+    angles = torch.randn(sum(cuts), d_qk // 2, dtype=torch.float64)
+    options = MixedChunkOptions(CHUNK, True, "relu2", normalization)
+    states = {form: mixed_chunk_state(3, CHUNK, d_qk, 5, like=gamma) for form in ("torch", "auto", "tiled")}
+    start = 0
+    for size in cuts:
+        here = slice(start, start := start + size)
+        rotations = torch.stack([angles[here].cos(), angles[here].sin()]) if rotated else None
+        found = {}
+        for name, state in states.items():
+            before = state.summary.clone()
+            tokens = Projected(whole[:, here].contiguous(), gamma, beta)
+            found[name], states[name] = extend_projected(tokens, bias, rotations, options, state, name)
+            assert torch.equal(state.summary, before)
+        for name in ("auto", "tiled"):
+            torch.testing.assert_close(found[name], found["torch"], atol=1e-11, rtol=0)
+            for one, other in zip(states[name], states["torch"], strict=True):
+                torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
+    can_run = native.why_not_native() is None and d_qk % 2 == 0
+    assert sorted(set(lengths)) == ([CHUNK, 6 * CHUNK, 7 * CHUNK] if can_run else []), "whole chunks must be read by tiles"
+
+
+def test_streams_that_need_gradients_are_read_in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "extend_gated", None)
+    whole, gamma, beta = (torch.randn(*shape, dtype=torch.float64) for shape in ((1, CHUNK, 16), (4, 6), (4, 6)))
+    state = mixed_chunk_state(1, CHUNK, 6, 5, like=gamma)
+    tokens = Projected(whole.requires_grad_(), gamma, beta)
+    out, _ = extend_projected(tokens, None, None, MixedChunkOptions(CHUNK, causal=True), state)
+    out.sum().backward()
+    assert whole.grad is not None
 
 
 def test_extend_leaves_the_state_it_was_given_as_it_was() -> None:

@@ -14,7 +14,7 @@ from lineartime.ops.activations import Activation, Normalization, attention_weig
 from lineartime.ops.backends import Backend
 from lineartime.ops.checks import check_bias
 from lineartime.ops.chunks import exclusive_cumsum, fill
-from lineartime.ops.mixed_chunk import triton
+from lineartime.ops.mixed_chunk import tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
@@ -109,8 +109,8 @@ def extend_projected(
         projected: the new tokens, [B, N, 2 e + s], with gamma and beta.
         bias, options, state: as for `extend`.
         rotations: [2, N, s / 2], or None.
-        backend: that of the layer. "triton", which "auto" chooses on a GPU, reads whole chunks by kernels if they can run
-            and no gradient is needed. Everything else is plain PyTorch.
+        backend: that of the layer. "triton" and "tiled", of which "auto" chooses the one for the device, read whole chunks in
+            their own form if it can run and no gradient is needed. Everything else is plain PyTorch.
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state; `state` is not modified.
@@ -125,18 +125,20 @@ def extend_projected(
         attended, state = extend(heads, bias, options, state)
         return gate * attended, state
 
-    def by_kernels(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+    def fused(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
         new, own = cut(piece)
-        gated, summary = triton.extend_gated(new, bias, own, options, state.summary, state.position)
+        gated, summary = form.extend_gated(new, bias, own, options, state.summary, state.position)
         return gated, state._replace(summary=summary, position=state.position + new.tokens.shape[1])
 
     length = projected.tokens.shape[1]
     has_whole = projected.tokens.numel() > 0 and length >= options.chunk_size
-    if not (has_whole and triton.can_extend(projected, bias, options, state.summary, backend)):
+    forms = [x for x in (triton, tiled) if has_whole and x.can_extend(projected, bias, options, state.summary, backend)]
+    if not forms:
         return plainly(slice(0, length), state)
+    form = forms[0]
     outputs = []
     for piece, is_whole in _pieces(state.position, length, options.chunk_size):
-        out, state = (by_kernels if is_whole else plainly)(piece, state)
+        out, state = (fused if is_whole else plainly)(piece, state)
         outputs.append(out)
     return torch.cat(outputs, 1), state
 

@@ -19,15 +19,19 @@ SOURCE = Path(__file__).with_name("tiles.cpp")
 
 
 def tile_work(projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, *constants: Any) -> TileWork:
-    """The work for tiles, made with the arguments of `TileWork`: by C++ functions if they can be built, else in plain PyTorch.
-
-    The C++ functions take pairs of features. An odd width of queries and keys, which is never rotated, needs plain PyTorch.
-    """
-    fits = gamma.shape[1] % 2 == 0 and projected.dtype in NATIVE_DTYPES
-    functions = native_functions(SOURCE) if fits else None
+    """The work for tiles, made with the arguments of `TileWork`: by C++ functions if possible, else in plain PyTorch."""
+    functions = functions_for(gamma.shape[1], projected.dtype)
     if functions is None:
         return PlainWork(projected, projection_bias, gamma, *constants)
     return NativeWork(functions, projected, projection_bias, gamma, *constants)
+
+
+def functions_for(d_qk: int, compute: torch.dtype) -> NativeFunctions | None:
+    """The C++ functions for a query/key width and the dtype of matrix products; None if they cannot be built or used.
+
+    They take pairs of features. An odd width, which is never rotated, needs plain PyTorch.
+    """
+    return native_functions(SOURCE) if d_qk % 2 == 0 and compute in NATIVE_DTYPES else None
 
 
 class NativeWork(TileWork):

@@ -23,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.layout import Layout
+from lineartime.ops.backends import Backend, why_not_tiled
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.tile_native import tile_work
+from lineartime.ops.mixed_chunk.tile_native import functions_for, tile_work
 from lineartime.ops.mixed_chunk.tiled_passes import backward, forward
 from lineartime.ops.mixed_chunk.tiles import Documents
-from lineartime.ops.operator import refuse_second_derivative, register_operator
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.operator import is_plain, refuse_second_derivative, register_operator
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
 
 def attend(
@@ -44,9 +45,7 @@ def attend(
     compute = matmul_dtype(tokens, gamma)
     with without_autocast(tokens):
         scales = chunk_scales(layout, options, projected.d_qk, tokens)
-        weight_scale = scales.row[..., None]
-        if options.causal:
-            weight_scale = weight_scale * weight_scale.new_ones(chunks.chunk_size, chunks.chunk_size).tril()
+        weight_scale = _visible_weight_scale(scales.row, chunks.chunk_size) if options.causal else scales.row[..., None]
         cut = chunks.cut(tokens.to(compute))
         keep = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (cut, projection_bias, gamma, beta, bias, output)
@@ -56,6 +55,52 @@ def attend(
             output, len(chunks.document_starts) - 1, scales.score, options.causal, keep,
         )[0]  # fmt: skip
         return chunks.join(out.to(output_dtype(tokens, compute)))
+
+
+def can_extend(
+    projected: Projected, bias: Tensor | None, options: MixedChunkOptions, summary: Tensor, backend: Backend
+) -> bool:
+    """Whether `extend_gated` takes streams: the backend chooses tiles, they run in C++ here, and nothing needs a gradient.
+
+    In plain PyTorch, tiles gain nothing, and they sum keys in another order of features than the summary has.
+    """
+    tokens, gamma, beta, _ = projected
+    compute = matmul_dtype(tokens, gamma)
+    if backend not in ("auto", "tiled") or why_not_tiled(tokens.device, compute, options.activation) is not None:
+        return False
+    if functions_for(projected.d_qk, compute) is None:
+        return False
+    with without_autocast(tokens):
+        return is_plain(tokens, gamma, beta, bias, summary)
+
+
+def extend_gated(
+    projected: Projected,
+    bias: Tensor | None,
+    rotations: Tensor | None,
+    options: MixedChunkOptions,
+    summary: Tensor,
+    position: int,
+) -> tuple[Tensor, Tensor]:
+    """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
+    tokens, gamma, beta, projection_bias = projected
+    layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
+    chunks, compute = layout.require_chunks(), matmul_dtype(tokens, gamma)
+    total = summary.to(acc_dtype(tokens), copy=True)
+    with without_autocast(tokens):
+        scales = chunk_scales(layout, options, projected.d_qk, tokens, position)
+        work = tile_work(
+            chunks.cut(tokens.to(compute)).contiguous(), projection_bias, gamma, beta, bias,
+            None if rotations is None else rotations[:, None].unflatten(2, (-1, options.chunk_size)),
+            _visible_weight_scale(scales.row, options.chunk_size), scales.state, scales.score,
+        )  # fmt: skip
+        gated, *_ = forward(work, Documents(None, 1), causal=True, keep=False, summary=total)
+        return chunks.join(gated.to(output_dtype(tokens, compute))), total.to(summary.dtype)
+
+
+def _visible_weight_scale(row_scale: Tensor, chunk_size: int) -> Tensor:
+    """The factors [B or 1, G or 1, C, C] of squared scores in causal chunks: zero for keys that come later."""
+    return row_scale[..., None] * row_scale.new_ones(chunk_size, chunk_size).tril()
 
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------

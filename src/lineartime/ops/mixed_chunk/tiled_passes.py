@@ -11,17 +11,25 @@ from lineartime.ops.mixed_chunk.tile_work import TileWork
 from lineartime.ops.mixed_chunk.tiles import Documents, Tile, part, tiles_of_rows
 
 
-def forward(work: TileWork, documents: Documents, causal: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gated result [B, G, C, e] and, for the backward pass, the attention's output and the sums that chunks use."""
+def forward(
+    work: TileWork, documents: Documents, causal: bool, keep: bool, summary: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gated result [B, G, C, e] and, for the backward pass, the attention's output and the sums that chunks use.
+
+    For causal streams, `summary` is the sum of k_lin^T v over what came before, [B, s, e]; it is updated in place.
+    """
     projected = work.projected
     batch, n_chunks, chunk_size, _ = projected.shape
     gated = projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
     attended = torch.empty_like(gated) if keep else projected.new_empty(0)
     read = projected.new_empty(batch, n_chunks if causal else documents.count, work.d_qk, work.d_value)
     all_gated, all_out = gated.flatten(0, 1), (attended if keep else gated).flatten(0, 1)
-    for tiles in tiles_of_rows(batch, n_chunks, chunk_size):
+    for tiles in tiles_of_rows(batch, n_chunks, chunk_size, in_stream=summary is not None):
         rows = tiles[0].rows
-        total = projected.new_zeros(tiles[0].n_rows, work.d_qk, work.d_value, dtype=work.acc_dtype)
+        if summary is not None:
+            total = summary[rows]
+        else:
+            total = projected.new_zeros(tiles[0].n_rows, work.d_qk, work.d_value, dtype=work.acc_dtype)
         if not causal:
             read[rows] = _totals(work, documents, tiles)
         for tile in tiles:

@@ -19,14 +19,14 @@ class Tile:
     Attributes:
         rows, chunks: the rows of the batch, and the chunks of each row.
         n_rows, n: the number of rows, b, and of chunks in all rows, N.
-        first, last: whether the chunks include the first, and the last, of their row.
+        first, last: whether the chunks include the first, and the last, of their row; never in a stream.
     """
 
-    def __init__(self, rows: slice, chunks: slice, n_chunks: int) -> None:
+    def __init__(self, rows: slice, chunks: slice, n_chunks: int, in_stream: bool = False) -> None:
         self.rows, self.chunks = rows, chunks
         self.n_rows = rows.stop - rows.start
         self.n = self.n_rows * (chunks.stop - chunks.start)
-        self.first, self.last = chunks.start == 0, chunks.stop == n_chunks
+        self.first, self.last = chunks.start == 0 and not in_stream, chunks.stop == n_chunks and not in_stream
         start = rows.start * n_chunks + chunks.start
         self._in_batch = slice(start, start + self.n)
 
@@ -68,14 +68,14 @@ def chunks_at_once(chunk_size: int) -> int:
     return max(1, TILE_TOKENS // chunk_size)
 
 
-def tiles_of_rows(batch: int, n_chunks: int, chunk_size: int) -> Iterator[list[Tile]]:
-    """Yield the tiles of each row in order, or of several rows at once if each row is a single chunk."""
+def tiles_of_rows(batch: int, n_chunks: int, chunk_size: int, in_stream: bool = False) -> Iterator[list[Tile]]:
+    """Yield the tiles of each row in order, or of several rows at once if each row is a single chunk; see `Tile`."""
     at_once = chunks_at_once(chunk_size)
     n_rows = at_once if n_chunks == 1 else 1
     parts = [slice(g, min(g + at_once, n_chunks)) for g in range(0, n_chunks, at_once)]
     for row in range(0, batch if parts else 0, n_rows):
         rows = slice(row, min(row + n_rows, batch))
-        yield [Tile(rows, chunks, n_chunks) for chunks in parts]
+        yield [Tile(rows, chunks, n_chunks, in_stream) for chunks in parts]
 
 
 class Documents:
