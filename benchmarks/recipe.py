@@ -9,12 +9,14 @@ none.
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
 import shutil
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ import torch
 from measure import RESULTS, evaluate_in_memory, save
 
 from lineartime.checkpoint import list_checkpoints, load, load_tokenizer
+from lineartime.data import Batch
+from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.markdown import markdown_table
 from lineartime.models.heads import CausalLM
@@ -36,6 +40,8 @@ SEEDS = (0, 1)
 SHIFT = "token_shift=True"
 QUICK = replace(recipe_config("quick"), override=(SHIFT,))
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "adamw_ratio": 1.0, "steps": QUICK.steps * 5 // 4}
+GROWING = "batch of 2, then 4, then 8"
+"""A third of the tokens with each; the rate falls with the tokens that are read."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "the recipe": {},
     "bytes": {"tokenizer": "bytes"},
@@ -60,6 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant rate": {},
     "constant rate, to zero over the last fifth": {},
     "context of 1,024": {"context_length": 1024, "batch_size": 2},
+    GROWING: {"batch_size": 2, "steps": sum(QUICK.steps * 4 // (3 * batch) for batch in (2, 4, 8))},
 }
 
 
@@ -73,9 +80,36 @@ def to_zero_at_last(step: int, config: TrainConfig) -> float:
     return constant(step, config) * min(1.0, 5 * (1 - step / config.steps))
 
 
+def growth(step: int, config: TrainConfig) -> tuple[int, float]:
+    """Of a growing batch: by how much it has grown at a step, and the share of all tokens that was read before."""
+    third = config.steps * 4 / 7  # of the steps: 4/7 with the first batch, 2/7 with the second, 1/7 with the third
+    if step < third:
+        return 1, step / third / 3
+    if step < 1.5 * third:
+        return 2, (1 + 2 * (step / third - 1)) / 3
+    return 4, (2 + 4 * (step / third - 1.5)) / 3
+
+
+def by_tokens(step: int, config: TrainConfig) -> float:
+    """A warm-up over a tenth of the tokens, then a linear fall to zero."""
+    read = growth(step, config)[1]
+    return config.learning_rate * min(10 * read + 1 / config.steps, (1 - read) / 0.9)
+
+
+def growing(config: TrainConfig) -> Any:
+    """Let each step read as many batches as `growth` says."""
+    steps, next_step = itertools.count(), PrefetchedLoader.next_step
+
+    def grown(loader: PrefetchedLoader) -> list[Batch]:
+        return [batch for _ in range(growth(next(steps), config)[0]) for batch in next_step(loader)]
+
+    return mock.patch.object(PrefetchedLoader, "next_step", grown)
+
+
 SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
     "constant rate": constant,
     "constant rate, to zero over the last fifth": to_zero_at_last,
+    GROWING: by_tokens,
 }
 """Of the variants whose schedule is no option of training."""
 MEANS = {name: f"{name}, mean of weights" for name in ("the recipe", "constant rate")}
@@ -97,7 +131,12 @@ def measure(name: str, config: TrainConfig, out: Path) -> list[dict[str, Any]]:
             "compile": "off",
             "track": (),
         }
-        with mock.patch("lineartime.training.loop.learning_rate", SCHEDULES.get(name, learning_rate)):
+        if name == GROWING:
+            shutil.rmtree(out, ignore_errors=True)  # its position in the text is not that of its steps, so it cannot resume
+        with (
+            mock.patch("lineartime.training.loop.learning_rate", SCHEDULES.get(name, learning_rate)),
+            growing(config) if name == GROWING else nullcontext(),
+        ):
             train(replace(config, out=out, resume=bool(list_checkpoints(out)), **ways))
         options = {key: value for key, value in asdict(config).items() if value != getattr(TrainConfig, key, None)}
         measured = losses(evaluate(out, checkpoint="last", precision="fp32"))
@@ -109,7 +148,8 @@ def measure(name: str, config: TrainConfig, out: Path) -> list[dict[str, Any]]:
         file.write_text(json.dumps(found, default=str))
     rows: list[dict[str, Any]] = json.loads(file.read_text())
     for row in rows:
-        row["seconds"] = training_seconds(out)
+        if name != GROWING:  # whose metrics count the tokens of its first batch
+            row["seconds"] = training_seconds(out)
         print(f"{row['variant']}, seed {config.seed}: {row['bits_per_byte']:.3f}", flush=True)
     return rows
 
