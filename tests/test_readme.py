@@ -88,6 +88,7 @@ def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
         ("speed", "generation"),
         ("speed", "crossover"),
         ("speed", "step_shares"),
+        ("speed", "neighbours"),
         ("speed", "int8"),
         ("training", "optimizers"),
         ("systems", "switches"),
