@@ -14,6 +14,7 @@ from lineartime.ops.activations import Activation, Normalization, attention_weig
 from lineartime.ops.backends import Backend
 from lineartime.ops.checks import check_bias
 from lineartime.ops.chunks import exclusive_cumsum, fill
+from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk import tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -127,7 +128,8 @@ def extend_projected(
 
     def fused(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
         new, own = cut(piece)
-        gated, summary = form.extend_gated(new, bias, own, options, state.summary, state.position)
+        layout = _layout_of_chunks(new.tokens, own, options.chunk_size)
+        gated, summary = form.extend_gated(new, bias, layout, options, state.summary, state.position)
         return gated, state._replace(summary=summary, position=state.position + new.tokens.shape[1])
 
     length = projected.tokens.shape[1]
@@ -141,6 +143,13 @@ def extend_projected(
         out, state = (fused if is_whole else plainly)(piece, state)
         outputs.append(out)
     return torch.cat(outputs, 1), state
+
+
+def _layout_of_chunks(tokens: Tensor, rotations: Tensor | None, chunk_size: int) -> Layout:
+    """The layout of whole chunks of new tokens [B, N, ...], with their rotations [2, N, s / 2]."""
+    layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=chunk_size))
+    cut = None if rotations is None else rotations[:, None].unflatten(2, (-1, chunk_size))
+    return layout._replace(chunk_rotations=cut)
 
 
 def _pieces(position: int, length: int, chunk_size: int) -> Iterator[tuple[slice, bool]]:

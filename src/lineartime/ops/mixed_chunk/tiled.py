@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.backends import Backend, why_not_tiled
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.tile_native import functions_for, tile_work
@@ -77,22 +77,20 @@ def can_extend(
 def extend_gated(
     projected: Projected,
     bias: Tensor | None,
-    rotations: Tensor | None,
+    layout: Layout,
     options: MixedChunkOptions,
     summary: Tensor,
     position: int,
 ) -> tuple[Tensor, Tensor]:
     """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
     tokens, gamma, beta, projection_bias = projected
-    layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
     chunks, compute = layout.require_chunks(), matmul_dtype(tokens, gamma)
     total = summary.to(acc_dtype(tokens), copy=True)
     with without_autocast(tokens):
         scales = chunk_scales(layout, options, projected.d_qk, tokens, position)
         work = tile_work(
             chunks.cut(tokens.to(compute)).contiguous(), projection_bias, gamma, beta, bias,
-            None if rotations is None else rotations[:, None].unflatten(2, (-1, options.chunk_size)),
-            _visible_weight_scale(scales.row, options.chunk_size), scales.state, scales.score,
+            layout.chunk_rotations, _visible_weight_scale(scales.row, options.chunk_size), scales.state, scales.score,
         )  # fmt: skip
         gated, *_ = forward(work, Documents(None, 1), causal=True, keep=False, summary=total)
         return chunks.join(gated.to(output_dtype(tokens, compute))), total.to(summary.dtype)

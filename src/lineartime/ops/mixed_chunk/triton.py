@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineartime.ops.backends import Backend, takes_triton
 from lineartime.ops.chunks import Chunks
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
@@ -62,7 +62,7 @@ def can_extend(
 def extend_gated(
     projected: Projected,
     bias: Tensor | None,
-    rotations: Tensor | None,
+    layout: Layout,
     options: MixedChunkOptions,
     summary: Tensor,
     position: int,
@@ -72,7 +72,7 @@ def extend_gated(
     Args:
         projected: the new tokens, [B, N, 2 e + s]; N is a multiple of C.
         bias: [C, C], or None.
-        rotations: [2, N, s / 2], or None.
+        layout: that of the new tokens, with their rotations.
         options: causal ones.
         summary: [B, s, e], the sum of k_lin v^T over the tokens before; it is not changed.
         position: their number, a multiple of C.
@@ -83,7 +83,6 @@ def extend_gated(
     from lineartime.ops.triton import gated as kernels  # Triton may be absent
 
     tokens, gamma, beta, _ = projected.with_bias()
-    layout = make_layout(tokens.shape[:2], device=tokens.device, plan=LayoutPlan(chunk_size=options.chunk_size))
     chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
     with without_autocast(tokens):
         out, summary = kernels.extend(
@@ -92,7 +91,7 @@ def extend_gated(
             beta,
             summary,
             bias=bias,
-            rotations=None if rotations is None else rotations[:, None].unflatten(2, (-1, options.chunk_size)),
+            rotations=layout.chunk_rotations,
             **_constants(layout, options, projected.d_qk, tokens, position),
         )
     return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma)))), summary
