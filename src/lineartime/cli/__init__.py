@@ -13,7 +13,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
-from typing import Annotated, Any, Union, get_args, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -114,11 +114,31 @@ def _command(name: str) -> Any:
 
 def _check(arguments: Sequence[str]) -> None:
     """Raise LineartimeError for arguments that tyro would accept but misread."""
-    if arguments.count("--override") > 1:
-        raise LineartimeError("--override is given twice: give all values after one, --override NAME=VALUE NAME=VALUE.")
+    given = _flags(arguments)
+    for flag in _lists(arguments):
+        if given.count(flag) > 1:
+            raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    """The flags among the arguments, as their help spells them."""
+    return [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+
+
+def _lists(arguments: Sequence[str]) -> list[str]:
+    """The flags of a command that take several values, and of which tyro keeps only the last."""
+    if not arguments or arguments[0] not in _COMMANDS:
+        return []
+    hints = get_type_hints(_command(arguments[0]).Options, include_extras=True)
+    lists = []
+    for name, hint in hints.items():
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if get_origin(kind) is tuple and tyro.conf.UseAppendAction not in marks:
+            lists.append(f"--{name.replace('_', '-')}")
+    return lists
 
 
 def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
@@ -145,7 +165,7 @@ def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> s
 def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> str:
     """The spelling of an option that the user chose: its `flag`, or one of the aliases in its annotations."""
     aliases = [alias for each in annotations for alias in getattr(each, "aliases", None) or ()]
-    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    given = _flags(arguments)
     return next((alias for alias in aliases if alias in given), flag)
 
 
