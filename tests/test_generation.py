@@ -1,4 +1,7 @@
+import gc
+import weakref
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -208,6 +211,36 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
     assert generate_batch(model, prompts, 1, GREEDY) == [text[:1] for text in plain]
     assert texts[0] != texts[2], "two texts share a random number"
     assert bool(calls) == is_compiled, "a graph records the step that the model was told to use"
+
+
+@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph writes to addresses: if the streams were freed, it would read and write what others put there."""
+    cuda = {name: MagicMock() for name in ("device", "Stream", "stream", "current_stream", "graph", "CUDAGraph")}
+    for name, stub in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(streams, "_can_record", lambda _model: True)
+    for continue_texts in (
+        lambda states: streams.continuing(model, states),
+        lambda states: streams.drawing(model, states, Sampling(1.0), torch.Generator()),
+    ):
+        memory: list[weakref.ref[torch.Tensor]] = []
+        join = model.join_streams
+
+        def joined(states: Any, join: Any = join, memory: Any = memory) -> Any:
+            found = join(states)
+            memory.extend(weakref.ref(tensor) for tensor in streams.tensors_of(found))
+            return found
+
+        monkeypatch.setattr(model, "join_streams", joined)
+        step = continue_texts([streams.prefill(model, [1, 2, 3])[1]])
+        gc.collect()
+        assert memory
+        assert all(reference() is not None for reference in memory)
+        del step
+        gc.collect()
+        assert all(reference() is None for reference in memory), "a step that is gone must free its memory"
+        monkeypatch.setattr(model, "join_streams", join)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_a
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
 
 
+def test_a_compiled_block_is_not_compiled_again_for_documents_of_more_chunks() -> None:
+    torch._dynamo.reset()
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, chunk_size=16)
+    packs = [[0, 40, 90], [0, 70, 150, 240], [0, 300, 590], [0, 900, 1800], [0, 2000, 3900]]  # documents of 3 to 125 chunks
+    batches = [(torch.randint(0, 258, (1, ends[-1])), torch.tensor(ends)) for ends in packs]
+    expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
+    for block in model.backbone.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
+            torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_streams", [1, 2])
 def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) -> None:

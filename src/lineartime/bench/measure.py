@@ -161,16 +161,18 @@ def separate_compilations() -> Iterator[None]:
     own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and compilation stops at a limit
         automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
     )
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # Inductor sets the second one to a folder in the first
+    before = {name: os.environ.get(name) for name in names}
     with TemporaryDirectory(prefix="lineartime-bench-", ignore_cleanup_errors=True) as folder, own_sizes:
-        os.environ[name] = folder
+        os.environ[names[0]] = folder
         try:
             yield
         finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def release(device: torch.device) -> None:

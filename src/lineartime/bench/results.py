@@ -163,6 +163,7 @@ def write(file: Path, text: str) -> Path:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The properties of the machine that the numbers depend on."""
+    products = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul.fp32_precision
     facts: dict[str, Any] = {
         "cpu": processor_name(),
         "cores": os.cpu_count(),
@@ -171,7 +172,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device.type,
-        "fp32_products": torch.get_float32_matmul_precision(),
+        "fp32_products": "highest" if products in ("none", "ieee") else products,
     }
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "triton": installed_version("triton")}

@@ -76,7 +76,8 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _allowed(logits.float(), sampling, torch.float32)
-    reached = probabilities.cumsum(-1)
+    # In float64 where the device has it: a GPU adds in an order that differs from time to time, and a seed should repeat.
+    reached = probabilities.cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
     below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
     # The product may be rounded up to the sum: the last token that can be drawn is the last with a nonzero probability.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1

@@ -50,11 +50,11 @@ def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneSta
 
 
 def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
-    """Continue texts token by token; where that happens in place, CUDA records it as one graph.
+    """Continue texts token by token; a model that steps in place is recorded as one CUDA graph.
 
     Args:
         model: the model.
-        states: of one or more texts each, as `prefill` returns them; they stay as they are.
+        states: of one or more texts each, as `prefill` returns them; they are not modified.
     """
     streams, device = model.join_streams(states), next(model.parameters()).device
     step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
@@ -145,10 +145,17 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             out = function(*inputs)
 
-    def replayed(*given: Tensor) -> Tensor:
-        for tensor, value in zip(inputs, given, strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        return out
+    return _Recorded(graph, inputs, out, memory=(function, changed))
 
-    return replayed
+
+class _Recorded:
+    """A recorded function. It keeps the memory alive that its graph reads and writes, which the graph itself does not."""
+
+    def __init__(self, graph: "torch.cuda.CUDAGraph", inputs: Sequence[Tensor], out: Tensor, memory: object) -> None:
+        self._graph, self._inputs, self._out, self._memory = graph, inputs, out, memory
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        for tensor, value in zip(self._inputs, given, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        self._graph.replay()
+        return self._out

@@ -105,6 +105,12 @@ def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
     return total - x if reach == "others" else total
 
 
+def count_before(counts: Tensor, chunks: Chunks) -> Tensor:
+    """For each chunk, sum whole numbers over the chunks before it in its document, exactly: int64 [B, G]."""
+    before = exclusive_cumsum(counts.long())
+    return before if chunks.document is None else before - before[:, chunks.document_starts[chunks.document]]
+
+
 def _sum_before(x: Tensor, chunks: Chunks) -> Tensor:
     """For each chunk, sum over the chunks strictly before it in the same document: [B, G, ...] -> [B, G, ...].
 

@@ -232,17 +232,18 @@ def test_autocast_changes_nothing(device: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "precision", "expected"),
     [
-        (torch.float32, "highest", "tf32x3"),
-        (torch.float32, "high", "tf32"),
-        (torch.float16, "highest", "tf32x3"),
-        (torch.float16, "high", "tf32"),
-        (torch.bfloat16, "high", "ieee"),
+        (torch.float32, "none", "tf32x3"),
+        (torch.float32, "ieee", "tf32x3"),
+        (torch.float32, "tf32", "tf32"),
+        (torch.float16, "ieee", "tf32x3"),
+        (torch.float16, "tf32", "tf32"),
+        (torch.bfloat16, "tf32", "ieee"),
     ],
 )
 def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(
     dtype: torch.dtype, precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     assert common.number_formats(dtype)["PRECISION"] == expected
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.chunks import Chunks, Reach, sum_chunks
+from lineartime.ops.chunks import Chunks, Reach, count_before, sum_chunks
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -102,5 +102,8 @@ def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Te
         # Real tokens come before empty slots, so the slot of a query determines how many keys it sees.
         slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
-    read = sum_chunks(tokens, chunks, "before" if causal else "all").expand_as(sizes)
+    if causal:  # not by `sum_chunks`, for whose steps compiled code would be compiled again for other lengths of documents
+        read = count_before(tokens, chunks).to(sizes.dtype)
+    else:
+        read = sum_chunks(tokens, chunks, "all").expand_as(sizes)
     return ChunkScales(score, row, 1 / options.linear_divisor(before + read + layout.elsewhere(causal)))

@@ -1,4 +1,4 @@
-"""What the Triton kernels have in common: number formats, memory, tuning, and how a tile is read, written and activated.
+"""Shared parts of the Triton kernels: number formats, memory, tuning, and how a tile is read, written and activated.
 
 A kernel sees row-major matrices [n_rows, n_columns] and works on tiles of them. What lies beyond the edges of a matrix reads as
 zero and is never written, so sizes need not be multiples of anything.
@@ -55,7 +55,9 @@ def number_formats(dtype: torch.dtype) -> dict[str, Any]:
         return {"COMPUTE": tl.bfloat16, "ACC": tl.float32, "PRECISION": "ieee"}
     if dtype == torch.float64:
         return {"COMPUTE": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
-    exact = torch.get_float32_matmul_precision() == "highest"
+    exact = (
+        torch.backends.cuda.matmul.fp32_precision != "tf32"
+    )  # torch.get_float32_matmul_precision may raise after its new form
     return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "tf32x3" if exact else "tf32"}
 
 
@@ -89,7 +91,7 @@ _pinned = False
 
 
 def pin_configurations(pinned: bool = True) -> None:
-    """Have every kernel take its preferred configuration, or have it timed again which one is the fastest here.
+    """Use the preferred configuration of every kernel, or tune every kernel again.
 
     Tuning can end differently on another machine, or at another time, and other blocks add up in another order. Pinned, the
     same inputs give the same bits on all GPUs of a kind, and the first step does not wait for timings.
@@ -160,7 +162,7 @@ def operands_in_registers() -> bool:
 
 
 def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """How long a launch takes, as the autotuner asks; Triton 3.6 asks even where one configuration is left."""
+    """Time a launch for the autotuner. Pinned kernels are not timed: Triton 3.6 asks even for a single configuration."""
     if _pinned:
         return [0.0] * len(quantiles)
     times: list[float] = triton.runtime.driver.active.get_benchmarker()(launch, quantiles=quantiles)
