@@ -3,8 +3,9 @@
 from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
@@ -13,6 +14,16 @@ from lineartime.ops.activations import check_choice
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 NORMS: tuple[str, ...] = get_args(Norm)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's LayerNorm, also for parameters in another dtype than x: FSDP gathers them in bf16 for an x in float32."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d], in the dtype of x."""
+        weight, bias = (None if part is None else part.to(x.dtype) for part in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class ScaleNorm(nn.Module):
@@ -74,7 +85,7 @@ class NormParts(NamedTuple):
 
 def norm_parts(norm: nn.Module) -> NormParts | None:
     """The parts of a LayerNorm or one of the norms above; None for any other module, such as a subclass."""
-    if type(norm) is nn.LayerNorm and norm.weight is not None:
+    if (type(norm) is LayerNorm or type(norm) is nn.LayerNorm) and norm.weight is not None:
         return NormParts(norm.weight, norm.bias, True, norm.eps)
     if type(norm) is ScaleNorm:
         return NormParts(norm.g, None, False, norm.eps)
@@ -87,5 +98,5 @@ def build_norm(norm: Norm, d_model: int, eps: float = 1e-5, **factory: Unpack[Fa
     if not 0 < eps < 1:
         raise ArgumentError("norm_eps", f"is {eps}, but must be above 0 and below 1.")
     if norm == "layernorm":
-        return nn.LayerNorm(d_model, eps, **factory)
+        return LayerNorm(d_model, eps, **factory)
     return ScaleNorm(eps, **factory) if norm == "scalenorm" else RMSNorm(d_model, eps, **factory)

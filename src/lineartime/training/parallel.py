@@ -8,6 +8,7 @@ micro-batches differentiates its own mean loss. Local clipping makes each replic
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -131,9 +132,13 @@ class GroupClipped(Parallel):
 class Replicated(Parallel):
     """Every process holds all weights; gradients are averaged during the backward pass (DistributedDataParallel)."""
 
-    def __init__(self, objective: Objective, world: World) -> None:
+    def __init__(self, objective: Objective, world: World, compiled: bool) -> None:
         super().__init__(objective, world)
         device = self.parameters[0].device
+        if compiled:
+            # Blocks are compiled one by one, so gradients are exchanged during the backward pass. By default, the compiler
+            # would also split each block where DDP begins another bucket of gradients.
+            torch._dynamo.config.optimize_ddp = False
         self._engine = DistributedDataParallel(objective, device_ids=[device.index] if device.type == "cuda" else None)
         self.objective = self._engine
 
@@ -150,15 +155,13 @@ class Sharded(Parallel):
     def __init__(self, objective: Objective, world: World, bf16: bool) -> None:
         device = next(objective.parameters()).device
         mesh = init_device_mesh(device.type, (world.size,))
-        # Inputs are not cast: in bf16, the rotations of a layout would lose precision at large positions.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if bf16 else None,
-            reduce_dtype=torch.float32 if bf16 else None,
-            cast_forward_inputs=False,
-        )
+        # Inputs are not cast: in bf16, the rotations of a layout would lose precision at large positions. Neither are the
+        # weights outside the blocks: the residual stream has the dtype of the embedding.
+        outside = MixedPrecisionPolicy(reduce_dtype=torch.float32 if bf16 else None, cast_forward_inputs=False)
+        inside = replace(outside, param_dtype=torch.bfloat16) if bf16 else outside
         for block in objective.model.backbone.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(objective, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=inside)
+        fully_shard(objective, mesh=mesh, mp_policy=outside)
         super().__init__(objective, world)
 
     @contextmanager
@@ -179,7 +182,7 @@ def parallelize(objective: Objective, config: TrainConfig, world: World) -> Para
         return Parallel(objective, world)
     if config.parallel == "fsdp":
         return Sharded(objective, world, bf16=config.precision == "bf16")
-    return Replicated(objective, world)
+    return Replicated(objective, world, compiled=config.compile == "on")
 
 
 def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
