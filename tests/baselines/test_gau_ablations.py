@@ -110,7 +110,7 @@ def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_func
     ("arguments", "message"),
     [
         ({"n_heads": 3}, "n_heads is 3, but must divide d_qk = 8"),
-        ({"n_heads": 8}, "head_dim is 1, but must be even"),
+        ({"n_heads": 8}, "n_heads is 8, but d_qk / n_heads = 1 must be even"),
         ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
     ],
 )

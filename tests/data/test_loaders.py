@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, PrefetchedLoader, Rows, TokenStream, merge_states
 from lineartime.data.batches import Batch
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.cross_entropy import IGNORED
 
 END = ByteTokenizer.end_of_document
@@ -160,7 +160,7 @@ def test_text_shorter_than_a_context_is_an_error() -> None:
 def test_states_of_different_steps_cannot_be_merged() -> None:
     first, second = loader(rank=0, ranks=2), loader(rank=1, ranks=2)
     second.next_step()
-    with pytest.raises(ValueError, match="different steps"):
+    with pytest.raises(ArgumentError, match="states are from different steps"):
         merge_states([first.state(), second.state()])
 
 

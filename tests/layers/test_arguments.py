@@ -146,7 +146,7 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module], activa
         (FLASH, {"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
         (FLASH, {"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),
         (Attention, {"n_heads": 5}, "n_heads is 5, but must divide d_model = 24"),
-        (Attention, {"n_heads": 8}, "head_dim is 3, but must be even"),
+        (Attention, {"n_heads": 8}, "n_heads is 8, but d_model / n_heads = 3 must be even"),
         (MLP, {"expansion": 0}, "expansion is 0"),
         (Linformer, {"n_heads": 2, "n_landmarks": 0}, "n_landmarks is 0, but must be at least 1"),
         (Sparse, {"n_heads": 2, "stride": 0}, "stride is 0, but must be at least 1"),

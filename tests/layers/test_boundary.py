@@ -230,7 +230,7 @@ def test_a_width_that_is_no_whole_number_is_named(layer: type[nn.Module], width:
 @pytest.mark.parametrize("layer", [*MIXERS.values()])
 def test_an_odd_rotary_width_is_named(layer: type[nn.Module]) -> None:
     options = constructor_options(layer)
-    argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("head_dim", {"n_heads": 8})
+    argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("n_heads", {"n_heads": 8})
     refuses(lambda: layer(24, **odd), argument)
 
 

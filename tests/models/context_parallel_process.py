@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.layers import set_backend
 from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model
 from lineartime.ops.context import ContextGroup, context_group
@@ -138,10 +139,10 @@ def what_cannot_be_split_is_refused() -> None:
     rank, context = dist.get_rank(), world()
     model = make_model("clm")
     ids = torch.zeros(1, 2 * CHUNK, dtype=torch.long)
-    with pytest.raises(ValueError, match=rf"shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must all be alike"):
+    with pytest.raises(ArgumentError, match=rf"x has the shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must have the same in all"):
         model(ids[:, : CHUNK if rank == 0 else 2 * CHUNK], context=context)
     for length in (0, CHUNK + 1):
-        with pytest.raises(ValueError, match=rf"holds {length} tokens .* chunk_size = {CHUNK}"):
+        with pytest.raises(ArgumentError, match=rf"x has {length} tokens .* chunk_size = {CHUNK}"):
             model(ids[:, :length], context=context)
     with pytest.raises(ValueError, match="mask is given, but sequences that are split"):
         model(ids, mask=ids == 0, context=context)
@@ -161,7 +162,7 @@ def what_cannot_be_split_is_refused() -> None:
             other(ids, context=context)
     first_alone = dist.new_group([0])
     if rank > 0:
-        with pytest.raises(ValueError, match="not in the group"):
+        with pytest.raises(ArgumentError, match="group does not contain this process"):
             context_group(first_alone)
 
 

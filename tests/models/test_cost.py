@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineartime
+from lineartime.errors import ArgumentError
 from lineartime.models.cost import cost, count_parameters, state_bytes
 from lineartime.models.presets import presets, resolve
 
@@ -69,3 +72,9 @@ def test_a_context_that_a_model_cannot_read_is_named() -> None:
         cost(resolve("transformer-tiny"), 1025)
     with pytest.raises(ValueError, match="context_length is 513, but the model reads at most 512 tokens"):
         cost(presets("mlm")["linformer-tiny"], 513)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**30 + 1, "512", 1.5])
+def test_a_context_length_that_cannot_be_counted_is_named(length: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^context_length is .*, but must be"):
+        cost(resolve("flash-tiny"), length)

@@ -99,9 +99,9 @@ def test_a_batch_is_written_like_its_rows() -> None:
     model, source = make_model(), make_ids(9)
     source_mask = torch.arange(9) < torch.tensor([[6], [9]])
     arguments = {"start_token": 0, "max_tokens": 8}
-    never = greedy(model, source, source_mask, stop_token=-1, **arguments)
+    never = greedy(model, source, source_mask, stop_token=None, **arguments)
     assert [len(row) for row in never] == [8, 8]
-    assert greedy(model, source[:1, :6], stop_token=-1, **arguments) == never[:1]
+    assert greedy(model, source[:1, :6], stop_token=None, **arguments) == never[:1]
     stop_token = never[0][0]
     for row, whole in zip(greedy(model, source, source_mask, stop_token=stop_token, **arguments), never, strict=True):
         assert row == (whole[: whole.index(stop_token)] if stop_token in whole else whole)
@@ -154,7 +154,13 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
         greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
-    assert len(greedy(short, source, start_token=0, stop_token=-1, max_tokens=10)[0]) == 10
+    for wrong in ({"start_token": 20}, {"start_token": -1}, {"stop_token": 20}):
+        arguments = {"start_token": 0, "stop_token": 1, "max_tokens": 5, **wrong}
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, but must be at least 0 and at most 19"):
+            greedy(model, source, **arguments)
+    with pytest.raises(ValueError, match="model is in training mode, in which dropout changes its logits"):
+        greedy(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
+    assert len(greedy(short, source, start_token=0, stop_token=None, max_tokens=10)[0]) == 10
 
 
 # What it learns --------------------------------------------------------------------------------------------------------

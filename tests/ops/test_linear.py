@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.linear import (
     CausalSums,
     LinearState,
@@ -87,3 +88,15 @@ def test_the_chunked_form_stores_no_state_for_every_token() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         linear_attention(q, k, v, causal=True)
     assert saved < 4096 * 64 * 65 / 2
+
+
+def test_tokens_of_other_streams_than_those_of_the_state_are_refused() -> None:
+    q, k, v = make_stream(2)
+    _, state = linear_attention_extend(q, k, v, LinearState(torch.zeros(2, 1, 3, 6), 0))
+    for wrong in (1, 3):
+        with pytest.raises(ArgumentError, match=r"state has v of shape .* cannot continue"):
+            linear_attention_extend(*make_stream(wrong), state)
+
+
+def make_stream(batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 5)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime import native
+from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH, set_backend
 from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.mixed_chunk import tiled, tiles
@@ -168,3 +170,26 @@ def test_a_step_can_be_recorded() -> None:
             compiled(maps, v, None, MixedChunkOptions(CHUNK, causal=True), streams)
     assert [tensor.data_ptr() for tensor in streams] == places
     assert streams.position.tolist() == [2 * CHUNK + 1] * 2
+
+
+@pytest.mark.parametrize(("batch", "d_qk", "name"), [(1, D_QK, "k_quad"), (3, D_QK, "k_quad"), (2, D_QK + 1, "k_quad")])
+def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int, name: str) -> None:
+    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=torch.zeros(()))
+    inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
+    with pytest.raises(ArgumentError, match=f"state has {name} of shape .* cannot continue"):
+        mixed_chunk_attention_extend(*inputs, state)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+def test_a_backend_that_cannot_run_leaves_streams_to_plain_pytorch(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv(native.SWITCH, "0")
+    native.native_functions.cache_clear()
+    layer = FLASH(8, d_qk=4, chunk_size=CHUNK, causal=True)
+    x = torch.randn(1, 3 * CHUNK, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        set_backend(layer, backend)
+        found, _ = layer.extend(x, layer.init_state(1))
+    native.native_functions.cache_clear()
+    torch.testing.assert_close(found, expected)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.machine import using_threads
 from lineartime.ops import (
     FactoredBias,
@@ -352,3 +353,11 @@ def test_a_bias_that_is_divided_too_is_that_of_a_document_of_its_length() -> Non
 def test_a_form_that_cannot_divide_the_bias_is_refused() -> None:
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch', 'oracle'"):
         quadratic_attention(*make_inputs(1, 3), normalization="paper_bias", backend="tiled")
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 6), (3, 3, 6), (2, 3, 7), (2, 1, 3, 6)])
+def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tuple[int, ...]) -> None:
+    state = KVCache(torch.randn(2, 5, 6), torch.randn(2, 5, 4))
+    q, k, v = torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 4)
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"state has k of shape \[2, 5, 6\], which k of shape .* cannot"):
+        quadratic_attention_extend(q, k, v, state)

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import Rotated
-from lineartime.layers.checks import check_even
+from lineartime.layers.checks import check_heads
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import LinearState, continued_sums
@@ -130,7 +130,7 @@ class Efficient(MultiHeadMixer[LinearState]):
         check_choice("rotated", rotated, get_args(Rotated))
         self.rotated: Rotated = rotated
         if rotated == "features":
-            check_even("rotated features are pairs", head_dim=self.head_dim)
+            check_heads(self.n_heads, {"d_model": d_model}, in_pairs=True)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys [B, H, T, h]; or their rotated features, [B, H, T, 2 h] and [B, H, T, 4 h]."""

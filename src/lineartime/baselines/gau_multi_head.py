@@ -10,14 +10,13 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_even
+from lineartime.layers.checks import check_heads
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
 from lineartime.layers.opened import Opened
 from lineartime.ops.cache import KVCache, KVStreams
-from lineartime.ops.checks import check_positive, check_rotary_width
+from lineartime.ops.checks import check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 
@@ -40,12 +39,9 @@ class GAUMultiHead(GAU):
         self.n_heads = 1  # until the widths are known
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, relative_bias=relative_bias, bias_form="auto", max_length=None, **options)
-        check_positive(n_heads=n_heads)
-        for name, width in (("d_qk", self.d_qk), ("expansion * d_model", self.d_value)):
-            if width % n_heads:
-                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
+        check_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
+        check_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
-        check_even("rotary positions rotate pairs of features", head_dim=self.d_head)
         check_rotary_width(self.rotary_width, self.d_head)
         self.init_own()
 

@@ -23,7 +23,7 @@ from lineartime.data.batches import (
 )
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import Argument, LineartimeError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 
 _OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one seed gives other numbers for each
 
@@ -97,7 +97,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged = dict(states[0])
     for state in states[1:]:
         if state["rows"] != merged["rows"]:
-            raise ValueError(f"The states are from different steps: after {merged['rows']} rows and after {state['rows']}.")
+            after = f"after {merged['rows']} rows and after {state['rows']}"
+            raise ArgumentError("states", f"are from different steps, {after}: merge those of one step.")
         if "lanes" in state:
             merged["lanes"] = {**merged["lanes"], **state["lanes"]}
     return merged

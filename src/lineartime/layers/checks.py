@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from lineartime.errors import ArgumentError
 from lineartime.fields import check_type
 from lineartime.layers.options import constructor_options
+from lineartime.ops.checks import check_positive
 
 
 def check_options(layer: Any, options: dict[str, Any]) -> None:
@@ -82,6 +83,22 @@ def check_even(reason: str, **sizes: int) -> None:
     for argument, value in sizes.items():
         if value % 2:
             raise ArgumentError(argument, f"is {value}, but must be even: {reason}.")
+
+
+def check_heads(n_heads: int, widths: dict[str, int], in_pairs: bool) -> None:
+    """Raise ArgumentError unless `n_heads` is at least 1 and divides every width, which messages call by its name.
+
+    With `in_pairs`, the width of a head must also be even, because rotary positions rotate pairs of features.
+    """
+    check_positive(n_heads=n_heads)
+    for name, width in widths.items():
+        if width % n_heads:
+            raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
+        if in_pairs and width // n_heads % 2:
+            raise ArgumentError(
+                "n_heads",
+                f"is {n_heads}, but {name} / n_heads = {width // n_heads} must be even: pairs of features are rotated.",
+            )
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
+from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.multi_head import merge_heads
+from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
 from lineartime.ops.checks import as_mask, check_positive
@@ -66,11 +67,9 @@ class CrossGAU(ResidualLayer):
     ) -> None:
         super().__init__(d_model, **options)
         check_choice("activation", activation, ACTIVATIONS)
-        check_positive(n_heads=n_heads, d_qk=d_qk, expansion=expansion)
+        check_positive(d_qk=d_qk, expansion=expansion)
         self.d_value = expansion * d_model
-        for name, width in (("d_qk", d_qk), ("expansion * d_model", self.d_value)):
-            if width % n_heads:
-                raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
+        check_heads(n_heads, {"d_qk": d_qk, "expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
         self.d_qk = d_qk
         self.expansion = expansion
@@ -112,7 +111,7 @@ class CrossGAU(ResidualLayer):
         source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1], source.device)
         projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
         value, base = projected.split([self.d_value, self.d_qk], dim=-1)
-        return SourceState(self._split_heads(base * self.gamma[1] + self.beta[1]), self._split_heads(value), source_mask)
+        return SourceState(self._heads(base * self.gamma[1] + self.beta[1]), self._heads(value), source_mask)
 
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
         """Attend from tokens [B, T, d] to a source. Tokens are independent, so T can be split in any way."""
@@ -122,11 +121,10 @@ class CrossGAU(ResidualLayer):
             raise ArgumentError("x", f"has batch size {x.shape[0]}, but the source has batch size {state.k.shape[0]}.")
         x = zero_padding(x, mask)
         gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_value, self.d_qk], dim=-1)
-        q = self._split_heads(base * self.gamma[0] + self.beta[0])
+        q = self._heads(base * self.gamma[0] + self.beta[0])
         attended = cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation)
         return zero_padding(self.after(x, self.to_output(gate * merge_heads(attended))), mask)
 
-    def _split_heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor) -> Tensor:
         """[B, T, f] -> [B, H, T, f / H]."""
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        return heads
+        return split_heads(x, self.n_heads)

@@ -55,7 +55,7 @@ class FLASH(
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        if not self._keeps_less_with_its_output_map(normed):
+        if not self._fuses_output_projection(normed):
             return super().mix(normed, layout)
         projection, bias = self.to_gate_value_base, self.chunk_bias(layout)
         if _is_untouched(projection) and layout.require_chunks().real is None:
@@ -65,7 +65,7 @@ class FLASH(
         out = attend_projected(tokens, bias, layout, self.options, self.backend, output=self.to_output.weight)
         return out + self.to_output.bias.to(out.dtype)
 
-    def _keeps_less_with_its_output_map(self, normed: Tensor) -> bool:
+    def _fuses_output_projection(self, normed: Tensor) -> bool:
         """Whether the attention also applies the output projection, which keeps less for a backward pass on a CPU.
 
         This bypasses `to_output` and `attend_and_gate`, so neither of them may have been modified.

@@ -185,9 +185,10 @@ class HasBackends(nn.Module):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
 
-    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. Streaming does
-    not follow it: FLASH reads the whole chunks of a prompt by the kernels of "triton" where they can run and no gradient is
-    needed, and its steps on a CPU are functions in C++, unless LINEARTIME_NATIVE=0 is set in the environment.
+    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. In streams of
+    FLASH, "triton", "tiled" and "auto" apply to whole chunks, if they can run there and no gradient is needed; otherwise,
+    PyTorch's operations read them, without an error. Single steps and streams of GAU do not follow the backend: steps on a CPU
+    are functions in C++, unless LINEARTIME_NATIVE=0 is set in the environment.
 
     Args:
         module: a layer, or a module that contains layers.
@@ -195,7 +196,8 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
             fastest that can run.
 
     Raises:
-        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer is used.
+        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer reads
+            whole sequences.
     """
     check_choice("backend", backend, BACKENDS)
     for layer in module.modules():

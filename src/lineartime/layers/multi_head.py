@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_even
+from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
-from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
@@ -47,11 +45,7 @@ class MultiHeadMixer(OpenMixer[State]):
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
-        check_positive(n_heads=n_heads)
-        if d_model % n_heads:
-            raise ArgumentError("n_heads", f"is {n_heads}, but must divide d_model = {d_model}.")
-        if rope:
-            check_even("rotary positions rotate pairs of features", head_dim=d_model // n_heads)
+        check_heads(n_heads, {"d_model": d_model}, in_pairs=rope)
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
@@ -130,8 +124,7 @@ class MultiHeadMixer(OpenMixer[State]):
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, H, T, h]."""
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        return heads
+        return split_heads(x, self.n_heads)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys [B, H, T, h] by their positions, if the layer uses rotary positions."""
@@ -157,6 +150,12 @@ class MultiHeadMixer(OpenMixer[State]):
         if layout.rows is None:
             return attend(q, k, v, None)
         return layout.by_row(split, *(merge_heads(heads) for heads in (q, k, v)))
+
+
+def split_heads(x: Tensor, n_heads: int) -> Tensor:
+    """[B, T, f] -> [B, H, T, f / H]."""
+    heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    return heads
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -70,10 +70,12 @@ class Block(nn.Module):
 
     @property
     def stepping_mixer(self) -> SteppingMixer[Any, Any]:
-        """The mixer as a `SteppingMixer`. Raises ValueError if it cannot step in place."""
+        """The mixer as a `SteppingMixer`. Raises ArgumentError if it cannot step in place."""
         if not isinstance(self.mixer, SteppingMixer):
-            raise ValueError(
-                f"{type(self.mixer).__name__} cannot step streams at different positions in place: join them with join_streams."
+            raise ArgumentError(
+                "streams",
+                f"are of {type(self.mixer).__name__}, which cannot step streams at different positions in place: join them "
+                "with join_streams.",
             )
         return self.mixer
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.errors import ArgumentError
+from lineartime.fields import Between, check_limits
 from lineartime.layers.streams import tensors_of
 from lineartime.models.config import ModelConfig
 from lineartime.models.heads import CausalLM, LanguageModel, build_model
+from lineartime.ops.checks import check_positive
 from lineartime.shapes import shapes_only
 
 
@@ -40,8 +42,15 @@ def count_parameters(config: ModelConfig) -> int:
     return one + (config.n_blocks - 1) * (two - one)
 
 
+def check_context_length(context_length: int) -> None:
+    """Raise ArgumentError unless the context length is an integer from 1 to 2^30."""
+    check_positive(context_length=context_length)
+    check_limits("context_length", context_length, [Between(most=2**30)])
+
+
 def cost(config: ModelConfig, context_length: int) -> Cost:
     """The cost of a model with `context_length` tokens of context. Raises ArgumentError if the model cannot read as many."""
+    check_context_length(context_length)
     longest = config.longest_sequence
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")

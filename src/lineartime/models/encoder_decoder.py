@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, from_fields
+from lineartime.fields import Between, check_limits, from_fields
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
+from lineartime.models.heads import check_evaluates
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.dense import dense
@@ -224,7 +225,7 @@ def greedy(
     source_mask: Tensor | None = None,
     *,
     start_token: int,
-    stop_token: int,
+    stop_token: int | None,
     max_tokens: int,
 ) -> list[list[int]]:
     """Decode the target of every source greedily: always choose the most likely token.
@@ -234,16 +235,20 @@ def greedy(
         source_ids: [B, S] token ids.
         source_mask: bool [B, S], True for real tokens.
         start_token: the token before every target.
-        stop_token: the token that ends a target; it is not returned.
+        stop_token: the token that ends a target, and is not returned; None for targets of `max_tokens` tokens.
         max_tokens: the maximum number of tokens to generate, including the stop token.
 
     Returns:
         The token ids of B targets.
 
     Raises:
-        ValueError: if shapes do not match, or `max_tokens` is below 1 or more than the decoder can read.
+        ValueError: if shapes do not match, a token is outside the vocabulary, `max_tokens` is below 1 or more than the decoder
+            can read, or the model is in training mode with dropout.
     """
     check_positive(max_tokens=max_tokens)
+    for name, token in (("start_token", start_token), ("stop_token", stop_token)):
+        check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
+    check_evaluates(model, model.config.dropout)
     longest = model.longest_target
     if longest is not None and max_tokens > longest:
         raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
@@ -255,8 +260,9 @@ def greedy(
         logits, state = model.extend(tokens, state)
         tokens = logits.argmax(-1)
         written.append(tokens)
-        ended |= tokens == stop_token
-        if ended.all():
-            break
+        if stop_token is not None:
+            ended |= tokens == stop_token
+            if ended.all():
+                break
     # Targets end at different steps: cut each one at its stop token.
     return [row[: row.index(stop_token)] if stop_token in row else row for row in torch.cat(written, 1).tolist()]

@@ -249,6 +249,12 @@ def check_model(model: object, kind: type[Kind], action: str, computes: bool = T
         raise ArgumentError(
             "model", f"is a {found} language model, which cannot {action}: train one with ", Argument("task", task), "."
         )
-    if computes and inner.training and inner.config.dropout > 0:
-        raise ArgumentError("model", "is in training mode, in which dropout changes its logits: call model.eval() first.")
+    if computes:
+        check_evaluates(inner, inner.config.dropout)
     return inner
+
+
+def check_evaluates(model: nn.Module, dropout: float) -> None:
+    """Raise ArgumentError for a model with dropout in training mode."""
+    if model.training and dropout > 0:
+        raise ArgumentError("model", "is in training mode, in which dropout changes its logits: call model.eval() first.")

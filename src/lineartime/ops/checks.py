@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.operator import under_transform
+from lineartime.ops.operator import is_traced, under_transform
 
 
 def check_positive(**sizes: int) -> None:
@@ -28,6 +28,20 @@ def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) ->
         if list(tensor.shape) != expected:
             raise ArgumentError(
                 name, f"has shape {list(tensor.shape)}, but must be [B, T, s] = {expected} to match v of shape {list(v.shape)}."
+            )
+
+
+def check_continues(**pairs: tuple[Tensor, Tensor]) -> None:
+    """Raise ArgumentError unless new tensors [..., N, f] continue those of a state, [..., T, f], given by their names.
+
+    All sizes but N and T must be equal. Traced code is not checked: comparing sizes would fix them there.
+    """
+    for name, (new, old) in () if is_traced() else pairs.items():
+        if new.dim() != old.dim() or new.shape[:-2] != old.shape[:-2] or new.shape[-1] != old.shape[-1]:
+            raise ArgumentError(
+                "state",
+                f"has {name} of shape {list(old.shape)}, which {name} of shape {list(new.shape)} cannot continue: give it the "
+                "state of the same streams.",
             )
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.operator import register_operator, under_transform
 
 
@@ -25,22 +26,23 @@ class ContextGroup(NamedTuple):
 
 
 def context_group(group: "dist.ProcessGroup") -> ContextGroup:
-    """Make a context group of a process group; ValueError in a process outside the group."""
+    """Make a context group of a process group; ArgumentError in a process outside the group."""
     if dist.get_rank(group) < 0:
-        raise ValueError("This process is not in the group: make a context group in those that are.")
+        raise ArgumentError("group", "does not contain this process: make a context group only in its own processes.")
     return ContextGroup(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
 def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.device) -> None:
-    """Raise ValueError in all processes unless all of them hold slices of the same shape."""
+    """Raise ArgumentError in all processes unless all of them hold slices of the same shape."""
     own = torch.tensor(shape, device=device)
     gathered = [torch.empty_like(own) for _ in range(group.size)]
     dist.all_gather(gathered, own, group=_process_group(group.name))
     shapes = torch.stack(gathered).tolist()
     if any(other != shapes[0] for other in shapes):
-        raise ValueError(
-            f"The slices of a sequence have shapes {', '.join(map(str, shapes))} in the {group.size} processes, but must all "
-            "be alike: cut every sequence into equal slices."
+        raise ArgumentError(
+            "x",
+            f"has the shapes {', '.join(map(str, shapes))} in the {group.size} processes, but must have the same in all: cut "
+            "every sequence into equal slices.",
         )
 
 

@@ -41,13 +41,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         in memory.
 
     Raises:
-        ValueError: if shapes do not match, or targets are not integers or are outside the vocabulary.
+        ArgumentError: if shapes do not match, or targets are not integers or are outside the vocabulary.
     """
     check_whole("targets", targets)
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"hidden, weight and targets have shapes {list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}, "
-            "but must be [B, T, d], [V, d] and [B, T]."
+        raise ArgumentError(
+            "hidden",
+            f"has shape {list(hidden.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)}, but they must be "
+            "[B, T, d], [V, d] and [B, T].",
         )
     if is_readable(targets):
         wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]

@@ -84,16 +84,17 @@ class Layout(NamedTuple):
     parts: Parts | None = None
     plan: "LayoutPlan | None" = None
 
-    def by_part(self, read: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def by_part(self, read: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         """Apply a function that mixes tokens to each part of a pack, or to the whole batch: [B, T, ...] each -> [B, T, e].
 
-        `read` receives the tensors of some tokens, and the layout of these tokens.
+        `read` receives the tensors of some tokens, with None for None, and the layout of these tokens.
         """
         if self.parts is None:
             return read(*tensors, self)
         tokens, layouts = self.parts
-        inputs = zip(*(x.index_select(1, tokens).split(self.parts.sizes, 1) for x in tensors), strict=True)
-        out = torch.cat([read(*part, layout) for part, layout in zip(inputs, layouts, strict=True)], 1)
+        nothing = [None] * len(layouts)
+        cut = (nothing if x is None else x.index_select(1, tokens).split(self.parts.sizes, 1) for x in tensors)
+        out = torch.cat([read(*part, layout) for *part, layout in zip(*cut, layouts, strict=True)], 1)
         return torch.empty_like(out).index_copy(1, tokens, out)
 
     def with_prefix(self, causal: Tensor, attend: "Callable[[Layout], Tensor]") -> Tensor:
@@ -122,9 +123,9 @@ class Layout(NamedTuple):
         return self.rows.restore(out.view(*self.rows.real.shape, out.shape[-1]))
 
     def require_chunks(self) -> Chunks:
-        """The chunks; ValueError for a layout that was planned without a chunk size."""
+        """The chunks; ArgumentError for a layout that was planned without a chunk size."""
         if self.chunks is None:
-            raise ValueError("layout has no chunks: make it with a plan that has a chunk_size.")
+            raise ArgumentError("layout", "has no chunks: make it with a plan that has a chunk_size.")
         return self.chunks
 
     def elsewhere(self, causal: bool) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.ops.checks import check_continues
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
 
@@ -136,7 +137,12 @@ class LinearState(NamedTuple):
 def linear_attention_extend(
     q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, plain: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, LinearState]:
-    """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state."""
+    """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state.
+
+    Raises:
+        ArgumentError: if they do not have the sizes of the state.
+    """
+    check_continues(v=(v, state.summary[..., :-1]), k=(k, state.summary.mT))
     if plain is None:
         sums, summary = continued_sums(q, k, with_ones(v), state.summary)
     else:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.context import ContextGroup, sum_elsewhere
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, queries_and_keys
@@ -63,9 +64,10 @@ def attend(
 
 
 def _check_slice(length: int, chunk_size: int) -> None:
-    """Raise ValueError unless the slice consists of whole chunks."""
+    """Raise ArgumentError unless the slice consists of whole chunks."""
     if length == 0 or length % chunk_size:
-        raise ValueError(
-            f"This process holds {length} tokens of a sequence, but slices must be made of whole chunks, chunk_size = "
-            f"{chunk_size}: split N times a multiple of {chunk_size} tokens over N processes."
+        raise ArgumentError(
+            "x",
+            f"has {length} tokens of a sequence in this process, but must have whole chunks, chunk_size = {chunk_size}: split "
+            f"N times a multiple of {chunk_size} tokens over N processes.",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization, attention_weights
 from lineartime.ops.backends import Backend
-from lineartime.ops.checks import check_bias
+from lineartime.ops.checks import check_bias, check_continues
 from lineartime.ops.chunks import exclusive_cumsum, fill
 from lineartime.ops.layout import Layout, LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk import tiled, triton
@@ -77,6 +77,7 @@ def mixed_chunk_attention_extend(
     heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
     options = MixedChunkOptions(state.v.shape[1], True, activation, normalization)
     check_heads(heads)
+    check_continues(k_quad=(k_quad, state.k_quad), k_lin=(k_lin, state.k_lin), v=(v, state.v))
     check_bias(bias, options.chunk_size, "C")
     return extend(heads, bias, options, state)
 

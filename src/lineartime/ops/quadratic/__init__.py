@@ -16,7 +16,6 @@ with n the number of visible keys.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import as_mask, check_queries_keys_values
 from lineartime.ops.chunks import Slots
-from lineartime.ops.layout import make_layout
+from lineartime.ops.layout import Layout, make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
 from lineartime.ops.prefix import check_prefix, prefix_tokens
@@ -92,15 +91,12 @@ def quadratic_attention(
             raise ArgumentError("normalization", f"{found}: give a fixed length as an integer, or use 'count'.")
         tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
         prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
-    marks = [x for x in (mask, prefix) if x is not None]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        *marks, layout = rest
-        own_prefix = marks.pop() if prefix is not None else None
-        return _attend(q, k, v, bias, marks.pop() if marks else None, own_prefix, layout.rows, options, backend)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: Tensor | None, layout: Layout) -> Tensor:
+        return _attend(q, k, v, bias, mask, prefix, layout.rows, options, backend)
 
     # The documents alone, without the mask: a bias is indexed by place, padding included.
-    return make_layout(v.shape, None, cu_seqlens, device=v.device).by_part(attend, q, k, v, *marks)
+    return make_layout(v.shape, None, cu_seqlens, device=v.device).by_part(attend, q, k, v, mask, prefix)
 
 
 def _attend(

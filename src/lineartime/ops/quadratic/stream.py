@@ -10,6 +10,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation
 from lineartime.ops.cache import KVCache, KVStreams
+from lineartime.ops.checks import check_continues
 from lineartime.ops.precision import output_dtype
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.quadratic.inputs import QuadraticOptions
@@ -37,11 +38,12 @@ def quadratic_attention_extend(
         The new tokens' outputs [B, N, e] and the new state.
 
     Raises:
-        ArgumentError: if the activation is unknown, or the normalization is neither "count" nor a number.
+        ArgumentError: if shapes do not match, the activation is unknown, or the normalization is neither "count" nor a number.
     """
     options = QuadraticOptions(True, activation, normalization)
     if isinstance(normalization, str) and normalization != "count":
         raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
+    check_continues(k=(k, state.k), v=(v, state.v), q=(q, state.k))
     state = state.append(k, v)
     out = _attend(q, state.k, state.v, state.visible(q.shape[-2]), bias, options)
     return out.to(output_dtype(v, out.dtype)), state
