@@ -54,10 +54,7 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
         ArgumentError: naming the argument, for a folder that is not empty, or a path that ends in no name, such as ".".
         LineartimeError: if the folder cannot be written.
     """
-    if not folder.name:
-        raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
+    check_new_folder(argument, folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     with reporting("write", folder):
         try:
@@ -69,6 +66,14 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             synchronise(folder.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_new_folder(argument: str, folder: Path) -> None:
+    """Raise ArgumentError, naming the argument, for a folder that is not empty, or a path that ends in no name."""
+    if not folder.name:
+        raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
+    if is_there(str(folder)) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
 
 
 @contextmanager
@@ -97,7 +102,7 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
 
 def check_new(argument: str, file: Path) -> None:
     """Raise ArgumentError, naming the argument, for a file that exists."""
-    if file.exists():
+    if is_there(str(file)):
         raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 
 

@@ -191,4 +191,5 @@ def test_the_picture_shows_the_curve_beside_the_loss_by_position(
     assert main(["eval", run, "--plot", str(picture), "--json", "--cache", cache]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] > 0
     fails(["eval", run, "--plot", str(tmp_path / "a.xyz"), "--cache", cache], "a.xyz has a suffix that is no picture format")
+    fails(["eval", "nothing", "--plot", str(tmp_path / "a.xyz")], "a.xyz has a suffix that is no picture format")  # at once
     fails(["eval", run, "--plot", str(tmp_path / "no" / "a.png"), "--cache", cache], "a.png")

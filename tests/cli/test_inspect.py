@@ -28,6 +28,7 @@ def test_wrong_options_end_with_a_sentence(folder: Path, fails: Fails) -> None:
     fails(["inspect", run], "--text is empty, but must hold at least one token")
     fails(["inspect", run, "--text", "a", "--text-file", "b"], "--text-file cannot be combined with --text")
     fails(["inspect", run, "--text", "a", "--out", "full"], "--out is full, which exists already")
+    fails(["inspect", "nothing", "--text", "a", "--out", "full"], "--out is full, which exists already")  # before it is read
     fails(["inspect", run, "--text-file", "latin"], "--text-file is latin, which is not UTF-8 text")
     fails(["inspect", run, "--text-file", "none"], "Cannot read none: No such file")
     fails(["inspect", run, "--text", "a", "--max-tokens", "5000"], "--max-tokens is 5000, but must be")

@@ -77,6 +77,11 @@ def corpus(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
     return load_corpus(folder / request.param)
 
 
+def test_all_of_a_text_is_no_split_that_can_be_streamed(corpus: Corpus) -> None:
+    with pytest.raises(LineartimeError, match="split is 'all', but must be one of 'train', 'validation', 'test'"):
+        next(stream_documents(corpus, "all", 0, 1, None))
+
+
 def read(corpus: Corpus, lane: int, lanes: int, state: dict[str, Any] | None = None) -> list[tuple[str, dict[str, Any]]]:
     return [(texts[0], after) for texts, after in stream_documents(corpus, "train", lane, lanes, state)]
 

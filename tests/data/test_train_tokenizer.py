@@ -2,6 +2,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +100,14 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
 def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: TokenizerKind, smallest: int) -> None:
-    with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but {kind} needs at least {smallest}"):
+    with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but must be at least {smallest}"):
         train_tokenizer(load_corpus(text), kind, 100)
+
+
+@pytest.mark.parametrize("size", [2**24 + 1, 10**30, "300", True])
+def test_a_vocabulary_that_cannot_be_trained_is_an_error(text: Path, size: Any) -> None:
+    with pytest.raises(LineartimeError, match=r"^vocab_size is .*, but must be "):
+        train_tokenizer(load_corpus(text), "bpe", size)
 
 
 def test_a_corpus_without_text_is_an_error(tmp_path: Path) -> None:

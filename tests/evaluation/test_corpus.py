@@ -85,7 +85,7 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
         (run, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
         (run, {"stride": "3"}, "stride is '3', but must be an integer"),
         (run, {"precision": "fp8"}, "precision is 'fp8', but must be one of 'auto'"),
-        (run, {"device": "tpu"}, "device is 'tpu', but must be one of 'auto'"),
+        (run, {"device": "tpu"}, "device is tpu, which PyTorch cannot use here"),
         (
             masked,
             {"data": text, "tokenizer": TOKENIZER, "context": "carried"},
@@ -104,6 +104,8 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
             evaluate(found, **{**given, **options})
     with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
         evaluate(tmp_path / "nothing")
+    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
+        evaluate("x" * 300)
 
 
 def test_dropout_cannot_disturb_a_measurement_unnoticed(run: Path) -> None:

@@ -37,7 +37,7 @@ from lineartime.checkpoint.format import (
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
-from lineartime.files import TOKENIZER_FILE, is_folder
+from lineartime.files import TOKENIZER_FILE, is_folder, is_there
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
@@ -166,7 +166,7 @@ def last_checkpoint(run: str | Path) -> Path:
     run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
-        problem = "has no checkpoint" if run.is_dir() else "is no folder" if run.exists() else "does not exist"
+        problem = "has no checkpoint" if is_folder(str(run)) else "is no folder" if is_there(str(run)) else "does not exist"
         raise LineartimeError(f"{run} {problem}: give the folder of a run, or of one of its checkpoints.")
     return checkpoints[-1]
 
@@ -200,7 +200,7 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
         ArgumentError: naming `checkpoint`, if `which` is invalid, or is given although the path is a checkpoint.
     """
     path = Path(path)
-    if (path / "config.json").exists() and not (path / "model.json").exists() and not list_checkpoints(path):
+    if is_there(str(path / "config.json")) and not is_there(str(path / "model.json")) and not list_checkpoints(path):
         raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with ", Call("convert"), ".")
     if is_checkpoint(path):
         if which is not None:

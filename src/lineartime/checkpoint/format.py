@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
 from lineartime.errors import ArgumentError, LineartimeError, reporting
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, sha256, synchronise, write_atomically, write_synchronised
+from lineartime.files import TOKENIZER_FILE, is_folder, is_there, sha256, synchronise, write_atomically, write_synchronised
 from lineartime.json_files import DamagedFileError, decoded, read_plain
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
@@ -56,7 +56,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 def list_checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
     run = Path(run)
-    if not run.is_dir():
+    if not is_folder(str(run)):
         return []
     found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
     return sorted(found, key=checkpoint_step)
@@ -64,7 +64,7 @@ def list_checkpoints(run: str | Path) -> list[Path]:
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any(Path(path, name).is_file() for name in (WEIGHTS, _MODEL))
+    return any(is_there(str(Path(path, name))) for name in (WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:

@@ -8,6 +8,7 @@ import tyro
 
 from lineartime.checkpoint import Which
 from lineartime.errors import ArgumentError
+from lineartime.files import check_new
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def _write_flash_pytorch(options: Options) -> str:
     from lineartime.foreign import write_flash_pytorch
 
     _refuse(options, "flash_pytorch", "tokenizer")
+    check_new("destination", options.destination)  # before the slow part
     arguments = write_flash_pytorch(load(options.source, checkpoint=options.checkpoint), options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"

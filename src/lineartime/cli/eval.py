@@ -13,7 +13,8 @@ from rich.table import Column, Table
 
 from lineartime.checkpoint import Which
 from lineartime.choices import Context, Device, Precision, Split
-from lineartime.runs.curve import draw_report
+from lineartime.runs.curve import REPORT, draw_report
+from lineartime.runs.figures import check_picture
 from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def run(options: Options) -> None:
 
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
+    if options.plot is not None:
+        check_picture(REPORT, options.plot)  # before the slow part
     with using_threads(options.threads):
         evaluation = evaluate(
             options.run,

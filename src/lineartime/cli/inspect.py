@@ -8,6 +8,7 @@ import tyro
 from lineartime.checkpoint import Which
 from lineartime.choices import Device
 from lineartime.cli.texts import read_text
+from lineartime.files import check_new_folder
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def run(options: Options) -> None:
     from lineartime.inspection import inspect, write_inspection
     from lineartime.machine import choose_device
 
+    check_new_folder("out", options.out)  # before the slow part
     text = read_text("text", options.text, "text_file", options.text_file)
     loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)

@@ -28,10 +28,10 @@ class Options:
 
 def run(options: Options) -> None:
     """Print the presets; raises LineartimeError if no name matches, or if a size differs from the paper's."""
+    from lineartime.models.cost import check_context_length
     from lineartime.models.presets import PRESETS
-    from lineartime.ops.checks import check_positive
 
-    check_positive(context_length=options.context_length)
+    check_context_length(options.context_length)
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
         raise LineartimeError(

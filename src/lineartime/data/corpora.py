@@ -222,7 +222,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
 
 
-def _files(path: Path, column: str, most_expansion: int) -> list[FilePart]:
+def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
     """The non-empty files at a path."""
     try:
         if not path.exists():
@@ -233,7 +233,7 @@ def _files(path: Path, column: str, most_expansion: int) -> list[FilePart]:
         if path.is_dir():
             shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
             files = [file for file in shown if file.is_file()]
-        parts = [FilePart(SourceFile(file, column, most_expansion)) for file in sorted(files) if file.stat().st_size]
+        parts = [FilePart(SourceFile(file, column, max_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
         raise cannot("read", path, error) from None
     if not parts:

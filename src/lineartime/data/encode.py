@@ -23,7 +23,7 @@ ShardName = Annotated[str, Matching(r"tokens-\d{5,9}\.bin", "tokens- and a numbe
 Integers = NDArray[np.unsignedinteger[Any]]
 
 
-def batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
+def text_batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
     """Yield batches of texts to encode together, with None after the last text of each document."""
     batch: list[str | None] = []
     size = 0

@@ -42,12 +42,12 @@ class SourceFile:
     Attributes:
         path: the file; its suffix indicates the format.
         column: the column of records that holds the text.
-        most_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
+        max_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
     """
 
     path: Path
     column: str = TEXT_COLUMN
-    most_expansion: int = MAX_EXPANSION
+    max_expansion: int = MAX_EXPANSION
 
     @property
     def version(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class SourceFile:
 
         Raises:
             LineartimeError: naming the file, if it cannot be read.
-            ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `most_expansion` times
+            ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `max_expansion` times
                 its size. Up to 64 MiB are always allowed.
         """
         with _open_bytes(self.path) as stream:
@@ -74,8 +74,8 @@ class Expansion:
 
     def __init__(self, file: SourceFile) -> None:
         self._path = file.path
-        self._most = file.most_expansion
-        self._left = max(_SMALL, file.most_expansion * file.version[0])
+        self._most = file.max_expansion
+        self._left = max(_SMALL, file.max_expansion * file.version[0])
 
     def count(self, n_bytes: int) -> None:
         """Count `n_bytes` more bytes. Raises ArgumentError if there are too many in total."""

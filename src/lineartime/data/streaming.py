@@ -19,10 +19,11 @@ from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus, Source
 from lineartime.data.hub import guarded
 from lineartime.data.loaders import BatchMaker, Rows, in_order
-from lineartime.data.readers import pieces
+from lineartime.data.readers import SPLITS, pieces
 from lineartime.data.shuffling import shuffled
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.ops.activations import check_choice
 
 State = dict[str, Any]
 
@@ -37,7 +38,7 @@ def stream_documents(
 
     Args:
         corpus: the text.
-        split: the part of the text to read.
+        split: the part of the text to read: "train", "validation" or "test".
         lane: the share, from 0 to lanes - 1.
         lanes: the number of shares.
         state: where to continue, from an earlier pass; None for the beginning.
@@ -46,8 +47,9 @@ def stream_documents(
         The documents of one example of the corpus, and the state after them as plain JSON.
 
     Raises:
-        LineartimeError: for a corpus that cannot be read or streamed.
+        LineartimeError: for a corpus that cannot be read or streamed, or the split "all".
     """
+    check_choice("split", split, SPLITS)
     sources = _having(corpus, split)
     if len(sources) == 1:
         yield from _documents(sources[0], split, lane, lanes, state)

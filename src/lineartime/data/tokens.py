@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, Facts, Integers, Writer, batches
+from lineartime.data.encode import FACTS, Facts, Integers, Writer, text_batches
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, cannot
@@ -212,7 +212,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         partial.mkdir()
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, Writer(partial, tokenizer) as writer:
-                for texts in batches(corpus.documents(split)):
+                for texts in text_batches(corpus.documents(split)):
                     writer.add(texts, max_tokens)
                     progress.advance(sum(len(text) for text in texts if text is not None))
                     if max_tokens is not None and writer.n_tokens >= max_tokens:

@@ -32,6 +32,10 @@ _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
 _SMALLEST: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
+_LARGEST = 2**24
+"""The largest vocabulary: above the largest in use, and small enough for the library that trains it."""
+_MOST_DIGITS = 20
+"""The maximum number of digits of a size in a name."""
 
 TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 """Bytes of text to learn from. Unigram needs many times as much memory."""
@@ -53,10 +57,10 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         LineartimeError: for an unknown kind, a vocabulary too small for all bytes, or a corpus without text.
     """
     check_type("kind", kind, TokenizerKind)
+    check_type("vocab_size", vocab_size, int)
     check_type("max_bytes", max_bytes, int | None)
     check_limits("max_bytes", max_bytes, [Between(least=1)])
-    if vocab_size < _SMALLEST[kind]:
-        raise ArgumentError("vocab_size", f"is {vocab_size}, but {kind} needs at least {_SMALLEST[kind]}.")
+    check_limits("vocab_size", vocab_size, [Between(_SMALLEST[kind], _LARGEST)])
     try:
         import tokenizers
     except ImportError:
@@ -123,15 +127,16 @@ def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     """The kind and size of a tokenizer to train, from a name such as bpe-32000; None for other names."""
     name, _, number = choice.partition("-")
     kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
-    return None if kind is None or not number.isdecimal() else (kind, int(number))
+    return None if kind is None or not number.isdecimal() or len(number) > _MOST_DIGITS else (kind, int(number))
 
 
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """Return the tokenizer for a name or a path.
 
     Args:
-        choice: "bytes" or None; a file or a checkpoint folder; "bpe-32000" or "unigram-32000", with any number, to train a
-            tokenizer on the training split the first time and keep it in the cache; or a name on the hub, as in "hub:gpt2".
+        choice: "bytes" or None; a file or a checkpoint folder; "bpe-32000" or "unigram-32000", with the size of the vocabulary,
+            to train a tokenizer on the training split the first time and keep it in the cache; or a name on the hub, as in
+            "hub:gpt2".
         corpus: the text to train on.
         cache: the folder of trained tokenizers.
 
@@ -151,8 +156,9 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
             )
         return named_tokenizer(name)
     kind, vocab_size = wanted
-    if vocab_size < _SMALLEST[kind]:
-        raise ArgumentError("tokenizer", f"is {choice}, but {kind} needs at least {_SMALLEST[kind]} tokens.")
+    if not _SMALLEST[kind] <= vocab_size <= _LARGEST:
+        sizes = f"from {_SMALLEST[kind]:,} to {_LARGEST:,} tokens"
+        raise ArgumentError("tokenizer", f"is {choice}, but {kind} tokenizers have {sizes}.")
     key = "\n".join([str(_FORMAT), str(choice), str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
     if not file.exists():

@@ -5,15 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_tokenizer, read_from, read_training_state
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Device, Precision, Split
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, carried, windowed
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.host import cache_folder
-from lineartime.machine import choose_device, choose_precision
+from lineartime.machine import choose_precision, find_device
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import check_positive
@@ -40,7 +42,7 @@ def evaluate(
     max_tokens: int | None = None,
     batch_size: int = 8,
     packed: bool | None = None,
-    device: Device = "auto",
+    device: str | torch.device = "auto",
     precision: Precision = "auto",
     cache: str | Path | None = None,
     say: Callable[[str], None] | None = None,
@@ -65,7 +67,8 @@ def evaluate(
         batch_size: windows computed at once.
         packed: whether tokens attend to their own document alone; the default is as a run was trained, and otherwise False.
             Carried context reads all documents as one sequence.
-        device: where to load the model of a run; a model in memory stays where it is.
+        device: where to load the model of a run: "auto" takes a GPU if there is one, and other names are PyTorch's; a model in
+            memory stays where it is.
         precision: of matrix products.
         cache: folder for encoded text; the default is lineartime in the user's cache folder.
         say: called with lines that describe the splits of the text, before the measurement.
@@ -83,7 +86,6 @@ def evaluate(
     for name, choice, allowed in (
         ("split", split, Split),
         ("context", context, Context),
-        ("device", device, Device),
         ("precision", precision, Precision),
     ):
         check_choice(name, choice, get_args(allowed))
@@ -94,7 +96,7 @@ def evaluate(
         untold = f"{model} has no training.json, which records"
         loaded, trained = read_from(model, _read, checkpoint)
         measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
-        model = loaded.model.to(choose_device(device))
+        model = loaded.model.to(find_device(device))
     elif checkpoint is not None:
         raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
     elif device != "auto":

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its hel
     from lineartime.evaluation import Evaluation
 
 CURVE_FILE = "loss.png"
+REPORT = "A picture of the losses"
+"""What `draw_report` makes, in errors."""
 _MOST_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
@@ -43,7 +45,7 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     """
     run = Path(run)
     learned = (run / METRICS_FILE).exists()
-    figure = new_figure("A picture of the losses", 12 if learned else 6, 4.2)
+    figure = new_figure(REPORT, 12 if learned else 6, 4.2)
     axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
         _draw_losses(axes[0], run)

@@ -16,14 +16,23 @@ def new_figure(purpose: str, width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def check_picture(purpose: str, file: Path) -> None:
+    """Check before slow work that a figure can be written: LineartimeError without matplotlib, or for a suffix of no format."""
+    _check_suffix(new_figure(purpose, 1, 1), file)
+
+
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
     """Write a figure and return the file. Raises LineartimeError if that fails or the suffix is not an image format."""
-    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
-        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
+    _check_suffix(figure, file)
     with reporting("write", file), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
         figure.savefig(file, dpi=dots_per_inch)
     return file
+
+
+def _check_suffix(figure: Any, file: Path) -> None:
+    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")
 
 
 def drawable(text: str) -> str:
