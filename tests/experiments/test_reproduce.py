@@ -26,7 +26,7 @@ from lineartime.experiments.folder import adopted
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
-from lineartime.experiments.runner import RunsEnded, in_own_process, run_all
+from lineartime.experiments.runner import RunsResult, in_own_process, run_all
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
@@ -191,12 +191,12 @@ def test_a_trained_model_that_could_not_be_tested_is_tested_by_the_next_call(
 def test_a_call_whose_runs_failed_says_so_by_its_status(
     options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_all", lambda plan, say: RunsEnded(False, ("a run failed",)))
+    monkeypatch.setattr(command, "run_all", lambda plan, say: RunsResult(False, ("a run failed",)))
     assert command.reproduce(options()).failed == 1
     arguments = ["lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]
     assert __main__.main(arguments) == 1
     assert cli.main(["reproduce", *arguments]) == 1
-    assert capsys.readouterr().err.count("error: Not all runs ended well: those that did not are named above") == 2
+    assert capsys.readouterr().err.count("error: Some runs failed: they are named above") == 2
 
 
 def test_a_killed_run_is_told_and_the_report_is_still_made(options: Options) -> None:
@@ -322,7 +322,10 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in optimizers"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
         ({"seeds": 0}, "seeds is 0, but must be at least 1"),
-        ({"name": "optimizer", "scale": "paper"}, "optimizer is not of the paper: use another scale than paper"),
+        (
+            {"name": "optimizer", "scale": "paper"},
+            "name is optimizer, which the paper does not contain: use another",
+        ),
         ({"wikipedia": ("/no/such/text",)}, "wikipedia is /no/such/text, which is neither a file or folder nor the name of"),
         ({"data": ("/no/such/text",)}, "data is /no/such/text, which is neither a file or folder nor"),
         ({"report": True}, "lm-trial has no runs of lm at the scale trial: run it first"),

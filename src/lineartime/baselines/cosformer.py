@@ -49,7 +49,7 @@ def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
 
 
 class CosFormer(KernelAttention):
-    """cosFormer: features relu, weighed by distance.
+    """cosFormer: ReLU features, weighted by distance.
 
     Args:
         max_length: M, the distance at which the weight of a token would be zero, and the maximum number of tokens in a

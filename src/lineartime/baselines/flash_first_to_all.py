@@ -26,9 +26,9 @@ def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
 
 
 class FLASHFirstToAll(BidirectionalMixer, FLASHInParts[StreamState]):
-    """FLASH for fine-tuning: first tokens of chunks read all.
+    """FLASH for fine-tuning: the first token of each chunk attends to all tokens.
 
-    They attend to the whole document with softmax. The options are those of `FLASH`.
+    These tokens attend to the whole document with softmax. The options are those of `FLASH`.
     """
 
     name = "flash-first-to-all"

@@ -14,7 +14,7 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkState
 
 
 class FLASHLocal(FLASHInParts[MixedChunkState]):
-    """FLASH that reads nothing beyond a token's own chunk.
+    """FLASH whose tokens attend only within their chunk.
 
     `FLASH` without its linear part. The options are those of `FLASH`.
     """

@@ -12,7 +12,7 @@ from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import run_all
 from lineartime.screen import SCREEN
 
-FAILED = "Not all runs ended well: those that did not are named above, and in the report."
+FAILED = "Some runs failed: they are named above and in the report."
 
 
 @dataclass(frozen=True)

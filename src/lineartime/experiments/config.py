@@ -15,7 +15,7 @@ Positive = Annotated[float, Between(above=0)]
 
 @dataclass(frozen=True)
 class ReproduceConfig:
-    """Run an experiment of the paper, each model in a process of its own, and compare the results with the paper's."""
+    """Run an experiment of the paper, each model in a separate process, and compare the results with the paper's."""
 
     name: str = ""
     """Experiment, as --list shows them."""
@@ -50,7 +50,7 @@ class ReproduceConfig:
     budget: Positive | None = None
     """Seconds of training of each run, without evaluations; the default is the scale's."""
     tuning: Positive | None = None
-    """Seconds of training of each trial of a learning rate, up to four times as long where they hold less than 60 steps."""
+    """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
     compile: Literal["auto", "on", "off"] | None = None
     """Whether to use torch.compile; the default is the scale's."""
     precision: Precision = "auto"

@@ -78,11 +78,11 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Test:
+class TestSetting:
     """A measurement of a trained model on the test split.
 
     Attributes:
-        name: what differs from training; empty for none of it.
+        name: what differs from training; empty if nothing does.
         times_context: the context, as a multiple of that of training.
         chunk_size: another chunk size than in training.
     """
@@ -161,7 +161,7 @@ class Experiment:
     task: Task = "clm"
     recipe: RecipeName = "lm-wiki40b"
     paper_tables: tuple[str, ...] = ()
-    tests: tuple[Test, ...] = (Test(),)
+    tests: tuple[TestSetting, ...] = (TestSetting(),)
     each_optimizer: bool = False
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     words: bool = False

@@ -23,7 +23,7 @@ def describe_all(config: ReproduceConfig) -> Iterator[str]:
     """A line for each experiment at a scale: its name, its runs, and an estimate of the time."""
     for name, experiment in catalogue.EXPERIMENTS.items():
         if config.scale != "trial" and not experiment.settings[config.scale]:
-            yield f"{name:20} {experiment.title}: not of the paper"
+            yield f"{name:20} {experiment.title}: not in the paper"
             continue
         plan = make_plan(replace(config, name=name, systems=(), contexts=(), texts=()))
         jobs = list(all_jobs(plan))
@@ -53,9 +53,7 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"about {duration(sum(seconds(plan, *job) for job in left))} are left; {HOW}"
 
 
-HOW = (
-    "an estimate, from the planned time of training and the speed of matrix products here, for a machine that does nothing else"
-)
+HOW = "an estimate, from the planned time of training and the speed of matrix products here, for an otherwise idle machine"
 
 
 def all_jobs(plan: Plan) -> Iterator[tuple[Entry, Job]]:

@@ -65,11 +65,11 @@ class Outcome:
     """The content of outcome.json.
 
     Attributes:
-        kind: of its job.
+        kind: the kind of the job.
         error: the sentence of the error that ended it.
         tests: its measurements.
         time: when the times of steps were measured.
-        machine: where they were.
+        machine: where they were measured.
         entries: the times of steps.
     """
 

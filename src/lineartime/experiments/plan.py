@@ -6,10 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
-from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, Test
+from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, TestSetting
 from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options
 from lineartime.layers.gau import PUBLISHED_LENGTH
 from lineartime.models.config import ModelConfig
@@ -40,7 +40,7 @@ class Job:
     folder: Path
     kind: JobKind
     options: Mapping[str, Any]
-    tests: tuple[Test, ...] = ()
+    tests: tuple[TestSetting, ...] = ()
     seconds: float | None = None
 
 
@@ -212,7 +212,9 @@ def make_plan(config: ReproduceConfig) -> Plan:
     if config.scale == "trial":
         settings = tuple(Setting(setting.text, TRIAL_CONTEXT) for setting in settings)
     if not settings:
-        raise LineartimeError(f"The experiment {config.name} is not of the paper: use another scale than {config.scale}.")
+        raise ArgumentError(
+            "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
+        )
     arms = [arm for arm in experiment.arms if config.scale in arm.scales]
     check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
     if config.systems and experiment.kind == "latency":

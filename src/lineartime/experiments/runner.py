@@ -31,8 +31,8 @@ Perform = Callable[[Job, dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
-class RunsEnded:
-    """How far an experiment has come.
+class RunsResult:
+    """The result of running the jobs of an experiment.
 
     Attributes:
         interrupted: whether it was asked to stop.
@@ -43,7 +43,7 @@ class RunsEnded:
     problems: tuple[str, ...]
 
 
-def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsEnded:
+def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsResult:
     """Run the selected jobs that have not finished, one after the other.
 
     Args:
@@ -92,7 +92,7 @@ class _Runner:
         self._perform = perform
         self._problems: list[str] = []
 
-    def run(self) -> RunsEnded:
+    def run(self) -> RunsResult:
         try:
             for setting in self._plan.settings:
                 entries = [entry for entry in self._plan.entries_of(setting) if self._plan.is_selected(entry)]
@@ -102,8 +102,8 @@ class _Runner:
                 else:
                     self._setting(entries)
         except KeyboardInterrupt:
-            return RunsEnded(True, tuple(self._problems))
-        return RunsEnded(False, tuple(self._problems))
+            return RunsResult(True, tuple(self._problems))
+        return RunsResult(False, tuple(self._problems))
 
     def _setting(self, entries: list[Entry]) -> None:
         """Measure the speed of all arms, tune them, then train the first seed of all, then the others."""

@@ -111,7 +111,7 @@ def _layer(layer: LayerView, number: int) -> Iterator[str]:
         picture = b64encode(map_png(weights)).decode()
         yield f'<figure><img alt="{name} of layer {number}: weights" src="data:image/png;base64,{picture}">'
         signs = ", blue ones negative" if (weights < 0).any() else ""
-        yield f"<figcaption>{name}: what each position (row) reads of each other one (column). "
+        yield f"<figcaption>{name}: how much each position (row) attends to every other one (column). "
         yield f"Strongest weight {float(weights.abs().max()):.2g}{signs}.</figcaption></figure>\n"
     share = layer.global_share
     if share is not None:

@@ -29,7 +29,7 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
 
 
 def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    """All of a FLASH layer between its dense maps, [B, T, e]: the kernels make queries, keys and values, and apply the gate."""
+    """All of a FLASH layer between its linear projections, [B, T, e]: the kernels also make queries, keys and values."""
     from lineartime.ops.triton import gated as kernels  # Triton may be absent
 
     tokens, gamma, beta, _ = projected.with_bias()

@@ -1,4 +1,4 @@
-"""The kernels of mixed chunk attention: the weights of every chunk, and what the chunks read by them.
+"""The kernels of mixed chunk attention: the weights of every chunk, and their products with the values.
 
     P[g, t, j] = row_scale[g, t] f(X[g, t, j])                             X as in quadratic_kernels.py
     out[g] = P[g] v[g] + readers[g] states[g]        dv[h] = P[h]^T dout[h] + readers[h] states[h]
@@ -61,7 +61,7 @@ def chunk_weights_kernel(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """P, also where it is zero; a program: one tile of one chunk."""
+    """P, zeros included. One program computes one tile of one chunk."""
     chunk, row_start, other_start = tile_of_program(T, BLOCK_M, BLOCK_N)
     rows = row_start + tl.arange(0, BLOCK_M)
     others = other_start + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Cross-entropy on the GPU, with its gradient in the place of the logits: each logit is read twice and written once.
+"""Cross-entropy on the GPU, with its gradient in place of the logits: each logit is read twice and written once.
 
 Shapes: n tokens, V vocabulary.
 
@@ -23,11 +23,12 @@ def cross_entropy_kernel(
     logits, targets, losses, V,
     IGNORED: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one token and, if KEEP, its gradient in the place of the logits; a program: a row."""
+    """The loss of one token and, if KEEP, its gradient in place of the logits; a program: a row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
-    # Before the maximum, for which all threads wait: behind it, others may have written. Outside the vocabulary is NaN.
+    # Before the maximum: it is a barrier, after which another thread may have overwritten this logit. Outside the vocabulary
+    # is NaN.
     chosen = tl.load(logits + target, mask=(target >= 0) & (target < V), other=float("nan")).to(ACC)
 
     peak = tl.full((), float("-inf"), ACC)
@@ -51,7 +52,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, keep: bool) -> Tensor:
-    """The losses [n] of contiguous logits [n, V], in float32 or better; puts their gradient in the place of the logits if kept.
+    """The losses [n] of contiguous logits [n, V], in float32 or better; puts their gradient in place of the logits if kept.
 
     A target outside the vocabulary gives NaN.
     """

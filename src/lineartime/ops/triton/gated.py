@@ -1,4 +1,4 @@
-"""All of a FLASH layer between its two dense maps on the GPU: projected tokens in, the gated output out.
+"""All of a FLASH layer between its two linear projections on the GPU: projected tokens in, the gated output out.
 
 Shapes: B batch, G chunks of all documents, C chunk size, R = B G C rows, e value width, s query/key width, W = 2 e + s.
 
@@ -112,7 +112,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     _, attended, states = output
     ctx.save_for_backward(attended, states, *tensors)
     ctx.mark_non_differentiable(attended, states)
-    ctx.set_materialize_grads(False)  # nobody reads zeros for these two
+    ctx.set_materialize_grads(False)  # the gradients of these two are not used
     ctx.rest = (score_scale, causal, activation)
 
 

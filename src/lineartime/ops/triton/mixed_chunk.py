@@ -11,7 +11,7 @@ Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/k
 
 with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all of them or, where attention is causal, those
 before g. M and N [B, G, s, e], P and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
-M stays there for the backward pass, which makes P and dX of the same scores.
+M is kept for the backward pass, which computes P and dX from the same scores.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
@@ -43,7 +43,7 @@ from lineartime.ops.triton.quadratic_kernels import score_gradient
 
 @jit
 def chunk_at(order, first, n_chunks, BACKWARDS: tl.constexpr):
-    """The chunks of these numbers in a document, counted from its end if BACKWARDS, and whether there are such."""
+    """The chunks of these numbers in a document, counted from its end if BACKWARDS, and whether they exist."""
     there = (order >= 0) & (order < n_chunks)
     if BACKWARDS:
         order = n_chunks - 1 - order
@@ -282,7 +282,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     *tensors, ctx.score_scale, ctx.causal, ctx.activation = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # nobody reads zeros for the states
+    ctx.set_materialize_grads(False)  # the gradient of the states is not used
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _of_states: None) -> tuple[Tensor | None, ...]:

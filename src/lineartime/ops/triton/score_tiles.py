@@ -55,7 +55,7 @@ def score_tile(
 
 @jit
 def mask_tile(tile, rows, others, row_scale, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The tile times the row_scale of its queries, zero where attention is causal and the key is behind the query."""
+    """The tile times the row_scale of its queries, zero where attention is causal and the key is later than the query."""
     # Beyond the edges nothing needs a mask: values and output gradients read as zero there.
     if TRANSPOSED:
         tile *= tl.load(row_scale + others, mask=others < T, other=0.0)[None, :]
