@@ -4,26 +4,23 @@ Shapes: B batch, N chunks of a tile, C chunk size, e value width, s query/key wi
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
-from lineartime.ops.mixed_chunk.tile_work import PlainWork, TileWork
+from lineartime.ops.mixed_chunk.tile_work import PlainWork, TileInputs, TileWork
 from lineartime.ops.mixed_chunk.tiles import Shared, Tile, chunks_at_once
 from lineartime.ops.positions import no_rotation_table
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 
 
-def tile_work(projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, *constants: Any) -> TileWork:
-    """The work for tiles, made with the arguments of `TileWork`: by C++ functions if possible, else in plain PyTorch."""
-    functions = functions_for(gamma.shape[1], projected.dtype)
-    if functions is None:
-        return PlainWork(projected, projection_bias, gamma, *constants)
-    return NativeWork(functions, projected, projection_bias, gamma, *constants)
+def tile_work(inputs: TileInputs) -> TileWork:
+    """The work for tiles: by C++ functions if possible, else in plain PyTorch."""
+    functions = functions_for(inputs.gamma.shape[1], inputs.projected.dtype)
+    return PlainWork(inputs) if functions is None else NativeWork(functions, inputs)
 
 
 def functions_for(d_qk: int, compute: torch.dtype) -> NativeFunctions | None:
@@ -37,9 +34,9 @@ def functions_for(d_qk: int, compute: torch.dtype) -> NativeFunctions | None:
 class NativeWork(TileWork):
     """The work for tiles by C++ functions, with as many threads as PyTorch uses."""
 
-    def __init__(self, functions: NativeFunctions, projected: Tensor, *constants: Any) -> None:
-        super().__init__(projected, *constants)
-        self._functions = functions
+    def __init__(self, functions: NativeFunctions, inputs: TileInputs) -> None:
+        super().__init__(inputs)
+        self._functions, projected = functions, inputs.projected
         chunk_size = projected.shape[2]
         most = chunks_at_once(chunk_size)
         # The same memory for every tile, because the system would have to clear new memory each time.

@@ -7,7 +7,7 @@ Shapes: N chunks of a tile, C chunk size, e value width, s query/key width.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from lineartime.ops.mixed_chunk.tiles import Shared, Tile, chunks_at_once
 from lineartime.ops.precision import acc_dtype
 
 
-class TileWork(ABC):
-    """The constants of a call, and the work for a tile. `acc_dtype` is the dtype of scores and sums.
+class TileInputs(NamedTuple):
+    """The inputs of all tiles of a call.
 
-    Args:
+    Attributes:
         projected: [B, G, C, 2 e + s], contiguous. Its dtype is that of matrix products.
         projection_bias: [2 e + s], a bias to add to `projected` first, or None.
         gamma, beta: [4, s].
@@ -31,11 +31,23 @@ class TileWork(ABC):
         score_scale: the factor of the products q_quad.k_quad.
     """
 
-    def __init__(
-        self, projected: Tensor, projection_bias: Tensor | None, gamma: Tensor, beta: Tensor, bias: Tensor | None,
-        rotations: Tensor | None, weight_scale: Tensor, state_scale: Tensor, score_scale: float,
-    ) -> None:  # fmt: skip
-        self.projected, self.score_scale = projected, score_scale
+    projected: Tensor
+    projection_bias: Tensor | None
+    gamma: Tensor
+    beta: Tensor
+    bias: Tensor | None
+    rotations: Tensor | None
+    weight_scale: Tensor
+    state_scale: Tensor
+    score_scale: float
+
+
+class TileWork(ABC):
+    """The work for each tile of a call. `acc_dtype` is the dtype of scores and sums."""
+
+    def __init__(self, inputs: TileInputs) -> None:
+        projected, projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, self.score_scale = inputs
+        self.projected = projected
         self._chunks = projected.flatten(0, 1)
         self.compute = projected.dtype
         self.acc_dtype = acc_dtype(projected)
@@ -104,9 +116,10 @@ class PlainWork(TileWork):
     and adjacent features can be viewed as complex numbers.
     """
 
-    def __init__(self, projected: Tensor, projection_bias: Tensor | None, *constants: Any) -> None:
-        super().__init__(projected, projection_bias, *constants)
-        self._lacks_bias = projection_bias is not None
+    def __init__(self, inputs: TileInputs) -> None:
+        super().__init__(inputs)
+        projected = inputs.projected
+        self._lacks_bias = inputs.projection_bias is not None
         self._activated = projected.new_empty(chunks_at_once(projected.shape[2]), *projected.shape[2:])
         self._turns = None if self.rotations is None else Shared(torch.complex(*self.rotations.unbind(0)))
         self._weight_scale = Shared(self.weight_scale)

@@ -28,6 +28,7 @@ from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.tile_native import functions_for, tile_work
+from lineartime.ops.mixed_chunk.tile_work import TileInputs
 from lineartime.ops.mixed_chunk.tiled_passes import backward, forward
 from lineartime.ops.mixed_chunk.tiles import Documents
 from lineartime.ops.operator import is_plain, refuse_second_derivative, register_operator
@@ -88,10 +89,11 @@ def extend_gated(
     total = summary.to(acc_dtype(tokens), copy=True)
     with without_autocast(tokens):
         scales = chunk_scales(layout, options, projected.d_qk, tokens, position)
-        work = tile_work(
+        inputs = TileInputs(
             chunks.cut(tokens.to(compute)).contiguous(), projection_bias, gamma, beta, bias,
             layout.chunk_rotations, _visible_weight_scale(scales.row, options.chunk_size), scales.state, scales.score,
         )  # fmt: skip
+        work = tile_work(inputs)
         gated, *_ = forward(work, Documents(None, 1), causal=True, keep=False, summary=total)
         return chunks.join(gated.to(output_dtype(tokens, compute))), total.to(summary.dtype)
 
@@ -117,10 +119,10 @@ def _tiled_mixed_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The result [B, G, C, e or d] and, for the backward pass, the attention's output and the sums that chunks use."""
     with without_autocast(projected):
-        work = tile_work(
+        inputs = TileInputs(
             projected.contiguous(), projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, score_scale
         )
-        gated, attended, read = forward(work, Documents(document, n_documents), causal, keep)
+        gated, attended, read = forward(tile_work(inputs), Documents(document, n_documents), causal, keep)
         return gated if output is None else F.linear(gated, output.to(gated.dtype)), attended, read
 
 
@@ -131,12 +133,13 @@ def _tiled_mixed_chunk_backward(
     n_documents: int, score_scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with without_autocast(projected):
-        work = tile_work(
+        inputs = TileInputs(
             projected.contiguous(), projection_bias, gamma, beta, bias, rotations, weight_scale, state_scale, score_scale
         )
         documents = Documents(document, n_documents)
         d_out = d_out.contiguous()
         d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
+        work = tile_work(inputs)
         d_projected, *rest = backward(work, d_gated, attended.contiguous(), read, documents, causal, output is not None)
         given = (gamma if projection_bias is None else projection_bias, gamma, beta, gamma if bias is None else bias)
         d_projection_bias, d_gamma, d_beta, d_bias = (x.to(like.dtype) for x, like in zip(rest, given, strict=True))

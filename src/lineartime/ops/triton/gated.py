@@ -22,7 +22,7 @@ from lineartime.ops.precision import acc_dtype, without_autocast
 from lineartime.ops.triton.chunk_kernels import Gate
 from lineartime.ops.triton.common import state_dtype, workspace
 from lineartime.ops.triton.gated_kernels import gate_gradient, open_gradient, open_tokens
-from lineartime.ops.triton.mixed_chunk import Summary, backward, forward
+from lineartime.ops.triton.mixed_chunk import Constants, Summary, backward, forward
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
 # tokens: [B, G, C, W], zeros in slots that hold no token. gamma, beta: [4, s]. bias: [C, C], or None.
@@ -43,11 +43,9 @@ def _gated_mixed_chunk(
     scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
     v, maps = open_tokens(tokens, scale, offset, _contiguous(rotations), _contiguous(real))
     attended = workspace(v.shape, v.dtype, v.device) if keep else None
-    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
-    out, states = forward(
-        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
-        score_scale, causal, activation, Gate(tokens.flatten(0, 1), None if attended is None else attended.flatten(0, 1)),
-    )  # fmt: skip
+    constants = Constants(row_scale, state_scale, document_starts, score_scale, causal, activation)
+    gate = Gate(tokens.flatten(0, 1), None if attended is None else attended.flatten(0, 1))
+    out, states = forward((*maps.unbind(0), v), bias, constants, gate)
     out = out.to(tokens.dtype)
     return (out, tokens.new_empty(0), tokens.new_empty(0)) if attended is None else (out, attended, states)
 
@@ -67,11 +65,8 @@ def _gated_mixed_chunk_backward(
     d_tokens = workspace(tokens.shape, tokens.dtype, tokens.device)
     d_attended = gate_gradient(d_out.contiguous(), tokens, attended, d_tokens, gamma.shape[1])
     v, maps = open_tokens(tokens, scale, offset, rotations, _contiguous(real))
-    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
-    *d_maps, d_v, d_bias = backward(
-        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, states, d_attended,
-        score_scale, causal, activation, with_d_bias,
-    )  # fmt: skip
+    constants = Constants(row_scale, state_scale, document_starts, score_scale, causal, activation)
+    *d_maps, d_v, d_bias = backward((*maps.unbind(0), v), bias, constants, states, d_attended, with_d_bias)
     d_gamma, d_beta = open_gradient(tokens, scale, rotations, d_v, d_maps, d_tokens)
     return d_tokens, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), d_bias
 
@@ -154,12 +149,9 @@ def _gated_mixed_chunk_extend(
     tokens = tokens.contiguous()
     scale, offset = (x.to(acc_dtype(tokens)).contiguous() for x in (gamma, beta))
     v, maps = open_tokens(tokens, scale, offset, _contiguous(rotations), None)
-    q_quad, k_quad, q_lin, k_lin = maps.unbind(0)
+    constants = Constants(row_scale, state_scale, document_starts, score_scale, True, activation)
     carried = Summary(summary.contiguous(), workspace(summary.shape, summary.dtype, summary.device))
-    out, _ = forward(
-        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts,
-        score_scale, True, activation, Gate(tokens.flatten(0, 1), None), carried,
-    )  # fmt: skip
+    out, _ = forward((*maps.unbind(0), v), bias, constants, Gate(tokens.flatten(0, 1), None), carried)
     return out.to(tokens.dtype), carried.after
 
 

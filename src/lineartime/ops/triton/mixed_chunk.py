@@ -151,6 +151,25 @@ def chunk_states(
 
 # 2. Forward and backward ----------------------------------------------------------------------------------------------
 
+Heads = tuple[Tensor, ...]
+"""q_quad, k_quad, q_lin, k_lin and v: see `attend`."""
+
+
+class Constants(NamedTuple):
+    """The arguments of `attend` that autograd does not differentiate."""
+
+    row_scale: Tensor
+    state_scale: Tensor
+    document_starts: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
+
+    def expanded(self, v: Tensor) -> "Constants":
+        """The same, with a contiguous factor for every row and every chunk of v."""
+        row_scale, state_scale = self.row_scale.expand(v.shape[:3]), self.state_scale.expand(v.shape[:2])
+        return self._replace(row_scale=row_scale.contiguous(), state_scale=state_scale.contiguous())
+
 
 def attend(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, *, bias: Tensor | None = None,
@@ -182,23 +201,18 @@ def _mixed_chunk_attention(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return forward(
-        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, score_scale, causal, activation
-    )
+    constants = Constants(row_scale, state_scale, document_starts, score_scale, causal, activation)
+    return forward((q_quad, k_quad, q_lin, k_lin, v), bias, constants)
 
 
 def forward(
-    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
-    state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
-    gate: Gate | None = None, summary: Summary | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    heads: Heads, bias: Tensor | None, constants: Constants, gate: Gate | None = None, summary: Summary | None = None
+) -> tuple[Tensor, Tensor]:
     """The output, times the gate where given, and M, which the backward pass reads; a summary as for `chunk_states`."""
+    q_quad, k_quad, q_lin, k_lin, v = (x.contiguous() for x in heads)
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device), workspace(_shape_of_states(k_lin, v), state_dtype(v.dtype), v.device)
-    row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
-    q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale = (
-        x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale)
-    )
+    row_scale, state_scale, document_starts, score_scale, causal, activation = constants.expanded(v)
     with without_autocast(v):
         states = chunk_states(k_lin, v, state_scale, document_starts, causal=causal, transposed=False, summary=summary)
     q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
@@ -218,28 +232,22 @@ def _mixed_chunk_attention_backward(
     state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return backward(
-        q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, document_starts, states, d_out,
-        score_scale, causal, activation, with_d_bias,
-    )  # fmt: skip
+    constants = Constants(row_scale, state_scale, document_starts, score_scale, causal, activation)
+    return backward((q_quad, k_quad, q_lin, k_lin, v), bias, constants, states, d_out, with_d_bias)
 
 
 def backward(
-    q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
-    state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
-    activation: str, with_d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    heads: Heads, bias: Tensor | None, constants: Constants, states: Tensor, d_out: Tensor, with_d_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q_quad, k_quad, q_lin, k_lin, v and, if asked for, of the bias; `d_out` is that of the output."""
-    d_bias = v.new_empty(0)
+    q_quad, k_quad, q_lin, k_lin, v = (x.contiguous() for x in heads)
+    d_out, d_bias = d_out.contiguous(), v.new_empty(0)
     if v.numel() == 0:
         if bias is not None and with_d_bias:
             d_bias = bias.new_zeros(bias.shape)
         d_q_quad, d_k_quad, d_q_lin, d_k_lin, d_v = (x.new_zeros(x.shape) for x in (q_quad, k_quad, q_lin, k_lin, v))
         return d_q_quad, d_k_quad, d_q_lin, d_k_lin, d_v, d_bias
-    row_scale, state_scale = row_scale.expand(v.shape[:3]), state_scale.expand(v.shape[:2])
-    q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out = (
-        x.contiguous() for x in (q_quad, k_quad, q_lin, k_lin, v, row_scale, state_scale, d_out)
-    )
+    row_scale, state_scale, document_starts, score_scale, causal, activation = constants.expanded(v)
     bias = None if bias is None else bias.contiguous()
     dtype = state_dtype(v.dtype)
     options: dict[str, Any] = {"causal": causal, "activation": activation}
