@@ -240,11 +240,13 @@ def test_autocast_changes_nothing(device: str) -> None:
         (torch.bfloat16, "tf32", "ieee"),
     ],
 )
-def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(
-    dtype: torch.dtype, precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
-    assert common.number_formats(dtype)["PRECISION"] == expected
+def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(dtype: torch.dtype, precision: str, expected: str) -> None:
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, precision
+    try:
+        assert common.number_formats(dtype)["PRECISION"] == expected
+    finally:
+        products.fp32_precision = before
 
 
 @pytest.mark.parametrize(
