@@ -227,6 +227,34 @@ def test_in_bf16_fsdp_trains_as_ddp_does(config: MakeConfig, launch: Launch, tmp
     assert found == pytest.approx(wanted, rel=1e-5), "the residual stream must stay in float32"
 
 
+EVERY_SYSTEM = """
+import torch
+import torch.distributed as dist
+import lineartime
+from lineartime.machine import autocast
+from lineartime.models import presets
+from lineartime.training.distributed import World
+from lineartime.training.parallel import Objective, Sharded
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for name in [name for name in presets("mlm") if name.endswith("-tiny")]:
+    model = lineartime.build(name, task="clm" if name in presets("clm") else "mlm", n_blocks=1, vocab_size=64)
+    ids = torch.randint(0, 64, (2, 128))
+    with autocast(torch.device("cpu"), True):
+        expected = Objective(model)(ids, ids)
+        loss = Sharded(Objective(model), World(), bf16=True).objective(ids, ids)
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < 5e-4, name
+"""
+
+
+@pytest.mark.slow
+def test_every_system_has_the_same_loss_under_fsdp_in_bf16(fork: Callable[[str], Any]) -> None:
+    """Blocks have parameters in bf16 there, and a residual stream in float32."""
+    process = fork(EVERY_SYSTEM)
+    assert process.wait() == 0, process.output
+
+
 def test_processes_that_do_not_share_their_folder_are_told_so(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     elsewhere = """
 if os.environ["RANK"] == "1":
