@@ -139,7 +139,9 @@ def what_cannot_be_split_is_refused() -> None:
     rank, context = dist.get_rank(), world()
     model = make_model("clm")
     ids = torch.zeros(1, 2 * CHUNK, dtype=torch.long)
-    with pytest.raises(ArgumentError, match=rf"x has the shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must have the same in all"):
+    with pytest.raises(
+        ArgumentError, match=rf"ids has the shapes \[1, {CHUNK}\], \[1, {2 * CHUNK}\].*must have the same in all"
+    ):
         model(ids[:, : CHUNK if rank == 0 else 2 * CHUNK], context=context)
     for length in (0, CHUNK + 1):
         with pytest.raises(ArgumentError, match=rf"x has {length} tokens .* chunk_size = {CHUNK}"):

@@ -176,7 +176,7 @@ def test_a_step_can_be_recorded() -> None:
 def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int, name: str) -> None:
     state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=torch.zeros(()))
     inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
-    with pytest.raises(ArgumentError, match=f"state has {name} of shape .* cannot continue"):
+    with pytest.raises(ArgumentError, match=f"state needs {name} of shape .*N.*, but it is"):
         mixed_chunk_attention_extend(*inputs, state)
 
 

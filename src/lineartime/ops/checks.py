@@ -32,16 +32,19 @@ def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) ->
 
 
 def check_continues(**pairs: tuple[Tensor, Tensor]) -> None:
-    """Raise ArgumentError unless new tensors [..., N, f] continue those of a state, [..., T, f], given by their names.
+    """Raise ArgumentError unless new tensors [..., N, f] fit tensors of a state, [..., T, f]; each pair has its name.
 
     All sizes but N and T must be equal. Traced code is not checked: comparing sizes would fix them there.
     """
-    for name, (new, old) in () if is_traced() else pairs.items():
-        if new.dim() != old.dim() or new.shape[:-2] != old.shape[:-2] or new.shape[-1] != old.shape[-1]:
+    if is_traced():
+        return
+    for name, (new, old) in pairs.items():
+        *streams, _, width = old.shape
+        if new.dim() != old.dim() or list(new.shape[:-2]) != streams or new.shape[-1] != width:
+            needed = ", ".join(map(str, [*streams, "N", width]))
             raise ArgumentError(
                 "state",
-                f"has {name} of shape {list(old.shape)}, which {name} of shape {list(new.shape)} cannot continue: give it the "
-                "state of the same streams.",
+                f"needs {name} of shape [{needed}], but it is {list(new.shape)}: give tokens and state of the same streams.",
             )
 
 

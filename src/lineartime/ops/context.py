@@ -40,7 +40,7 @@ def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.dev
     shapes = torch.stack(gathered).tolist()
     if any(other != shapes[0] for other in shapes):
         raise ArgumentError(
-            "x",
+            "ids",
             f"has the shapes {', '.join(map(str, shapes))} in the {group.size} processes, but must have the same in all: cut "
             "every sequence into equal slices.",
         )
