@@ -72,7 +72,7 @@ def check_new_folder(argument: str, folder: Path) -> None:
     """Raise ArgumentError, naming the argument, for a folder that is not empty, or a path that ends in no name."""
     if not folder.name:
         raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
-    if is_there(str(folder)) and not (folder.is_dir() and not any(folder.iterdir())):
+    if is_there(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
 
 
@@ -102,7 +102,7 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
 
 def check_new(argument: str, file: Path) -> None:
     """Raise ArgumentError, naming the argument, for a file that exists."""
-    if is_there(str(file)):
+    if is_there(file):
         raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 
 
@@ -144,12 +144,12 @@ def sha256(file: Path) -> str:
     return hasher.hexdigest()
 
 
-def is_there(path: str) -> bool:
+def is_there(path: str | Path) -> bool:
     """Whether a path exists. Unlike `Path.exists`, it does not raise for names that are too long or may not be looked at."""
     return os.path.exists(path)  # noqa: PTH110  # Path.exists raises
 
 
-def is_folder(path: str) -> bool:
+def is_folder(path: str | Path) -> bool:
     """Whether a path is a folder; like `is_there`, without an error."""
     return os.path.isdir(path)  # noqa: PTH112  # Path.is_dir raises
 

@@ -156,7 +156,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from lineartime.data.tokenizers import named_tokenizer, read_tokenizer
 
-    if is_folder(str(path)) and not Path(path, TOKENIZER_FILE).exists():
+    if is_folder(path) and not Path(path, TOKENIZER_FILE).exists():
         return read_from(path, read_tokenizer)
     return named_tokenizer(str(path))
 
@@ -166,7 +166,7 @@ def last_checkpoint(run: str | Path) -> Path:
     run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
-        problem = "has no checkpoint" if is_folder(str(run)) else "is no folder" if is_there(str(run)) else "does not exist"
+        problem = "has no checkpoint" if is_folder(run) else "is no folder" if is_there(run) else "does not exist"
         raise LineartimeError(f"{run} {problem}: give the folder of a run, or of one of its checkpoints.")
     return checkpoints[-1]
 
@@ -200,7 +200,7 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
         ArgumentError: naming `checkpoint`, if `which` is invalid, or is given although the path is a checkpoint.
     """
     path = Path(path)
-    if is_there(str(path / "config.json")) and not is_there(str(path / "model.json")) and not list_checkpoints(path):
+    if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):
         raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with ", Call("convert"), ".")
     if is_checkpoint(path):
         if which is not None:

@@ -56,7 +56,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 def list_checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest first."""
     run = Path(run)
-    if not is_folder(str(run)):
+    if not is_folder(run):
         return []
     found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
     return sorted(found, key=checkpoint_step)
@@ -64,7 +64,7 @@ def list_checkpoints(run: str | Path) -> list[Path]:
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a folder is itself a checkpoint, perhaps a damaged one."""
-    return any(is_there(str(Path(path, name))) for name in (WEIGHTS, _MODEL))
+    return any(is_there(Path(path, name)) for name in (WEIGHTS, _MODEL))
 
 
 def hidden(checkpoint: Path) -> Path:
