@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lineartime.choices import ScaleName
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.experiments.definitions import Arm, Experiment, Optimizer, Scale, Setting, TestSetting
+from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Optimizer, Scale, Setting
 from lineartime.models.presets import SIZES
 from lineartime.models.systems import Size
 
@@ -274,7 +274,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             (Setting("wikipedia", 1024), Setting("wikipedia", 8192)),
         ),
         baseline="chunks of 256",
-        tests=(TestSetting(), *(TestSetting(f"tested with {size}", chunk_size=size) for size in _CHUNKS)),
+        tests=(FinalTest(), *(FinalTest(f"tested with {size}", chunk_size=size) for size in _CHUNKS)),
         budget=_FIVE_MINUTES,
     ),
     "local-global": Experiment(
@@ -317,7 +317,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         _ONE,
         baseline="all three",
-        tests=(TestSetting(), TestSetting("at 4 times the context", times_context=4)),
+        tests=(FinalTest(), FinalTest("at 4 times the context", times_context=4)),
         budget=_FIVE_MINUTES,
     ),
     "normalization": Experiment(
@@ -334,7 +334,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         _ONE,
         baseline="gau count",
-        tests=(TestSetting(), TestSetting("at 4 times the context", times_context=4)),
+        tests=(FinalTest(), FinalTest("at 4 times the context", times_context=4)),
         budget=_FIVE_MINUTES,
     ),
 }

@@ -78,7 +78,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class TestSetting:
+class FinalTest:
     """A measurement of a trained model on the test split.
 
     Attributes:
@@ -161,7 +161,7 @@ class Experiment:
     task: Task = "clm"
     recipe: RecipeName = "lm-wiki40b"
     paper_tables: tuple[str, ...] = ()
-    tests: tuple[TestSetting, ...] = (TestSetting(),)
+    tests: tuple[FinalTest, ...] = (FinalTest(),)
     each_optimizer: bool = False
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     words: bool = False

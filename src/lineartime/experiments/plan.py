@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
-from lineartime.experiments.definitions import Arm, Experiment, Scale, Setting, TestSetting
+from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Scale, Setting
 from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options
 from lineartime.layers.gau import PUBLISHED_LENGTH
 from lineartime.models.config import ModelConfig
@@ -40,7 +40,7 @@ class Job:
     folder: Path
     kind: JobKind
     options: Mapping[str, Any]
-    tests: tuple[TestSetting, ...] = ()
+    tests: tuple[FinalTest, ...] = ()
     seconds: float | None = None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, first_line
-from lineartime.experiments.definitions import TestSetting
+from lineartime.experiments.definitions import FinalTest
 from lineartime.experiments.outcome import OUTCOME_FILE
 from lineartime.files import write_atomically
 from lineartime.runs.metrics import METRICS_FILE, read_metrics
@@ -97,14 +97,14 @@ def _tested(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Test the model of a finished run, and delete the checkpoints that are no longer needed."""
     from lineartime.checkpoint import list_checkpoints
 
-    tests = [TestSetting(**test) for test in job["tests"]]
+    tests = [FinalTest(**test) for test in job["tests"]]
     outcome = {"tests": _measured(folder, tests, job["test_tokens"])} if tests else {}
     for checkpoint in list_checkpoints(folder)[: -1 if job["kind"] == "run" else None]:
         shutil.rmtree(checkpoint, ignore_errors=True)
     return outcome
 
 
-def _measured(run: Path, tests: list[TestSetting], most_tokens: int | None) -> list[dict[str, Any]]:
+def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> list[dict[str, Any]]:
     """Measure the last model of a run on the beginning of its test split."""
     from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
     from lineartime.data import load_corpus, token_stream
