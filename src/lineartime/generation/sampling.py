@@ -76,8 +76,7 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _allowed(logits.float(), sampling, torch.float32)
-    # In float64 where the device has it: a GPU adds in an order that differs from time to time, and a seed should repeat.
-    reached = probabilities.cumsum(-1, dtype=torch.float64 if logits.is_cuda else None)
+    reached = _running_sums(probabilities)
     below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
     # The product may be rounded up to the sum: the last token that can be drawn is the last with a nonzero probability.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
@@ -96,4 +95,9 @@ def _allowed(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Te
     ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1])) if sampling.top_k else scores.sort(-1, descending=True)
     probabilities = ranked.softmax(-1)
     # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
-    return probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= sampling.top_p, 0.0), tokens
+    return probabilities.masked_fill(_running_sums(probabilities) - probabilities >= sampling.top_p, 0.0), tokens
+
+
+def _running_sums(probabilities: Tensor) -> Tensor:
+    """The sums up to each token. A GPU may add in another order each time; in float64, a seed still repeats its text."""
+    return probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else None)
