@@ -161,10 +161,10 @@ def separate_compilations() -> Iterator[None]:
     own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and compilation stops at a limit
         automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
     )
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # Inductor sets the second one to a folder in the first
-    before = {name: os.environ.get(name) for name in names}
+    cache = "TORCHINDUCTOR_CACHE_DIR"
+    before = {name: os.environ.get(name) for name in (cache, "TRITON_CACHE_DIR")}  # Inductor sets the second from the first
     with TemporaryDirectory(prefix="lineartime-bench-", ignore_cleanup_errors=True) as folder, own_sizes:
-        os.environ[names[0]] = folder
+        os.environ[cache] = folder
         try:
             yield
         finally:

@@ -54,7 +54,7 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
 
     Raises:
-        LineartimeError: for an unknown kind, a vocabulary too small for all bytes, or a corpus without text.
+        LineartimeError: for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
     check_type("kind", kind, TokenizerKind)
     check_type("vocab_size", vocab_size, int)
