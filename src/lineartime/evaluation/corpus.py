@@ -1,7 +1,7 @@
 """Evaluate a model, or the model of a run, on a split of a text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,12 +19,6 @@ from lineartime.machine import choose_precision, find_device
 from lineartime.models.heads import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import check_positive
-
-
-def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
-    """Read a checkpoint, and the options with which its run was started; empty if unknown."""
-    trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return load_with_tokenizer(checkpoint), trained
 
 
 def evaluate(
@@ -76,49 +70,17 @@ def evaluate(
     Raises:
         LineartimeError: for errors that the user can fix, such as a text that is missing or too short.
     """
-    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
-    for name, size in sizes.items():
-        if size is not None:
-            check_positive(**{name: size})
-            check_limits(name, size, [Between(most=2**40)])
-    if packed is not None:
-        check_type("packed", packed, bool)
-    for name, choice, allowed in (
-        ("split", split, Split),
-        ("context", context, Context),
-        ("precision", precision, Precision),
-    ):
-        check_choice(name, choice, get_args(allowed))
-    measured: Path | None = None
-    trained: dict[str, Any] = {}
-    untold = "a model in memory does not record"
-    if isinstance(model, (str, Path)):
-        untold = f"{model} has no training.json, which records"
-        loaded, trained = read_from(model, _read, checkpoint)
-        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
-        model = loaded.model.to(find_device(device))
-    elif checkpoint is not None:
-        raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
-    elif device != "auto":
-        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
-    model = check_model(model, LanguageModel, "be measured")
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    assert tokenizer is not None
-    given = {"data": data, "context_length": context_length}
-    missing = [name for name, value in given.items() if not value and name not in trained]
-    if missing:
-        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
-        why = f"is missing, but {untold} what the model was trained on: give "
-        raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
-    if context == "carried" and not isinstance(model, CausalLM):
-        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
-    if context == "carried" and model.config.task == "prefix-lm":
-        found = "is carried, but this model was trained to read a prefix, which one long sequence does not have"
-        raise ArgumentError("context", f"{found}: use windowed.")
-    if context == "carried" and stride is not None:
-        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
-    if context == "carried" and packed:
-        raise ArgumentError("packed", "is True, but carried context reads all documents as one sequence: use windowed.")
+    _check_options(
+        {"split": (split, Split), "context": (context, Context), "precision": (precision, Precision)},
+        {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride},
+        packed,
+    )
+    subject = _subject(model, tokenizer, checkpoint, device)
+    model, tokenizer, trained = subject.model, subject.tokenizer, subject.trained
+    _check_known(subject, {"data": data, "context_length": context_length})
+    if context == "carried":
+        _causal(model)
+        _check_no_windows(stride, packed)
 
     column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
@@ -128,10 +90,10 @@ def evaluate(
     if say is not None:
         for line in describe_splits(corpus, {split: stream}):
             say(line)
-    bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     length: int = trained["context_length"] if context_length is None else context_length
-    if context == "carried" and isinstance(model, CausalLM):
-        evaluation = carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+    bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
+    if context == "carried":
+        evaluation = carried(_causal(model), stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
     else:
         evaluation = windowed(
             model,
@@ -144,4 +106,82 @@ def evaluate(
             packed=trained.get("packed", False) if packed is None else packed,
             max_tokens=max_tokens,
         )
-    return replace(evaluation, checkpoint=measured)
+    return replace(evaluation, checkpoint=subject.checkpoint)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The model to measure, its tokenizer, its checkpoint, the options it was trained with, and why some are unknown."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    checkpoint: Path | None
+    trained: dict[str, Any]
+    unknown: str
+
+
+def _subject(
+    model: LanguageModel | str | Path, tokenizer: Tokenizer | None, checkpoint: Which | None, device: str | torch.device
+) -> _Subject:
+    """Load a model from its folder, or take one from memory."""
+    measured: Path | None = None
+    trained: dict[str, Any] = {}
+    unknown = "a model in memory does not record"
+    if isinstance(model, (str, Path)):
+        unknown = f"{model} has no training.json, which records"
+        loaded, trained = read_from(model, _read, checkpoint)
+        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
+        model = loaded.model.to(find_device(device))
+    elif checkpoint is not None:
+        raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
+    elif device != "auto":
+        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
+    model = check_model(model, LanguageModel, "be measured")
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    assert tokenizer is not None
+    return _Subject(model, tokenizer, measured, trained, unknown)
+
+
+def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
+    """Read a checkpoint, and the options with which its run was started; empty if unknown."""
+    trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    return load_with_tokenizer(checkpoint), trained
+
+
+def _check_options(choices: dict[str, tuple[str, Any]], sizes: dict[str, int | None], packed: bool | None) -> None:
+    """Check the values that need no model: choices with the type that lists them, sizes, and `packed`."""
+    for name, size in sizes.items():
+        if size is not None:
+            check_positive(**{name: size})
+            check_limits(name, size, [Between(most=2**40)])
+    if packed is not None:
+        check_type("packed", packed, bool)
+    for name, (choice, allowed) in choices.items():
+        check_choice(name, choice, get_args(allowed))
+
+
+def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
+    """Check that each option without a default is given, or known from training."""
+    missing = [name for name, value in given.items() if not value and name not in subject.trained]
+    if missing:
+        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
+        why = f"is missing, but {subject.unknown} what the model was trained on: give "
+        raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
+
+
+def _causal(model: LanguageModel) -> CausalLM:
+    """The model, if it can read a whole split as one sequence."""
+    if not isinstance(model, CausalLM):
+        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+    if model.config.task == "prefix-lm":
+        found = "is carried, but this model was trained to read a prefix, which one long sequence does not have"
+        raise ArgumentError("context", f"{found}: use windowed.")
+    return model
+
+
+def _check_no_windows(stride: int | None, packed: bool | None) -> None:
+    """Check that no option asks for windows, which carried context does not have."""
+    if stride is not None:
+        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+    if packed:
+        raise ArgumentError("packed", "is True, but carried context reads all documents as one sequence: use windowed.")
