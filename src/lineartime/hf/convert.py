@@ -77,8 +77,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         with _without_progress_bars(), _failing_to_write(destination):
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer).save_pretrained(folder)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        card = model_card(model.config, destination.name, parameters)
+        card = model_card(model.config, destination.name, model.n_parameters)
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
 

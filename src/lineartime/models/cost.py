@@ -6,7 +6,7 @@ Shapes: T tokens of context.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.errors import ArgumentError
@@ -38,7 +38,7 @@ def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
     # All blocks are identical: models with one and with two blocks show what each block adds.
     with shapes_only():
-        one, two = (_parameters(build_model(config.override(n_blocks=n))) for n in (1, 2))
+        one, two = (build_model(config.override(n_blocks=n)).n_parameters for n in (1, 2))
     return one + (config.n_blocks - 1) * (two - one)
 
 
@@ -62,7 +62,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     def total(of_one: int, of_two: int) -> int:
         return of_one + (config.n_blocks - 1) * (of_two - of_one)
 
-    parameters = total(*(_parameters(model) for model in (one, two)))
+    parameters = total(one.n_parameters, two.n_parameters)
     flops = total(*(_forward_flops(model, ids) for model in (one, two)))
     return Cost(parameters, flops / context_length, stream_bytes(config, context_length))
 
@@ -82,10 +82,6 @@ def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
         model(ids)
     flops: int = counter.get_total_flops()
     return flops
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def state_bytes(state: Any) -> int:

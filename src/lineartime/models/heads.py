@@ -116,6 +116,11 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(F.pad(F.pad(hidden, (0, 1), value=1.0), zeros), weight, targets)
 
     @property
+    def n_parameters(self) -> int:
+        """The number of parameters; one that two parts share counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
     def splits_context(self) -> bool:
         """Whether several processes can share each sequence."""
         return all(block.mixer.splits_context for block in self.backbone.blocks)

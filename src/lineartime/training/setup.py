@@ -60,7 +60,7 @@ class Setup:
         if self.why_not_compiled:
             compiled = f", not compiled because {self.why_not_compiled}"
         return (
-            f"{config.preset}: {_count(self.model):,} parameters, vocabulary of {self.tokenizer.vocab_size:,}, "
+            f"{config.preset}: {self.model.n_parameters:,} parameters, vocabulary of {self.tokenizer.vocab_size:,}, "
             f"{self.device.type}{processes}, {config.precision}{compiled}; "
             f"{config.steps:,} steps of {self.tokens_per_step:,} tokens, from {self.text.name}, to {config.run_directory}"
         )
@@ -105,7 +105,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     precision, (compiled, why_not_compiled) = world.share(
         lambda: (
             choose_precision(config.precision, device),
-            choose_compile(config.compile, device, _count(model), tokens_per_step * config.steps),
+            choose_compile(config.compile, device, model.n_parameters, tokens_per_step * config.steps),
         )
     )
     if config.recompute:
@@ -156,7 +156,3 @@ def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
             f") x chunk_size {chunk_size}.",
         )
     return ranks * chunk_size
-
-
-def _count(model: LanguageModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
