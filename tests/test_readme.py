@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lineartime
-from lineartime.cli import parse
+from lineartime.cli import _COMMANDS, parse
 from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
@@ -29,12 +29,9 @@ def code_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    found = re.findall(
-        r"^(?:    |\$ )?(lineartime (?:train|eval|generate|fill|inspect|convert|export|runs|presets|bench|reproduce|info)\b"
-        r".*)$",
-        text,
-        re.MULTILINE,
-    )
+    """What is given to `lineartime`, also through torchrun."""
+    start = r"^(?:    |\$ )?(?:torchrun .*-m )?lineartime "
+    found = re.findall(rf"{start}((?:{'|'.join(_COMMANDS)})\b.*)$", text, re.MULTILINE)
     return [line.split("  #")[0] for line in found]
 
 
@@ -66,16 +63,24 @@ def test_errors_that_the_page_on_python_quotes_are_said_so(capsys: pytest.Captur
 @every_document
 def test_commands_can_be_read(document: Path) -> None:
     for command in commands(document.read_text()):
-        parse(shlex.split(command)[1:])
+        parse(shlex.split(command))
 
 
 def test_there_is_something_to_test() -> None:
     assert sum(len(code_blocks(document.read_text())) for document in DOCUMENTS) >= 3
-    assert sum(len(commands(document.read_text())) for document in DOCUMENTS) >= 10
+    shown = {command.split()[0] for document in DOCUMENTS for command in commands(document.read_text())}
+    assert shown == set(_COMMANDS)
+    assert commands("    torchrun --nproc-per-node 2 -m lineartime train --steps 3  # on two") == ["train --steps 3"]
 
 
 def test_the_table_of_quality_is_that_of_the_benchmark() -> None:
     assert (ROOT / "benchmarks" / "results" / "quality.md").read_text() in (ROOT / "README.md").read_text()
+
+
+def test_the_home_page_says_of_the_picture_of_quality_what_the_readme_says() -> None:
+    figure = re.search(r"!\[.*\]\(docs/quality\.png\)\n\n(?:.+\n)+", (ROOT / "README.md").read_text())
+    assert figure is not None
+    assert figure[0].replace("docs/", "") in (ROOT / "docs" / "index.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,10 @@ def test_make_has_the_targets_that_are_named(document: str) -> None:
     assert targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readme_cites_this_version() -> None:
+    assert f"version = {{{lineartime.__version__}}}" in (ROOT / "README.md").read_text()
 
 
 def test_examples_in_the_readme_are_short() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from lineartime.__main__ import main as run_command
+from lineartime.cli import _COMMANDS as COMMANDS
 from lineartime.cli import main
 from lineartime.errors import Argument, ArgumentError, Call, LineartimeError
 
 Fails = Callable[..., None]
-COMMANDS = ("train", "eval", "generate", "fill", "runs", "tokenize", "presets", "bench", "reproduce", "info")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -203,14 +202,6 @@ def test_an_error_about_an_argument_names_it_apart_from_what_is_wrong() -> None:
         "batch_size",
         "batch_size is 0, but must be at least 1 and at most 1,073,741,824.",
     )
-
-
-def test_the_library_does_not_speak_command_line() -> None:
-    source = Path(lineartime.__file__).parent
-    files = [file for room in ("training", "runs") for file in (source / room).glob("*.py") if file.name != "table.py"]
-    assert len(files) > 20
-    flags = {flag for file in files for flag in re.findall(r"--[a-z][a-z-]*", file.read_text())}
-    assert flags == {"--porcelain", "--branch", "--untracked-files"}  # git's
 
 
 def test_one_process_fails_with_its_own_error() -> None:
