@@ -8,6 +8,7 @@ import pytest
 from lineartime.cli import main
 from lineartime.experiments import command
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.runner import RunsResult
 
 Fails = Callable[..., None]
 
@@ -37,9 +38,9 @@ def test_a_scale_that_does_not_exist_is_refused(fails: Fails) -> None:
 def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[ReproduceConfig] = []
 
-    def interrupted(config: ReproduceConfig) -> command.Ended:
+    def interrupted(config: ReproduceConfig) -> RunsResult:
         asked.append(config)
-        return command.Ended(interrupted=True)
+        return RunsResult(interrupted=True)
 
     monkeypatch.setattr(command, "reproduce", interrupted)
     assert main(["reproduce", "lm", "--books", "a b.txt", "c.txt", "--out", "x"]) == 130

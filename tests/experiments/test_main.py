@@ -12,6 +12,7 @@ from lineartime.experiments import command
 from lineartime.experiments.__main__ import main
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import make_plan
+from lineartime.experiments.runner import RunsResult
 
 Options = Callable[..., ReproduceConfig]
 
@@ -21,9 +22,9 @@ def test_it_takes_the_options_of_the_command_line(
 ) -> None:
     asked: list[ReproduceConfig] = []
 
-    def interrupted(config: ReproduceConfig) -> command.Ended:
+    def interrupted(config: ReproduceConfig) -> RunsResult:
         asked.append(config)
-        return command.Ended(interrupted=True)
+        return RunsResult(interrupted=True)
 
     monkeypatch.setattr(command, "reproduce", interrupted)
     arguments = "lm --scale gpu --books a b --contexts 8192 1024 --systems flash --budget 60 --threads 2 --compile off --report"

@@ -22,7 +22,7 @@ from lineartime.experiments import __main__, catalogue, command, runner, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Optimizer
-from lineartime.experiments.folder import adopted
+from lineartime.experiments.folder import adopted, begin, resolved
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
@@ -192,7 +192,7 @@ def test_a_call_whose_runs_failed_says_so_by_its_status(
     options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "run_all", lambda plan, say: RunsResult(False, ("a run failed",)))
-    assert command.reproduce(options()).failed == 1
+    assert len(command.reproduce(options()).problems) == 1
     arguments = ["lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]
     assert __main__.main(arguments) == 1
     assert cli.main(["reproduce", *arguments]) == 1
@@ -251,7 +251,7 @@ def test_trials_that_are_too_short_to_choose_by_are_told(options: Options, here:
 
     assert run_all(plan, said.append, do).interrupted
     [warning] = [line for line in said if "by chance" in line]
-    assert re.search(r"trials of \d+ steps may choose a rate or an optimiser by chance: --tuning gives them more", warning)
+    assert re.search(r"trials of \d+ steps may choose a rate or an optimiser by chance: more seconds for tuning", warning)
 
 
 @pytest.mark.parametrize(("planned", "steps"), [(10, 40), (50, 60), (90, 90)])
@@ -301,6 +301,35 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         command.reproduce(options(report=True))
 
 
+def test_runs_in_another_precision_are_not_mixed_although_neither_call_asks_for_one(
+    options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def here(precision: str, out: Path) -> ReproduceConfig:
+        monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
+        return resolved(replace(options(precision="auto", device="auto"), out=out))
+
+    began = here("bf16", tmp_path / "began")
+    begin(make_plan(began))
+    assert (began.device, began.precision) == ("cpu", "bf16")
+    with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
+        begin(make_plan(here("fp32", tmp_path / "began")))
+    there = adopted(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
+    assert (there.device, there.precision) == ("cpu", "bf16")
+
+    # Earlier versions wrote "auto", which does not tell what the runs were made with.
+    file = tmp_path / "out" / "lm-trial" / "plan.json"
+    plan = json.loads(file.read_text())
+    del plan["device"]
+    file.write_text(json.dumps({**plan, "precision": "auto"}))
+    begin(make_plan(here("fp32", tmp_path / "out")))
+
+
+def test_the_report_tells_the_precision_of_the_runs(options: Options, finished: None) -> None:
+    file, report, _ = write_report(make_plan(options()))
+    assert report["precisions"] == ["fp32"]
+    assert "- precision of matrix products: fp32\n" in file.read_text()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -322,6 +351,9 @@ def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, t
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in optimizers"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
         ({"seeds": 0}, "seeds is 0, but must be at least 1"),
+        ({"threads": 5000}, "threads is 5000, but must be at least 1 and at most 4,096"),
+        ({"data": 3}, "data is 3, but must be a list, each item of which is a text"),
+        ({"books": (3,)}, r"books is \(3,\), but must be a list, each item of which is a text"),
         (
             {"name": "optimizer", "scale": "paper"},
             "name is optimizer, which the paper does not contain: use another",

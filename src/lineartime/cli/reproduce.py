@@ -28,8 +28,8 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     """
     from lineartime.experiments.command import FAILED, reproduce
 
-    ended = reproduce(ReproduceConfig(**vars(options)))
-    if ended.interrupted:
+    result = reproduce(ReproduceConfig(**vars(options)))
+    if result.interrupted:
         raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")
-    if ended.failed:
+    if result.problems:
         raise LineartimeError(FAILED)

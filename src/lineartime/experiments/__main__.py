@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from lineartime.experiments.command import FAILED, reproduce
 
-        ended = reproduce(ReproduceConfig(**options))
+        result = reproduce(ReproduceConfig(**options))
         sys.stdout.flush()  # so that an output nobody reads fails here
     except LineartimeError as error:
         print(f"error: {error}", file=SCREEN)
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    if ended.interrupted:
+    if result.interrupted:
         print("interrupted: run the same command again to resume", file=SCREEN)
         return 130
-    if ended.failed:
+    if result.problems:
         print(f"error: {FAILED}", file=SCREEN)
         return 1
     return 0

@@ -37,6 +37,7 @@ def collect(plan: Plan) -> dict[str, Any]:
         "paper": SOURCE,
         "baseline": plan.experiment.baseline,
         "machines": state.machines,
+        "precisions": sorted(state.precisions),
         "started": [min(state.times), max(state.times)] if state.times else [],
         "texts": state.texts,
         "tests": [test.name for test in plan.experiment.tests],
@@ -45,17 +46,18 @@ def collect(plan: Plan) -> dict[str, Any]:
 
 
 class _State:
-    """Missing runs, problems and machines, collected while runs are read."""
+    """Missing runs, problems, machines and precisions, collected while runs are read."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.machines: list[str] = []
+        self.precisions: set[str] = set()
         self.times: list[str] = []
         self.texts: dict[str, str] = {}
 
     def note(self, plan: Plan, run: Run) -> None:
-        """Note a run that is not finished, or the machine and the text of a finished one."""
+        """Note a run that is not finished, or the machine and the precision of a finished one."""
         name = run.job.folder.relative_to(plan.folder).as_posix()
         if run.state == "missing":
             self.missing.append(name)
@@ -65,6 +67,7 @@ class _State:
             self.problems.append(run.problem)
         elif run.state == "failed":
             self.problems.append(f"{name} failed: {run.problem}")
+        self.precisions |= _precisions(run)
         for words, time in _machines(run):
             if words not in self.machines:
                 self.machines.append(words)
@@ -81,6 +84,13 @@ def _machines(run: Run) -> list[tuple[str, str | None]]:
         return []
     processes = read_record(run.job.folder).processes
     return [(_described(_where(process.machine), process.versions), process.time) for process in processes]
+
+
+def _precisions(run: Run) -> set[str]:
+    """The precisions of matrix products in a run."""
+    if run.job.kind == "latency":
+        return {entry.dtype for entry in run.outcome.entries}
+    return {str(run.options["precision"])} if "precision" in run.options else set()
 
 
 def _where(machine: Machine) -> str:

@@ -8,6 +8,7 @@ from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import Argument, ArgumentError, did_you_mean
 from lineartime.fields import Between, check_fields, check_ranges, set_plain
 from lineartime.files import absolute_path
+from lineartime.host import Threads
 
 Count = Annotated[int, Between(1)]
 Positive = Annotated[float, Between(above=0)]
@@ -18,7 +19,7 @@ class ReproduceConfig:
     """Run an experiment of the paper, each model in a separate process, and compare the results with the paper's."""
 
     name: str = ""
-    """Experiment, as --list shows them."""
+    """Experiment; the option list shows them."""
     scale: ScaleName = "cpu"
     """trial: toy models for seconds; cpu: hours on 2 cores; gpu: at most 8 minutes a run; paper: the paper's configuration."""
     out: Path = Path("runs/reproduce")
@@ -57,7 +58,7 @@ class ReproduceConfig:
     """Precision of matrix products; auto takes bf16 where the device has units for it."""
     device: Device = "auto"
     """Where to train; auto takes a GPU if there is one."""
-    threads: Count | None = None
+    threads: Threads | None = None
     """Threads of the CPU in each process; the default is PyTorch's."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
@@ -67,8 +68,9 @@ class ReproduceConfig:
 
         for name in ("data", "code", "books", "wikipedia"):
             value = getattr(self, name)
-            given = (value,) if isinstance(value, (str, Path)) else value or ()
-            object.__setattr__(self, name, tuple(str(absolute_path(text, names_corpus)) for text in given))
+            given = [value] if isinstance(value, (str, Path)) else value
+            if isinstance(given, (list, tuple)):  # anything else is refused by `check`
+                object.__setattr__(self, name, tuple(absolute_path(text, names_corpus) for text in given))
         set_plain(self)
 
     def check(self) -> None:

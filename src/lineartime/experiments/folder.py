@@ -1,18 +1,19 @@
 """The folder of an experiment: plan.json holds the options on which its runs depend, so that they are not mixed with others."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from lineartime.choices import Precision
+from lineartime.choices import Device, Precision
 from lineartime.errors import Argument, ArgumentError, reporting
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
 from lineartime.fields import Between
 from lineartime.files import write_atomically
-from lineartime.host import MOST_THREADS
+from lineartime.host import Threads
 from lineartime.json_files import read_file
+from lineartime.machine import choose_device, choose_precision
 
 PLAN_FILE = "plan.json"
 
@@ -31,9 +32,10 @@ class PlanOptions:
     tuning: Seconds | None
     optimizers: tuple[str, ...]
     compile: Literal["auto", "on", "off"] | None
-    precision: Precision
-    threads: Annotated[int, Between(1, MOST_THREADS)] | None
+    precision: Precision  # earlier versions wrote "auto"
+    threads: Threads | None
     rates: tuple[float, ...] = ()  # earlier versions had those of the scale alone
+    device: Device = "auto"  # earlier versions did not write it
 
 
 def adopted(config: ReproduceConfig) -> ReproduceConfig:
@@ -50,23 +52,44 @@ def adopted(config: ReproduceConfig) -> ReproduceConfig:
     return ReproduceConfig(**values)
 
 
+def resolved(config: ReproduceConfig) -> ReproduceConfig:
+    """Replace "auto" by the device and the precision that it means on this machine, so that no other continues in another one.
+
+    Raises:
+        ArgumentError: if there is no such device.
+    """
+    device = choose_device(config.device)
+    return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))
+
+
 def begin(plan: Plan) -> None:
     """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
-    file, wanted = plan.folder / PLAN_FILE, identity(plan)
+    file = plan.folder / PLAN_FILE
     if file.exists():
-        for name, found in _read(file).items():
-            if wanted[name] != found:
-                raise _differs(name, wanted[name], found, plan.folder)
+        check_options(plan)
         return
     with reporting("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+        write_atomically(file, json.dumps(identity(plan), indent=1) + "\n")
+
+
+def check_options(plan: Plan) -> None:
+    """Raise ArgumentError if the folder holds runs of other options."""
+    wanted = identity(plan)
+    for name, found in _read(plan.folder / PLAN_FILE).items():
+        if wanted[name] != found and not _is_unknown(name, found):
+            raise _differs(name, wanted[name], found, plan.folder)
 
 
 def identity(plan: Plan) -> dict[str, Any]:
     """The options on which the runs depend, with defaults replaced by their values in this version."""
     given = {name: getattr(plan.config, name) for name in PlanOptions.__dataclass_fields__}
     return {**given, "budget": plan.budget, "tuning": plan.tuning, "optimizers": plan.optimizers, "compile": plan.compile}
+
+
+def _is_unknown(name: str, found: object) -> bool:
+    """Whether an earlier version wrote a plan without what the runs were made with."""
+    return name in ("device", "precision") and found == "auto"
 
 
 def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentError:

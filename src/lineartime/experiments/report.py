@@ -10,7 +10,7 @@ from typing import Any
 from lineartime.errors import LineartimeError, reporting
 from lineartime.experiments.collect import Row, collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PLAN_FILE, begin, identity
+from lineartime.experiments.folder import PLAN_FILE, check_options, identity
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
@@ -32,7 +32,7 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
         raise LineartimeError(
             f"{plan.folder} has no runs of {plan.config.name} at the scale {plan.config.scale}: run it first."
         )
-    begin(plan)
+    check_options(plan)
     report = collect(plan)
     with reporting("write", plan.folder / JSON_FILE):
         write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
@@ -84,6 +84,8 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
     if report["started"]:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
+    if precisions := report.get("precisions"):  # reports of earlier versions do not hold them
+        lines.append(f"- precision of matrix products: {' and '.join(precisions)}")
     labels = {setting["label"] for setting in begun(report)} if plan.experiment.kind == "quality" else report["texts"].keys()
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items() if label in labels]
     if plan.config.scale == "trial":

@@ -24,7 +24,7 @@ class Point:
     """An evaluation on held-out text during training.
 
     Attributes:
-        step: after so many.
+        step: the number of steps before it.
         seconds: of training until then, without evaluations and compilation.
         loss: in nats per token.
         bits_per_byte: None for masked tokens.
@@ -66,10 +66,6 @@ class Run:
     def final(self) -> Point | None:
         """The last evaluation of a finished run."""
         return self.points[-1] if self.state == "finished" and self.points else None
-
-    def test(self, name: str = "") -> Measurement | None:
-        """A measurement at the end by its name."""
-        return next((test for test in self.tests if test.name == name), None)
 
 
 def read_run(job: Job) -> Run:

@@ -39,8 +39,8 @@ class RunsResult:
         problems: a sentence for each run that is not as it should be.
     """
 
-    interrupted: bool
-    problems: tuple[str, ...]
+    interrupted: bool = False
+    problems: tuple[str, ...] = ()
 
 
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsResult:
@@ -133,9 +133,7 @@ class _Runner:
             return
         steps = _trial_steps(plan, speed, plan.tuning_job(entry, optimizer, 1.0))
         if steps < FEWEST_STEPS and plan.config.scale != "trial":
-            self._say(
-                f"  trials of {steps} steps may choose a rate or an optimiser by chance: --tuning gives them more seconds"
-            )
+            self._say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
         for rate in plan.rates(optimizer):
             job = plan.tuning_job(entry, optimizer, rate, steps)
             self._do(replace(job, seconds=steps * job.options["tokens_per_batch"] / speed))
