@@ -14,6 +14,8 @@ ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment uses."""
 
+LONGEST_CONTEXT = 2**30
+"""The maximum number of tokens in a context whose cost is counted."""
 MAX_EXPANSION = 100
 """The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""
 DEFAULT_TEXT = "the Python standard library"

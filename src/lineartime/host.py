@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 from lineartime.errors import LineartimeError, message_line
+from lineartime.fields import Between
 
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
@@ -18,6 +20,7 @@ STAT = Path("/proc/stat")
 """Where Linux counts what each core has done."""
 MOST_THREADS = 4096
 """The maximum number of CPU threads in a process: more than any machine has cores."""
+Threads = Annotated[int, Between(1, MOST_THREADS)]
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where Linux states how much memory the processes of a container may use."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import lineartime
 from lineartime import machine
@@ -23,15 +24,26 @@ from lineartime.bench.plots import draw_plots, pareto_front
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import sections, write_report
 from lineartime.bench.results import Entry, Results
-from lineartime.bench.subjects import Case, Measure, Ready, Subject, forward_flops_per_token, prepare, state_after
+from lineartime.bench.subjects import (
+    Case,
+    Measure,
+    Ready,
+    Subject,
+    forward_flops_per_token,
+    prefill_flops_per_token,
+    prepare,
+    state_after,
+)
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import read
 from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
+from lineartime.models.heads import CausalLM
 from lineartime.models.presets import presets, resolve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.runs.record import RECORD_FILE
+from lineartime.shapes import shapes_only
 
 CPU = torch.device("cpu")
 SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
@@ -131,6 +143,12 @@ def test_a_cache_is_timed_at_its_position_however_often_and_up_to_the_last_one()
     assert timed(step, 5, time.perf_counter) > 0
 
 
+def test_a_state_in_place_is_timed_however_often_in_a_model_of_limited_length() -> None:
+    model = subject("flash-tiny", absolute_position="learned", max_positions=40)
+    step = prepare(model, Case("decode", 30, "fp32", 1), CPU).step
+    assert timed(step, 50, time.perf_counter) > 0
+
+
 def test_median_seconds_leave_out_what_does_not_fit_into_memory_and_raise_other_errors() -> None:
     ticks = itertools.count()
 
@@ -204,6 +222,20 @@ def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) 
     assert results.use_of_peak(found) == 3.0 * 32 / 2 / 100
     assert results.use_of_peak(entry("flash-tiny", [2.0])) is None
     assert forward_flops_per_token(subject(), 16) == cost(subject().config, 16).flops_per_token
+
+
+@pytest.mark.parametrize("name", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_the_operations_of_reading_a_prompt_are_those_that_it_does(name: str) -> None:
+    """Only the last token needs logits, which are most of the work of a model with few blocks."""
+    measured = Subject(name, "eager", resolve(name, "clm").override(n_blocks=1, vocab_size=5000))
+    with shapes_only(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model = measured.build()
+        assert isinstance(model, CausalLM)
+        read(model, torch.zeros(1, 256, dtype=torch.long))
+    assert prefill_flops_per_token(measured, 256) == pytest.approx(counter.get_total_flops() / 256, rel=0.07)
+    forward = forward_flops_per_token(measured, 256)
+    assert forward is not None
+    assert forward > 2 * counter.get_total_flops() / 256
 
 
 def test_results_hold_the_options_the_machine_and_no_paths(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
@@ -355,6 +387,11 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"task": "mlm"}, "^measure has prefill, which needs task='clm': leave it out"),
         ({"context_lengths": (8, 0)}, "^context_lengths is 0, but must be at least 1"),
         ({"positions": (-1,)}, "^positions is -1"),
+        (
+            {"context_lengths": (8, 2**40)},
+            "^context_lengths is 1099511627776, but must be .* at most 1,073,741,824",
+        ),
+        ({"threads": 5000}, "^threads is 5000, but must be at least 1 and at most 4,096"),
         ({"presets": "flash-tiny"}, "^presets is 'flash-tiny', but must be a list, each item of which is a text"),
         ({"context_lengths": 512}, "^context_lengths is 512, but must be a list"),
         ({"tokens_per_batch": 0}, "^tokens_per_batch is 0"),

@@ -28,7 +28,7 @@ from lineartime.bench.plots import draw_plots
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import print_results, write_report
 from lineartime.bench.results import Entry, Results
-from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare
+from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prefill_flops_per_token, prepare
 from lineartime.errors import LineartimeError, first_line
 from lineartime.host import freed_memory_kept
 from lineartime.machine import is_out_of_memory, using_threads
@@ -195,5 +195,8 @@ class _Run:
         """FLOPs of the model per token; a backward pass counts as two forward passes."""
         if case.measure == "decode":
             return None
-        forward = forward_flops_per_token(dataclasses.replace(subject, mode="eager"), case.length)
+        eager = dataclasses.replace(subject, mode="eager")
+        if case.measure == "prefill":
+            return prefill_flops_per_token(eager, case.length)
+        forward = forward_flops_per_token(eager, case.length)
         return forward if forward is None or case.measure != "train" else 3 * forward

@@ -6,15 +6,17 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lineartime.choices import Device, Precision
+from lineartime.choices import LONGEST_CONTEXT, Device, Precision
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, set_plain
+from lineartime.host import Threads
 
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 Peer = Literal["flash-pytorch", "fla"]
 Count = Annotated[int, Between(1)]
+Length = Annotated[int, Between(1, LONGEST_CONTEXT)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
 """Measures that continue a stream and therefore need a state."""
@@ -36,9 +38,9 @@ class BenchConfig:
     """clm: causal models; mlm: masked models, which are bidirectional and have no prefill or decode."""
     measure: tuple[Measure, ...] = ("train", "forward", "prefill", "decode")
     """train: forward and backward; forward: forward only; prefill: reading a prompt; decode: one more token."""
-    context_lengths: tuple[Count, ...] = (512, 2048)
+    context_lengths: tuple[Length, ...] = (512, 2048)
     """Context lengths, in tokens, for train, forward and prefill."""
-    positions: tuple[Count, ...] = (1024, 8192)
+    positions: tuple[Length, ...] = (1024, 8192)
     """Tokens that a model has read before decode is timed."""
     tokens_per_batch: Count = 8192
     """Tokens in a batch of train and forward, equal at all context lengths; a batch holds at least one sequence."""
@@ -62,7 +64,7 @@ class BenchConfig:
     """For a plot of quality against cost: JSON files of {preset: bits per byte}, or folders of runs."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
-    threads: Count | None = None
+    threads: Threads | None = None
     """Number of CPU threads; the default is PyTorch's."""
     out: Path | None = None
     """Folder for the results; it must not hold any yet. The default is runs/bench, or runs/bench-2, and so on."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from lineartime.bench.measure import timed
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.host import peak_memory
 from lineartime.machine import using_threads
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
+from lineartime.training.environment import read_environment
+from lineartime.training.folder import check_folder
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import Trainer, prepare
 
@@ -50,10 +52,15 @@ def rehearse(config: TrainConfig) -> Rehearsal:
     Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run.
 
     Raises:
-        LineartimeError: as for `train`, and if the options resume a run.
+        LineartimeError: as for `train`, and if the options resume a run or need several processes.
     """
     if config.resume:
         raise ArgumentError("resume", "is True, but only a new run can be tried: leave it out.")
+    if config.context_parallel > 1:
+        raise ArgumentError("context_parallel", f"is {config.context_parallel}, but a dry run is one process: leave it out.")
+    if (processes := read_environment().world_size) > 1:
+        raise LineartimeError(f"torchrun started {processes} processes, but a dry run is one process: leave torchrun out.")
+    check_folder(config)
     with using_threads(config.threads):
         trainer = prepare(config)
         try:

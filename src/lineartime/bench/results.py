@@ -14,7 +14,7 @@ from lineartime.bench.config import RESULTS_FILE
 from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
-from lineartime.errors import cannot
+from lineartime.errors import reporting
 from lineartime.files import write_atomically
 from lineartime.host import installed_version, processor_name
 
@@ -153,11 +153,9 @@ class Results:
 
 def write(file: Path, text: str) -> Path:
     """Replace a file as a whole; raises LineartimeError if the system refuses."""
-    try:
+    with reporting("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
-    except OSError as error:
-        raise cannot("write", file, error) from None
     return file
 
 

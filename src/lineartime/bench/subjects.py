@@ -109,7 +109,8 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             model.compile_step()
         with torch.no_grad():
             state = state_after(model, context)
-            step = Decoding(model, state, ids[:, -1]) if model.steps_in_place else GrowingDecoding(model, state, ids[:, -1])
+            endless = model.steps_in_place and model.config.longest_sequence is None
+            step = (Decoding if endless else GrowingDecoding)(model, state, ids[:, -1])
         return Ready(model, step, state_bytes(state) // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
@@ -141,7 +142,7 @@ class Decoding:
 
 
 class GrowingDecoding(Decoding, RewindingStep):
-    """The same with a state that grows: it goes back before it has grown by more than a thirty-second, or nine tokens."""
+    """The same with a state that grows or ends: it goes back before it grows by more than a thirty-second, or nine tokens."""
 
     def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
         super().__init__(model, state, tokens)
@@ -191,6 +192,13 @@ def _zeros(shape: Any, like: Any) -> Any:
         parts = [_zeros(*pair) for pair in zip(shape, like, strict=True)]
         return type(shape)(*parts) if hasattr(shape, "_fields") else tuple(parts)
     return shape
+
+
+def prefill_flops_per_token(subject: Subject, length: int) -> float | None:
+    """The same for reading a prompt, which computes the logits of its last token alone."""
+    forward = forward_flops_per_token(subject, length)
+    of_logits = 2 * subject.config.d_model * subject.config.vocab_size
+    return None if forward is None else forward - of_logits * (length - 1) / length
 
 
 @lru_cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.choices import LONGEST_CONTEXT
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.layers.streams import tensors_of
@@ -45,7 +46,7 @@ def count_parameters(config: ModelConfig) -> int:
 def check_context_length(context_length: int) -> None:
     """Raise ArgumentError unless the context length is an integer from 1 to 2^30."""
     check_positive(context_length=context_length)
-    check_limits("context_length", context_length, [Between(most=2**30)])
+    check_limits("context_length", context_length, [Between(most=LONGEST_CONTEXT)])
 
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
