@@ -1,8 +1,7 @@
 """Check the fields of dataclasses against their types and ranges, so that errors name the wrong value.
 
 `decode` makes dataclasses from plain JSON data. Every file that the library writes and reads back is read with it. It is our
-own because checkpoints must load with only torch and safetensors installed, and because errors must name the wrong value,
-which those of existing libraries do not.
+own because checkpoints must load with only torch and safetensors installed, and because its errors name the wrong value.
 """
 
 import dataclasses
@@ -194,12 +193,14 @@ def check_ranges(config: Any) -> None:
 
 
 def set_plain(config: Any) -> None:
-    """Convert lists and texts that were given for tuples and paths of a frozen dataclass, in its `__post_init__`."""
+    """Convert lists and texts given for tuples and paths of a frozen dataclass, in its `__post_init__`. An empty path fails."""
     for name, hint in _hints(type(config)).items():
         value, base = getattr(config, name), _without_annotation(hint)
         if get_origin(base) is tuple and isinstance(value, list):
             object.__setattr__(config, name, tuple(value))
         elif isinstance(value, str) and Path in _parts(base):
+            if not value:
+                raise ArgumentError(name, "is empty: give a path, or leave it out.")
             object.__setattr__(config, name, Path(value))
 
 
@@ -253,8 +254,7 @@ def _number(limit: float) -> str:
 
 def _hints(cls: Any) -> dict[str, Any]:
     """The types of the fields of a dataclass, with their ranges."""
-    found: dict[str, Any] = _read_hints(cls)
-    return found
+    return _read_hints(cls)
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 from lineartime.bench.rehearsal import rehearse
 from lineartime.cli import main
 from lineartime.cli.config_file import read_options, to_toml
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.training.config import TrainConfig
 
 Fails = Callable[..., None]
@@ -99,7 +99,12 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
 
 
 def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Callable[..., TrainConfig], fails: Fails
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: Callable[..., TrainConfig],
+    fails: Fails,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "--context", "24", "--batch-size", "2", "--steps", "50"]
     where = ["--data", str(text), "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]
@@ -123,4 +128,10 @@ def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
     assert all(other.is_dir() for other in others)
     with pytest.raises(LineartimeError, match="resume is True, but only a new run can be tried"):
         rehearse(config(resume=True))
+    with pytest.raises(ArgumentError, match="context_parallel is 2, but a dry run is one process: leave it out"):
+        rehearse(config(context_parallel=2))
+    with pytest.raises(ArgumentError, match=r"out is .*, which is a file: give a folder"):
+        rehearse(config(out=text))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    fails(["train", *small, *where, "--dry-run"], "torchrun started 2 processes, but a dry run is one process: leave torchrun")
     fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")

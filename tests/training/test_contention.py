@@ -22,7 +22,7 @@ def advice(threads: int, cores: int, windows: Iterable[tuple[float, float]]) -> 
         clock, before, total = readings[-1]
         readings.append(Usage(clock + 5, before + 5 * own, total + 5 * (own + others)))
     unread = iter(readings)
-    watch = Contention(threads, lambda: next(unread), cores)
+    watch = Contention(threads, read=lambda: next(unread), cores=cores)
     return [said for _ in readings[1:] if (said := watch.advice())]
 
 
@@ -55,8 +55,14 @@ def test_a_program_that_ends_soon_is_not_told() -> None:
 
 
 def test_a_system_that_does_not_tell_its_use_is_left_alone() -> None:
-    watch = Contention(2, lambda: None, 2)
+    watch = Contention(2, read=lambda: None, cores=2)
     assert [watch.advice() for _ in range(5)] == [None] * 5
+
+
+def test_the_processes_of_one_run_are_not_blamed_for_each_other() -> None:
+    readings = iter([Usage(0.0, 0.0, 0.0), Usage(5.0, 10.0, 20.5), Usage(10.0, 20.0, 41.0), Usage(15.0, 30.0, 61.5)])
+    watch = Contention(2, 2, read=lambda: next(readings), cores=4)
+    assert [watch.advice() for _ in range(3)] == [None] * 3
 
 
 def test_the_use_of_the_cores_that_this_process_may_use_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

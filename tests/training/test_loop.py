@@ -91,6 +91,8 @@ def test_a_prefix_model_trains_on_random_prefixes_and_is_measured_on_half_window
 def test_a_shuffle_of_documents_needs_a_stream(config: MakeConfig) -> None:
     with pytest.raises(ArgumentError, match=r"^shuffle_documents is 5, but needs streaming: text that is encoded beforehand"):
         config(shuffle_documents=5).check()
+    with pytest.raises(ArgumentError, match=r"^lanes is 3, but needs streaming: leave it out"):
+        config(lanes=3).check()
 
 
 def test_prefixes_cannot_be_split_over_processes(config: MakeConfig) -> None:

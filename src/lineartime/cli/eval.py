@@ -77,7 +77,7 @@ def run(options: Options) -> None:
     with using_threads(options.threads):
         evaluation = evaluate(
             options.run,
-            options.data,
+            options.data or None,
             checkpoint=options.checkpoint,
             text_column=options.text_column,
             max_expansion=options.max_expansion,

@@ -190,7 +190,8 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     """
     check_type("max_expansion", max_expansion, int)
     check_limits("max_expansion", max_expansion, [Between(1, 10**9)])
-    names = [data] if isinstance(data, (str, Path)) else list(data or ())
+    names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
+    check_type("data", names, tuple[str | Path, ...])
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()

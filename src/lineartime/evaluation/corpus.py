@@ -70,6 +70,9 @@ def evaluate(
     Raises:
         LineartimeError: for errors that the user can fix, such as a text that is missing or too short.
     """
+    if data is not None and not data:
+        raise ArgumentError("data", "is empty: give a text, or leave it out.")
+    check_type("cache", cache, str | Path | None)
     _check_options(
         {"split": (split, Split), "context": (context, Context), "precision": (precision, Precision)},
         {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride},
@@ -82,9 +85,9 @@ def evaluate(
         _causal(model)
         _check_no_windows(stride, packed)
 
-    column = text_column or (TEXT_COLUMN if data else trained.get("text_column", TEXT_COLUMN))
+    column = text_column or (TEXT_COLUMN if data is not None else trained.get("text_column", TEXT_COLUMN))
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
-    corpus = load_corpus(data or trained["data"], column, expansion)
+    corpus = load_corpus(trained["data"] if data is None else data, column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     stream = token_stream(corpus, split, tokenizer, cache_folder() if cache is None else cache, max_tokens)
     if say is not None:

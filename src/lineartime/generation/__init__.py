@@ -71,7 +71,7 @@ def generate_batch(
     stop_token: int | None = None,
     ended: Callable[[int, int], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue several prompts of any lengths together. No text depends on the other prompts.
+    """Continue several prompts of any lengths together. The probabilities of a text do not depend on the other prompts.
 
     The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text. A model that
     `steps_in_place`, such as FLASH, computes all texts at once, in constant time and memory per step, on a GPU as a CUDA
@@ -81,7 +81,8 @@ def generate_batch(
     Args:
         model: a causal language model, in evaluation mode.
         prompts: token ids, at least one in each.
-        max_tokens, sampling, stop_token: as for `generate`; one generator draws for all texts.
+        max_tokens, sampling, stop_token: as for `generate`; one generator draws for all texts, so that what is drawn for a text
+            depends on the other prompts.
         ended: called with the number of a text and its new token; the text ends with this token if it returns True.
 
     Returns:

@@ -11,7 +11,7 @@ from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Ta
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, decode, set_plain
 from lineartime.files import absolute_path
-from lineartime.host import MOST_THREADS
+from lineartime.host import Threads
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
     from lineartime.data import Rows
@@ -116,7 +116,7 @@ class TrainConfig:
     """Device to train on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 if the device has units for it. Weights are always fp32."""
-    threads: Annotated[int, Between(1, MOST_THREADS)] | None = None
+    threads: Threads | None = None
     """CPU threads in each process; the default is PyTorch's. If other programs are running, 1 is often fastest."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto uses it if the run is long enough to pay for the compilation."""
@@ -209,6 +209,8 @@ class TrainConfig:
                 Argument("parallel", "ddp"),
                 ".",
             )
+        if self.lanes != TrainConfig.lanes and not self.streaming:
+            raise ArgumentError("lanes", f"is {self.lanes}, but needs ", Argument("streaming"), ": leave it out.")
         if self.shuffle_documents and not self.streaming:
             advice = ": text that is encoded beforehand is shuffled by windows."
             raise ArgumentError("shuffle_documents", f"is {self.shuffle_documents}, but needs ", Argument("streaming"), advice)

@@ -34,15 +34,23 @@ class Contention:
 
     Args:
         threads: the number of threads of this process.
+        processes: the number of processes of the run; with several, which count as other programs, nothing is watched.
         read: reads the usage.
         cores: the number of cores that this process may use.
     """
 
-    def __init__(self, threads: int, read: Callable[[], Usage | None] = read_usage, cores: int | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        processes: int = 1,
+        *,
+        read: Callable[[], Usage | None] = read_usage,
+        cores: int | None = None,
+    ) -> None:
         self._threads = threads
         self._read = read
         self._cores = len(available_cores()) if cores is None else cores
-        self._before = read() if threads > 1 else None
+        self._before = read() if threads > 1 and processes == 1 else None
         self._in_a_row = 0
 
     def advice(self) -> str | None:

@@ -13,16 +13,22 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 
 
+def check_folder(config: TrainConfig) -> None:
+    """Raise ArgumentError for a path that cannot be the folder of a run."""
+    run = config.run_directory
+    if checkpoints.is_checkpoint(run):
+        raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
+    if run.exists() and not run.is_dir():
+        raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
+
+
 @contextmanager
 def claimed(config: TrainConfig, world: World) -> Iterator[None]:
     """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
     run = config.run_directory
     lock = None
     with world.raise_on_all_ranks():
-        if checkpoints.is_checkpoint(run):
-            raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
-        if run.exists() and not run.is_dir():
-            raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
+        check_folder(config)
         if config.resume and not run.exists():
             checkpoints.last_checkpoint(run)  # raises, because there is none
         if world.is_main:

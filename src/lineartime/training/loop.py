@@ -193,7 +193,7 @@ class Trainer:
                     self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
-                contention = Contention(torch.get_num_threads() if on_cpu else 1)
+                contention = Contention(torch.get_num_threads() if on_cpu else 1, self.world.size)
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
