@@ -88,3 +88,18 @@ def test_the_state_keeps_two_vectors_of_every_token_of_closed_chunks() -> None:
     _, state = mixer.extend(torch.randn(1, 83, 16), mixer.init_state(1))
     assert state.k_sum.shape == state.o.shape == (1, 2, 10, 8, 8)
     assert state.k.shape == (1, 2, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["summary_of_heads", "summary_to_key"])
+def test_an_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
+    mixer = Combiner(8, n_heads=2, chunk_size=4).double()
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    before = mixer(x)
+    part = mixer.get_submodule(name)
+    adapter = torch.nn.Linear(8, 8).double()
+    part.register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
+    after = mixer(x)
+    assert not torch.allclose(before, after)
+    after.square().sum().backward()
+    assert adapter.weight.grad is not None
+    assert adapter.weight.grad.abs().sum() > 0

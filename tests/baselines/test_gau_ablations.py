@@ -12,7 +12,7 @@ from lineartime.baselines.gau_multi_head import GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
-from lineartime.layers import GAU, Attention
+from lineartime.layers import GAU, Attention, set_backend
 from lineartime.layers.mixer import Mixer
 from lineartime.ops import quadratic_attention_oracle, rope
 
@@ -126,3 +126,14 @@ def test_scores_of_every_head_start_near_one_if_asked() -> None:
     scores = (q[1:] * k[:-1]).sum(-1).mean(0) / 16**0.5
     assert ((scores > 0.7) & (scores < 3)).all()
     torch.testing.assert_close((layer.beta[0] * layer.beta[1]).unflatten(0, (4, 16)).sum(-1) / 16**0.5, torch.ones(4))
+
+
+def test_the_relu2_ablation_follows_the_backend_that_its_errors_advise() -> None:
+    layer = MHSARelu2(16, n_heads=2)
+    x = torch.randn(1, 9, 16, requires_grad=True)
+    set_backend(layer, "torch")
+    [first] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    first.square().sum().backward()  # "tiled" refuses it
+    set_backend(layer, "tiled")
+    with pytest.raises(RuntimeError, match=r"use set_backend\(model, 'torch'\)"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)

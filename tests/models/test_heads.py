@@ -261,3 +261,19 @@ def test_types_that_do_not_fit_are_named(types: torch.Tensor, message: str) -> N
         model(ids, token_types=types)
     with pytest.raises(ArgumentError, match="token_types is given, but this model has none: leave it out"):
         masked("flash-tiny")(ids, token_types=ids)
+
+
+def test_the_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> None:
+    """The fused loss reads the weights alone, so an adapter would change nothing and learn nothing."""
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, tie_word_embeddings=False).double()
+    assert model.lm_head is not None
+    adapter = torch.nn.Linear(16, 258).double()
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
+    ids, targets = torch.randint(0, 258, (2, 2, 9)).unbind(0)
+    targets[0, 3] = -100
+    loss = model.total_loss(ids, targets)
+    logits = model(ids).flatten(0, 1)
+    torch.testing.assert_close(loss.double(), torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum"))
+    loss.backward()
+    assert adapter.weight.grad is not None
+    assert adapter.weight.grad.abs().sum() > 0

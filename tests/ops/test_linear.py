@@ -100,3 +100,9 @@ def test_tokens_of_other_streams_than_those_of_the_state_are_refused() -> None:
 
 def make_stream(batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 5)
+
+
+@pytest.mark.parametrize(("k", "v", "causal"), [((3, 5), (3, 2), False), ((5, 4), (5, 2), True), ((5, 4), (3, 2), False)])
+def test_widths_and_lengths_that_do_not_match_are_named(k: tuple[int, int], v: tuple[int, int], causal: bool) -> None:
+    with pytest.raises(ArgumentError, match=r"^k has shape \[1, ., .\], but must be \[\.\.\., T, f\] to match q \[1, 3, 4\]"):
+        linear_attention(features(1, 3, 4), features(1, *k), features(1, *v), causal=causal)

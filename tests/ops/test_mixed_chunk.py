@@ -178,8 +178,9 @@ def test_states_and_counts_accumulate_in_float32() -> None:
 
 def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
     inputs = make_inputs(1, 9)
-    oracle = mixed_chunk_attention(*inputs, chunk_size=CHUNK, backend="oracle")
-    assert torch.equal(oracle, mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK))
+    layout = make_layout(inputs[-1].shape, device=inputs[-1].device, plan=LayoutPlan(chunk_size=CHUNK))
+    definition = reference.attend(Heads(*inputs), None, layout, MixedChunkOptions(CHUNK))
+    assert torch.equal(mixed_chunk_attention(*inputs, chunk_size=CHUNK, backend="oracle"), definition)
 
 
 @pytest.mark.parametrize(

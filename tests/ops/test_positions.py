@@ -1,9 +1,11 @@
 import math
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lineartime.errors import ArgumentError
 from lineartime.ops import rope, rotary_bias, sinusoid, table_bias
 from lineartime.ops.positions import bucket_bias, distance_buckets, partial_rotary_table, rotate
 
@@ -104,3 +106,19 @@ def test_a_partial_rotation_leaves_the_other_features_as_they_are() -> None:
     assert torch.equal(turned[:, still], x[:, still])
     torch.testing.assert_close(turned[:, moving], rope(x[:, moving], positions))
     assert torch.equal(rotate(x, partial_rotary_table(positions, 12, None, torch.float64)), rope(x, positions))
+
+
+def test_a_table_of_biases_is_never_read_beyond_its_ends() -> None:
+    """Indices below zero would wrap around to the values of the other direction."""
+    table = torch.arange(5.0)
+    assert table_bias(table, torch.tensor([2]), torch.tensor([0])).item() == 0
+    for query, key in ((4, 0), (0, 4)):
+        with pytest.raises(ArgumentError, match="table has values for offsets up to 2, but there is one of 4: make it longer"):
+            table_bias(table, torch.tensor([query]), torch.tensor([key]))
+
+
+def test_odd_widths_have_no_pairs_of_features() -> None:
+    with pytest.raises(ArgumentError, match="x has 5 features, but must have an even number"):
+        rope(torch.randn(3, 5), torch.arange(3))
+    with pytest.raises(ArgumentError, match="d_model is 5, but must be even"):
+        sinusoid(torch.arange(3), 5, torch.float32)

@@ -361,3 +361,19 @@ def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tupl
     q, k, v = torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 4)
     with torch.no_grad(), pytest.raises(ArgumentError, match=r"state needs k of shape \[2, N, 6\], but it is"):
         quadratic_attention_extend(q, k, v, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 5, 2, dtype=torch.long)}, "q has dtype torch.int64, but must have a floating-point dtype"),
+        ({"v": torch.ones(1, 5, 2, dtype=torch.bool)}, "v has dtype torch.bool, but must have a floating-point dtype"),
+        ({"k": [[[0.0]]]}, "k is a list, but must be a tensor"),
+        ({"q": torch.tensor(1.0)}, r"q has shape \[\], but must be \[B, T, s\]"),
+        ({"bias": FactoredBias(torch.ones(5, 2), torch.ones(5, 3))}, r"bias has factors of shapes \[5, 2\] and \[5, 3\]"),
+    ],
+)
+def test_what_no_attention_can_read_is_named(change: dict[str, Any], message: str) -> None:
+    inputs = {name: torch.randn(1, 5, 2) for name in "qkv"}
+    with pytest.raises(ArgumentError, match=message):
+        quadratic_attention(**{**inputs, **change})

@@ -13,7 +13,7 @@ A document is a grid: row r is chunk r, column l is the place inside a chunk. x 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.dense import Dense, factory
-from lineartime.layers.multi_head import merge_heads
+from lineartime.layers.dense import Dense, factory, is_untouched
+from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import Layout, cut_chunks
 from lineartime.ops.positions import rope
@@ -100,8 +100,7 @@ def combiner_attention(
     of_row, of_column = weights.split([chunk_size, chunks.n_chunks], -1)
     out = of_row @ v + (of_column.permute(0, 2, 3, 1, 4) @ summaries).permute(0, 3, 1, 2, 4)
     joined = chunks.join(out.transpose(2, 3).flatten(-2))  # [R, L, d]
-    heads: Tensor = joined.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    return heads
+    return split_heads(joined, n_heads)
 
 
 def _positions(n_chunks: int, chunk_size: int, device: torch.device) -> Tensor:
@@ -227,4 +226,6 @@ class Combiner(ChunkedHeads[CombinerState]):
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply a linear layer in the dtype of x, because autocast is off here."""
+    if not is_untouched(layer):
+        return cast("Tensor", layer(x.to(layer.weight.dtype))).to(x.dtype)
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))

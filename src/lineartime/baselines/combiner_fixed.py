@@ -16,7 +16,7 @@ from torch import Tensor
 from lineartime.baselines.blocks import joint_softmax
 from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.multi_head import merge_heads
+from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import cut_chunks
 
@@ -73,8 +73,7 @@ def combiner_fixed_attention(
     k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
     out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
     joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
-    heads: Tensor = joined.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    return heads
+    return split_heads(joined, n_heads)
 
 
 def _split(x: Tensor, n_heads: int) -> Tensor:

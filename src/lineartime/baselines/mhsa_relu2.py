@@ -8,14 +8,16 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 
 from torch import Tensor
 
+from lineartime.layers.gated import HasBackends
 from lineartime.layers.multi_head import MultiHeadMixer, fold_heads
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
-from lineartime.ops.quadratic import quadratic_attention
+from lineartime.ops.quadratic import attend_rows
+from lineartime.ops.quadratic.inputs import QuadraticOptions
 from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 
-class MHSARelu2(MultiHeadMixer[KVCache]):
+class MHSARelu2(MultiHeadMixer[KVCache], HasBackends):
     """Multi-head attention with relu^2 instead of softmax.
 
     Each head attends like a GAU. The options are those of `MultiHeadMixer`.
@@ -26,7 +28,8 @@ class MHSARelu2(MultiHeadMixer[KVCache]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """relu^2 attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
-        return quadratic_attention(fold_heads(q), fold_heads(k), fold_heads(v), causal=self.causal, mask=mask).view_as(v)
+        options = QuadraticOptions(self.causal)
+        return attend_rows(fold_heads(q), fold_heads(k), fold_heads(v), None, mask, options, self.backend).view_as(v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.layers.checks import has_hooks
 from lineartime.ops.dense import dense
 
 
@@ -44,6 +45,11 @@ class Dense(nn.Linear):
         super().reset_parameters()  # keeps the order of random numbers, so that a seed gives the same weights as before
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
+
+
+def is_untouched(layer: nn.Module) -> bool:
+    """Whether a linear map is an unmodified `Dense` without hooks, so that its weights may be used without calling it."""
+    return type(layer) is Dense and type(layer.weight) is nn.Parameter and not has_hooks(layer)
 
 
 def reset_parts(module: nn.Module) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lineartime.layers.checks import has_hooks
 from lineartime.layers.chunked import ChunkedUnit
-from lineartime.layers.dense import Dense
+from lineartime.layers.dense import is_untouched
 from lineartime.layers.gated import HasBackends
 from lineartime.layers.opened import Part
 from lineartime.layers.prefix import PrefixMixer
@@ -58,7 +57,7 @@ class FLASH(
         if not self._fuses_output_projection(normed):
             return super().mix(normed, layout)
         projection, bias = self.to_gate_value_base, self.chunk_bias(layout)
-        if _is_untouched(projection) and layout.require_chunks().real is None:
+        if is_untouched(projection) and layout.require_chunks().real is None:
             tokens = Projected(F.linear(normed, projection.weight), self.gamma, self.beta, projection.bias)
         else:
             tokens = Projected(projection(normed), self.gamma, self.beta)
@@ -70,7 +69,7 @@ class FLASH(
 
         This bypasses `to_output` and `attend_and_gate`, so neither of them may have been modified.
         """
-        is_own = _is_untouched(self.to_output) and type(self).attend_and_gate is FLASH.attend_and_gate
+        is_own = is_untouched(self.to_output) and type(self).attend_and_gate is FLASH.attend_and_gate
         return is_own and torch.is_grad_enabled() and normed.device.type == "cpu" and not torch.compiler.is_exporting()
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
@@ -129,8 +128,3 @@ class FLASH(
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         out: Tensor = self.to_output(step_projected(tokens, row, layout.rotations, self.options, streams, chunk))
         return out
-
-
-def _is_untouched(layer: nn.Module) -> bool:
-    """Whether a projection is an unmodified `Dense` without hooks, so that attention can apply it without calling it."""
-    return type(layer) is Dense and type(layer.weight) is nn.Parameter and not has_hooks(layer)

@@ -183,7 +183,7 @@ class HasBackends(nn.Module):
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:
-    """Set the backend that computes the attention of all GAU and FLASH layers of a model, or of a single layer.
+    """Set the backend that computes the attention of all GAU, FLASH and mhsa-relu2 layers of a model, or of a single layer.
 
     Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. In streams of
     FLASH, "triton", "tiled" and "auto" apply to whole chunks, if they can run there and no gradient is needed; otherwise,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
-from lineartime.layers.dense import Dense
+from lineartime.layers.dense import Dense, is_untouched
 from lineartime.models.backbone import Backbone, BackboneState, JoinedStates
 from lineartime.models.compiled_step import CompiledStep, compiled_step
 from lineartime.models.config import ModelConfig
@@ -79,6 +79,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Compute the mean cross-entropy over all targets, without holding the logits of all tokens in memory at once.
 
+        An `lm_head` with an adapter or a hook is called, and then the logits are held.
+
         Args:
             ids, mask, cu_seqlens, prefix_lengths, context, token_types: as for the logits.
             targets: int [B, T], the tokens to predict; -100 where there is none.
@@ -110,6 +112,9 @@ class LanguageModel(nn.Module):
             raise ArgumentError("targets", f"has shape {list(targets.shape)}, but must have that of ids, {list(ids.shape)}.")
         if self.lm_head is None:
             return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+        if not is_untouched(self.lm_head):  # with an adapter or a hook, for instance: the weights alone are not the map
+            logits = self.lm_head(hidden).float().flatten(0, -2)
+            return F.cross_entropy(logits, targets.flatten().long(), reduction="sum", ignore_index=IGNORED)
         # The bias becomes the weight of an additional feature that is always 1. Zeros align the rows for GPUs.
         zeros = (0, -(hidden.shape[-1] + 1) % 8)
         weight = F.pad(torch.cat([self.lm_head.weight, self.lm_head.bias[:, None]], 1), zeros)

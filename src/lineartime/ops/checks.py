@@ -19,11 +19,16 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
-    """Raise ArgumentError unless every named query or key is [B, T, s], with the same s, for values [B, T, e]."""
+    """Raise ArgumentError unless all are tensors of floats, each query and key [B, T, s] with the same s, for v [B, T, e]."""
+    for name, tensor in {**queries_and_keys, "v": v}.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, f"is a {type(tensor).__name__}, but must be a tensor.")
+        if not tensor.is_floating_point():
+            raise ArgumentError(name, f"has dtype {tensor.dtype}, but must have a floating-point dtype: convert it.")
     if v.dim() != 3:
         raise ArgumentError("v", f"has shape {list(v.shape)}, but must be [B, T, e].")
-    d_qk = next(iter(queries_and_keys.values())).shape[-1]
-    expected = [*v.shape[:2], d_qk]
+    first = next(iter(queries_and_keys.values()))
+    expected = [*v.shape[:2], first.shape[-1] if first.dim() else "s"]
     for name, tensor in queries_and_keys.items():
         if list(tensor.shape) != expected:
             raise ArgumentError(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.checks import check_continues
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
@@ -82,7 +83,13 @@ def linear_attention(
 
     Returns:
         [..., T, h], with zeros where no key is visible. States are summed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ArgumentError: if widths or numbers of tokens do not match.
     """
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or (causal and q.shape[-2] != k.shape[-2]):
+        shapes = f"q {list(q.shape)} and v {list(v.shape)}"
+        raise ArgumentError("k", f"has shape {list(k.shape)}, but must be [..., T, f] to match {shapes}.")
     sums = causal_sums if causal else _total
 
     def read(k: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Functions as PyTorch operators, which torch.compile and torch.export call without tracing into them."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,12 +34,31 @@ def register_operator(
     """
     name = function.__name__.removeprefix("_")
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lineartime::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, _on_one_device(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lineartime::{name}", _on_one_device(fake), lib=_LIBRARY)
     if differentiate is not None:
         torch.library.register_autograd(f"lineartime::{name}", differentiate, setup_context=keep_for_backward, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
     return operator
+
+
+def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with an error for tensors on several devices: kernels would read the memory of another one.
+
+    One tensor on the meta device would even choose `fake`, whose results are never computed.
+    """
+
+    @wraps(function)
+    def checked(*arguments: Any) -> Any:
+        devices = {x.device for x in arguments if isinstance(x, Tensor)}
+        if len(devices) > 1:
+            found = " and ".join(sorted(map(str, devices)))
+            raise RuntimeError(
+                f"The inputs of an attention or loss are on {found}: move the model and its inputs to one device."
+            )
+        return function(*arguments)
+
+    return checked
 
 
 def under_transform() -> bool:

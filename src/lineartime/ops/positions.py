@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.operator import register_operator
+from lineartime.errors import ArgumentError
+from lineartime.ops.checks import is_readable
+from lineartime.ops.operator import is_traced, register_operator
 from lineartime.ops.precision import acc_dtype, has_float64, without_autocast
 
 _DIGITS, _BASE = 3, 1024
@@ -115,7 +117,12 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
 
     Returns:
         [..., T, s] in the dtype of x; computed in float32 or better.
+
+    Raises:
+        ArgumentError: for an odd s.
     """
+    if x.shape[-1] % 2:
+        raise ArgumentError("x", f"has {x.shape[-1]} features, but must have an even number: they are rotated in pairs.")
     return rotate(x, rotary_table(positions, x.shape[-1] // 2, acc_dtype(x)))
 
 
@@ -123,9 +130,15 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     """Relative bias [Q, K] read from a table of 2n-1 values: bias[t, j] = table[j - t + n - 1].
 
     Indexing from the centre makes the offset j - t = 0 mean the same value at every length.
+
+    Raises:
+        ArgumentError: for positions that are further apart than n - 1. On a GPU and in compiled code, this is not checked.
     """
     centre = (table.shape[0] - 1) // 2
-    return table[key_positions[None, :] - query_positions[:, None] + centre]
+    offsets = key_positions[None, :] - query_positions[:, None]
+    if is_readable(offsets) and not is_traced() and (farthest := int(offsets.abs().max())) > centre:
+        raise ArgumentError("table", f"has values for offsets up to {centre}, but there is one of {farthest}: make it longer.")
+    return table[offsets + centre]
 
 
 def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
@@ -203,6 +216,8 @@ def rotary_bias(
 
 
 def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """The sinusoid table of the Transformer, sines before cosines: [..., d_model] for positions [...]."""
+    """The sinusoid table of the Transformer, sines before cosines: [..., d_model] for positions [...]; d_model is even."""
+    if d_model % 2:
+        raise ArgumentError("d_model", f"is {d_model}, but must be even: every angle has a sine and a cosine.")
     cos, sin = _rotary_table(positions, d_model // 2, dtype).unbind(0)
     return torch.cat([sin, cos], dim=-1)

@@ -64,3 +64,6 @@ def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> Non
     for part in bias:
         if part.dim() != 2 or len(part) != length:
             raise ArgumentError("bias", f"has factors of shape {list(part.shape)}, but they must be [T, f] with T = {length}.")
+    if bias.of_queries.shape != bias.of_keys.shape:
+        shapes = " and ".join(str(list(part.shape)) for part in bias)
+        raise ArgumentError("bias", f"has factors of shapes {shapes}, but they must have the same shape [T, f].")
