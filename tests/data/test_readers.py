@@ -165,6 +165,81 @@ def test_a_single_file_of_documents_is_split_by_their_numbers(tmp_path: Path, ki
     assert sorted(text for split in splits for text in split) == sorted(texts)
 
 
+@pytest.mark.parametrize("character", ["é", "日", "🚀"])
+@pytest.mark.parametrize("name", ["a.txt", "enwik8"])
+def test_a_short_text_of_long_characters_is_not_cut_within_one(
+    tmp_path: Path, name: str, character: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for length in range(1, 81):
+        text = character * length
+        Path(name).write_text(text, encoding="utf-8")
+        corpus = load_corpus(name)
+        splits = [["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS]
+        assert "".join(document for split in splits for document in split) == text
+        assert len(splits[0][0]) >= 0.9 * length - 1
+
+
+def test_text_of_mixed_characters_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    for length in range(1, 81):
+        text = "".join("aé日🚀\nb"[i * i % 7 % 6] for i in range(length))
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        assert "".join("".join(read(part_of(tmp_path / "a.txt", split))) for split in SPLITS) == text
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_the_mark_of_utf_8_is_no_part_of_a_text(tmp_path: Path, suffix: str) -> None:
+    text = "日 \ufeff\n" * 30  # within a text, the character is one like any other
+    file = tmp_path / f"a.txt{suffix}"
+    file.write_bytes(COMPRESS[suffix](codecs.BOM_UTF8 + text.encode()))
+    assert read(part_of(file)) == [text]
+    assert "".join(read(part_of(file, split))[0] for split in SPLITS) == text
+    file.write_bytes(COMPRESS[suffix](codecs.BOM_UTF8 + b"caf\xe9"))
+    with pytest.raises(LineartimeError, match="byte 0xe9 at offset 6"):
+        read(part_of(file))
+
+
+def write_zip(file: Path, **members: bytes) -> Path:
+    """A .zip of these members, whose names have / for __ and . for _."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name.replace("__", "/").replace("_", "."), content)
+    return file
+
+
+def test_records_in_a_zip_file_are_documents_though_its_own_name_does_not_say_so(tmp_path: Path) -> None:
+    for name in ("corpus_jsonl", "corpus_ndjson", "corpus_json"):
+        file = write_zip(tmp_path / f"{name}.zip", **{name: json_lines(TEXTS)})
+        assert read(part_of(file)) == TEXTS
+        assert part_of(file).identity().endswith(f":.{name[7:]}")  # encoded again where an earlier version took it for text
+    named = write_zip(tmp_path / "corpus.jsonl.zip", part=json_lines(TEXTS))
+    assert read(part_of(named)) == TEXTS
+    assert part_of(named).identity().endswith(")")  # as ever
+    text = write_zip(tmp_path / "book.zip", book_txt=b"{}\n")
+    assert read(part_of(text)) == ["{}\n"]
+
+
+def test_folders_in_a_zip_file_are_no_files(tmp_path: Path) -> None:
+    file = write_zip(tmp_path / "books.zip", books__=b"", books__a_txt=b"text")
+    assert read(part_of(file)) == ["text"]
+    with pytest.raises(LineartimeError, match=r"books.zip holds 2 files: unpack it and give the folder"):
+        read(part_of(write_zip(tmp_path / "books.zip", books__=b"", books__a_txt=b"a", books__bc_txt=b"b")))
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.TAR.zst", "a.tar.bz2", "a.tgz"])
+def test_a_tar_archive_is_no_text_that_begins_with_a_header(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"content")
+    with pytest.raises(LineartimeError, match=rf"{name} is a tar archive, which is not read: unpack it and give the folder.$"):
+        read(part_of(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.parquet.gz", "a.zip"])
+def test_parquet_in_a_compressed_file_is_not_called_damaged(tmp_path: Path, name: str) -> None:
+    write_zip(tmp_path / name, a_parquet=b"content")
+    with pytest.raises(LineartimeError, match=rf"{name} is Parquet in a compressed file, which cannot be read: unpack it"):
+        read(part_of(tmp_path / name))
+
+
 def test_several_frames_are_one_file(tmp_path: Path) -> None:
     compress = zstandard.ZstdCompressor().compress
     (tmp_path / "a.txt.zst").write_bytes(compress(b"first ") + compress(b"") + compress(b"second" * 100))

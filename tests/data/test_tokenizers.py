@@ -67,6 +67,15 @@ def test_streamed_text_is_the_decoded_text_even_where_it_breaks(tokenizer: Token
         assert abs(len(streamed) - len(whole)) <= 0.05 * len(whole)  # a broken character may come out as two
 
 
+def test_the_beginning_of_a_text_is_what_its_first_tokens_encode(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT).tolist()
+    for count in range(len(ids) + 2):
+        whole = tokenizer.decode(ids[:count])
+        beginning = tokenizer.beginning(TEXT, count)
+        assert TEXT.startswith(beginning)
+        assert (beginning == whole) if "\ufffd" not in whole else (len(beginning) == len(whole.rstrip("\ufffd")) + 1)
+
+
 def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     again = read_tokenizer(tmp_path)

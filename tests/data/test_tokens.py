@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, TokenStream, load_corpus, token_stream
+from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, load_corpus, token_stream
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.corpora import Source
@@ -120,6 +120,28 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
     assert stream.tokens[:].tolist() == whole[:most]
     assert stream.n_bytes == sum(token < 256 for token in whole[:most])
     assert stream.n_words == len(BYTES.decode([32 if token == 256 else token for token in whole[:most]]).split())
+
+
+def test_a_limit_counts_the_bytes_and_words_of_the_text_and_not_those_of_its_decoding(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {piece: token for token, piece in enumerate(["[UNK]", "[SEP]", "[MASK]", *"naive日本"])}
+    lossy = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    lossy.normalizer = normalizers.BertNormalizer()  # lower case, no accents, spaces around characters of Chinese
+    lossy.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    lossy.decoder = decoders.WordPiece()
+    tokenizer = JsonTokenizer(lossy.to_str(), "lossy")
+    text = "É 日本日本 N  Quelque\n" * 3  # an unknown word, 4 characters, a letter, an unknown word
+    whole = token_stream(Blocks([text]), "train", tokenizer, tmp_path)
+    counts = {
+        most: token_stream(Blocks([text]), "train", tokenizer, tmp_path, max_tokens=most)
+        for most in (1, 3, 5, 7, 13, len(whole))
+    }
+    beginnings = {1: "É", 3: "É 日本", 5: "É 日本日本", 7: text[:17], 13: text[:26], len(whole): text}
+    assert len(whole) == 3 * 7 + 1
+    for most, stream in counts.items():
+        assert (len(stream), stream.n_bytes) == (most, len(beginnings[most].encode()))
+        assert stream.n_words == len(beginnings[most].split())
 
 
 def test_documents_are_counted_unless_an_earlier_version_encoded_them(tmp_path: Path) -> None:

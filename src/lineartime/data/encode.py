@@ -96,7 +96,7 @@ class Writer:
                 ids = next(encoded)
                 if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
                     ids = ids[: max_tokens - self.n_tokens]
-                    text = self._tokenizer.decode(ids.tolist())
+                    text = self._tokenizer.beginning(text, len(ids))
                 self._count(text)
                 self._write(ids.astype(self._dtype))
             if max_tokens is not None and self.n_tokens >= max_tokens:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,13 +18,9 @@ from lineartime.errors import ArgumentError, LineartimeError, cannot, message_li
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
+_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
+_TAR = (".tar", ".tgz", ".tbz2", ".txz")
 _BUFFER = 1 << 18
-
-
-def format_suffix(path: Path) -> str:
-    """The suffix of a file's format, without that of its compression."""
-    name = Path(path.stem) if path.suffix.lower() in COMPRESSED else path
-    return name.suffix.lower()
 
 
 def file_version(path: Path) -> tuple[int, int]:
@@ -53,6 +50,25 @@ class SourceFile:
     def version(self) -> tuple[int, int]:
         """The size and modification time of the file, which change when its content does."""
         return file_version(self.path)
+
+    @property
+    def named_suffix(self) -> str:
+        """The suffix of the format by the file's own name, without that of its compression."""
+        name = Path(self.path.stem) if self.path.suffix.lower() in COMPRESSED else self.path
+        return name.suffix.lower()
+
+    @property
+    def format_suffix(self) -> str:
+        """The suffix of the format; for a .zip, that of the file in it, if it is one of records.
+
+        Raises:
+            LineartimeError: for a tar archive, and for a .zip that cannot be read.
+        """
+        named = self.named_suffix
+        if named in _TAR or self.path.with_suffix("").suffix.lower() == ".tar":
+            raise LineartimeError(f"{self.path} is a tar archive, which is not read: unpack it and give the folder.")
+        member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
+        return member if member in _RECORDS else named
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -89,30 +105,47 @@ class Expansion:
 
 
 @contextmanager
-def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
+def _reporting(path: Path) -> Iterator[None]:
+    """Raise LineartimeError, naming the file, where it cannot be read or decompressed."""
     try:
-        with path.open("rb") as raw:
-            match path.suffix.lower():
-                case ".gz":
-                    yield cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-                case ".xz":
-                    with lzma.LZMAFile(raw) as stream:
-                        yield stream
-                case ".zst":
-                    yield io.BufferedReader(_Reader(_zstandard(raw, path)), _BUFFER)
-                case ".zip":
-                    with zipfile.ZipFile(raw) as archive:
-                        names = archive.namelist()
-                        if len(names) != 1:
-                            raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
-                        with _open_member(archive, names[0], path) as member:
-                            yield member
-                case _:
-                    yield raw
+        yield
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
         raise damaged(path, error) from None
     except OSError as error:
         raise cannot("read", path, error) from None
+
+
+@contextmanager
+def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    with _reporting(path), path.open("rb") as raw:
+        match path.suffix.lower():
+            case ".gz":
+                yield cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+            case ".xz":
+                with lzma.LZMAFile(raw) as stream:
+                    yield stream
+            case ".zst":
+                yield io.BufferedReader(_Reader(_zstandard(raw, path)), _BUFFER)
+            case ".zip":
+                with zipfile.ZipFile(raw) as archive, _open_member(archive, _member(archive, path), path) as member:
+                    yield member
+            case _:
+                yield raw
+
+
+@lru_cache(maxsize=4096)
+def _member_suffix(path: Path, version: tuple[int, int]) -> str:
+    """The suffix of the file in a .zip of this version."""
+    with _reporting(path), zipfile.ZipFile(path) as archive:
+        return Path(_member(archive, path)).suffix.lower()
+
+
+def _member(archive: zipfile.ZipFile, path: Path) -> str:
+    """The name of the only file in an archive."""
+    names = [name for name in archive.namelist() if not name.endswith("/")]  # the others are folders
+    if len(names) != 1:
+        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
+    return names[0]
 
 
 def _open_member(archive: zipfile.ZipFile, name: str, path: Path) -> IO[bytes]:

@@ -17,6 +17,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
 
 BLOCK = 1 << 18  # characters, or bytes, of text in memory at a time
+_MARK = "\ufeff"  # which some programs write at the beginning of a UTF-8 file
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class FilePart:
         kind, column = file_format(self.file), self.file.column
         # Files that earlier versions read in the same way keep their identity.
         marks = [":json"] if kind == "json" else []
+        marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
         marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
         return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{self.file.version}{''.join(marks)}"
 
@@ -91,6 +93,8 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 offset = position - held_back + error.start
                 raise not_utf8(f"{file.path}", error.object[error.start], offset) from None
+            if position == 0:
+                text = text.removeprefix(_MARK)
             position += len(block)
             if text:
                 yield text
@@ -116,14 +120,21 @@ def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Sp
 
 
 def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
-    """The offset after the next line end, or of the next character if no line ends soon.
+    """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
 
-    Line ends are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
+    Line ends and characters are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from
+    `offset`.
     """
+    searched = min(1 << 16, (stop - offset) // 2)
+    earliest = max(0, offset - 3)  # a character has at most 4 bytes
     with file.open() as stream:
-        skip(stream, offset)
-        following = stream.read(min(1 << 16, (stop - offset) // 2))
-    newline = following.find(b"\n") if at_line else -1
+        skip(stream, earliest)
+        before = stream.read(offset - earliest)
+        following = stream.read(max(1, searched))
+    newline = following.find(b"\n", 0, searched) if at_line else -1
     if newline >= 0:
         return offset + newline + 1
-    return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+    starts = [place for place, byte in enumerate(before + following[:4], earliest) if byte & 0xC0 != 0x80]
+    if not following or not starts:  # the end of the file, or bytes that are not UTF-8
+        return offset
+    return next((place for place in starts if place >= offset), starts[-1])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
-from lineartime.data.local_files import Expansion, SourceFile, damaged, format_suffix, not_utf8
+from lineartime.data.local_files import COMPRESSED, Expansion, SourceFile, damaged, not_utf8
 from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
 
 Format = Literal["text", "json lines", "json", "parquet"]
@@ -20,10 +20,13 @@ def file_format(file: SourceFile) -> Format:
     A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
 
     Raises:
-        LineartimeError: for a .json file that cannot be read, or whose records lack the column.
+        LineartimeError: for a .json or .zip file that cannot be read, records that lack the column, a tar archive, and Parquet
+            in a compressed file.
     """
-    match format_suffix(file.path):
+    match file.format_suffix:
         case ".parquet":
+            if file.path.suffix.lower() in COMPRESSED:
+                raise LineartimeError(f"{file.path} is Parquet in a compressed file, which cannot be read: unpack it.")
             return "parquet"
         case ".jsonl" | ".ndjson":
             return "json lines"

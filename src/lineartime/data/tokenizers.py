@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts, on all cores."""
 
+    def beginning(self, text: str, n_tokens: int) -> str:
+        """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
+
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
 
@@ -86,6 +89,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
+
+    def beginning(self, text: str, n_tokens: int) -> str:
+        """The part of a text that its first bytes encode, with the whole of a last character that they hold a part of."""
+        return text[: len(self.decode(self.encode(text)[:n_tokens].tolist()))]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
@@ -120,7 +127,7 @@ class _ByteStreamDecoder:
 class JsonTokenizer:
     """A tokenizer saved by the Hugging Face `tokenizers` library; missing end-of-document and mask tokens are added."""
 
-    _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]", "<end_of_document>")
+    _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]", "<end_of_document>", END_TEXT)
     _MASK_NAMES = ("[MASK]", "<mask>")
 
     def __init__(self, definition: str, source: str) -> None:
@@ -161,6 +168,12 @@ class JsonTokenizer:
             except Exception as error:  # the library raises plain Exception, for instance for an unknown word
                 raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def beginning(self, text: str, n_tokens: int) -> str:
+        """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
+        with no_panics(self._source):
+            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets[:n_tokens]
+        return text[: max((end for _, end in offsets), default=0)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

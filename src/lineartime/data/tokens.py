@@ -143,7 +143,9 @@ def token_stream(
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
     """A name for the tokens, which changes with the tokenizer, the text and the limit."""
-    parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
+    # Of limited tokens, earlier versions counted the bytes and words of the decoded text.
+    limit = "None" if max_tokens is None else f"{max_tokens} of the original text"
+    parts = [str(_FORMAT), fingerprint(tokenizer), limit, identity]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
