@@ -25,7 +25,10 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(
     assert main(["convert", str(tmp_path / "theirs"), str(ours)]) == 0
     assert "a model of lineartime" in capsys.readouterr().out
     assert main(["fill", str(ours), "--text", "天[MASK]人"]) == 0
-    assert main(["eval", str(ours), "--data", str(text), "--split", "all", "--context-length", "16", "--max-tokens", "64"]) == 0
+    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
+    evaluation = next(line.split()[1:] for line in page.splitlines() if line.startswith("    lineartime eval"))
+    paths = {"models/gau-alpha": str(ours), "text.txt": str(text)}
+    assert main([paths.get(word, word) for word in evaluation]) == 0
     model, tokenizer = lineartime.load(ours), lineartime.load_tokenizer(ours)
     ids = tokenizer.encode("天地 ABca。x")
     assert [formulas.PIECES[token] for token in ids] == ["天", "地", "[UNK]", "。", "[UNK]"]

@@ -82,13 +82,11 @@ def test_outputs_are_the_same_each_time_as_a_tuple_and_after_loading(
     assert list(inspect.signature(kind.forward).parameters)[1] == model.main_input_name == "input_ids"
 
 
-@every_class
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not LineartimeModel])  # which has no loss
 @pytest.mark.parametrize("system", ["flash", "transformer++"])
 def test_every_parameter_learns_with_blocks_computed_again_and_without(
     kind: Any, system: str, tiny: Tiny, awake: Awake, checkpointing: str
 ) -> None:
-    if kind is LineartimeModel:
-        return  # without a loss
     model = awake(kind(tiny(system, task_of(kind)))).train()
     for recompute in (False, True):
         if recompute:
@@ -198,7 +196,6 @@ def test_generation_returns_what_it_is_asked_for(system: str, tiny: Tiny, awake:
     [
         {"num_beams": 3, "do_sample": True, "top_k": 8},
         {"num_beams": 2, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": True},
-        {"do_sample": True, "prompt_lookup_num_tokens": 3},
         {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
         {"min_new_tokens": 4, "eos_token_id": list(range(20)), "pad_token_id": 0},
     ],
@@ -209,9 +206,6 @@ def test_modes_of_generation_run_alike_with_a_cache_and_without(
     model = awake(LineartimeForCausalLM(tiny(system)))
     texts = []
     for use_cache in (True, False):
-        if "prompt_lookup_num_tokens" in mode and not use_cache:
-            return
         torch.manual_seed(3)
-        rows = 1 if "prompt_lookup_num_tokens" in mode else 2
-        texts.append(model.generate(ids_of(rows, 7), max_new_tokens=9, use_cache=use_cache, **mode))
+        texts.append(model.generate(ids_of(2, 7), max_new_tokens=9, use_cache=use_cache, **mode))
     assert texts[0].tolist() == texts[1].tolist()

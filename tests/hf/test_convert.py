@@ -10,12 +10,13 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.errors import LineartimeError
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, convert, from_transformers
+from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS
 
 Tiny = Callable[..., LineartimeConfig]
@@ -170,6 +171,53 @@ def test_a_model_tuned_in_transformers_comes_back(folder: Path, tmp_path: Path) 
     ids = torch.arange(20)[None]
     torch.testing.assert_close(own(ids), model(ids).logits)
     assert isinstance(lineartime.load_tokenizer(tmp_path / "back"), ByteTokenizer)
+
+
+def test_a_model_of_bytes_with_an_added_token_comes_back(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|user|>"])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tuned")
+    own = lineartime.load(convert(tmp_path / "tuned", tmp_path / "back"))
+    back = lineartime.load_tokenizer(tmp_path / "back")
+    assert (back.end_of_document, back.mask, back.vocab_size) == (256, 257, 259)
+    ids = back.encode("<|user|>añ [END]")
+    assert ids.tolist() == [258, *"añ [END]".encode()]
+    torch.testing.assert_close(own(torch.from_numpy(ids)[None]), model(torch.from_numpy(ids)[None]).logits)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("clm", "A causal language model of"),
+        ("mlm", "A masked language model of"),
+        ("prefix-lm", "A prefix language model (it"),
+    ],
+)
+def test_a_card_says_what_a_model_is_and_how_to_install_what_reads_it(task: Any, words: str) -> None:
+    model = lineartime.build("flash-tiny", task, n_blocks=1, d_model=16, d_qk=8)
+    card = model_card(model.config, "name", model.n_parameters)
+    assert f"\n{words}" in card
+    assert "pip install '.[hf]'" in card  # not yet from PyPI
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("chunk_size", "mixer"), ("d_qk", "mixer"), ("n_heads", "mixer"), ("expansion", "feed_forward")]
+)
+def test_an_option_of_a_layer_beside_its_layer_is_not_ignored(name: str, part: str, tiny: Tiny) -> None:
+    layers = {"mixer": {"kind": "flash"}} if name in ("chunk_size", "d_qk") else tiny("transformer").to_dict()
+    given = {field: layers[field] for field in ("mixer", "feed_forward") if field in layers}
+    with pytest.raises(
+        lineartime.ArgumentError, match=f"{name} is 2, which is an option of {part} and no field of the model: put it into"
+    ):
+        LineartimeConfig(**given, **{name: 2})
+
+
+def test_a_configuration_of_an_earlier_version_with_an_ignored_option_is_loaded(folder: Path) -> None:
+    _change(folder / "config.json", chunk_size=64)
+    assert AutoConfig.from_pretrained(folder).mixer["chunk_size"] == 8
+    assert AutoModelForCausalLM.from_pretrained(folder, num_labels=3, dtype=torch.bfloat16).config.num_labels == 3
 
 
 def _change(file: Path, **values: Any) -> None:

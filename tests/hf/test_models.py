@@ -317,6 +317,20 @@ def test_arguments_that_do_not_fit_are_named(causal: LineartimeForCausalLM, argu
         causal(**given)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_types_of_tokens_are_not_dropped_silently_with_a_cache(cached: bool, tiny: Tiny, awake: Awake) -> None:
+    model, ids = awake(LineartimeForCausalLM(tiny(token_types=2))), ids_of(2, 9)
+    zeros = torch.zeros_like(ids)
+    close(model(ids, token_type_ids=zeros, use_cache=cached).logits, model(ids).logits)
+    if cached:
+        with pytest.raises(
+            ValueError, match="token_type_ids has types other than 0, but with a cache all tokens are of type 0"
+        ):
+            model(ids, token_type_ids=zeros + 1, use_cache=True)
+    untyped = awake(LineartimeForCausalLM(tiny()))
+    close(untyped(ids, token_type_ids=zeros + 1, use_cache=cached).logits, untyped(ids).logits)
+
+
 def test_positions_that_the_model_counts_itself_may_be_given(causal: LineartimeForCausalLM) -> None:
     ids = ids_of(2, 6)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])

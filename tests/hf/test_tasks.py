@@ -163,6 +163,65 @@ def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, checkpointing: str, tm
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
 
 
+def _learner(kind: str, tiny: Tiny) -> tuple[Any, list[dict[str, Any]]]:
+    """A model for a task, and eight examples of equal length."""
+    config = tiny(task="mlm")
+    config.num_labels, rows = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
+    ids = [torch.randint(40, (3, 7) if kind == "choices" else (7,), generator=rows) for _ in range(8)]
+    if kind == "answers":
+        model: Any = LineartimeForQuestionAnswering(config)
+        return model, [{"input_ids": x, "start_positions": x[0] % 7, "end_positions": x[1] % 7} for x in ids]
+    if kind == "tokens":
+        labels = [(x % 3).masked_fill(x > 20, -100) for x in ids]
+        model = LineartimeForTokenClassification(config)
+    elif kind == "choices":
+        labels, model = [x[0, 0] % 3 for x in ids], LineartimeForMultipleChoice(config)
+    else:
+        config.problem_type = kind
+        several = kind == "multi_label_classification"
+        labels = [x[0] % 3 if kind == "single_label_classification" else (x[: 3 if several else 1] % 2).float() for x in ids]
+        model = LineartimeForSequenceClassification(config)
+    return model, [{"input_ids": x, "labels": label} for x, label in zip(ids, labels, strict=True)]
+
+
+PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
+
+
+@pytest.mark.parametrize("kind", [*PROBLEMS, "tokens", "answers", "choices"])
+def test_steps_of_accumulated_batches_are_as_large_as_those_of_one_batch(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    norms = []
+    for steps in (1, 4):
+        torch.manual_seed(0)
+        model, data = _learner(kind, tiny)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=8 // steps,
+            gradient_accumulation_steps=steps,
+            learning_rate=0.0,
+            max_grad_norm=1e9,
+            logging_steps=1,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        norms.append((logged["loss"], logged["grad_norm"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_a_collator_of_packed_rows_keeps_the_label_at_which_an_answer_ends() -> None:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    chats = [{"input_ids": tokenizer.apply_chat_template(turns)["input_ids"]}] * 2
+    assert (DataCollatorWithFlattening()(chats)["labels"] == tokenizer.eos_token_id).sum() == 2
+    assert not (DataCollatorForLanguageModeling(tokenizer, mlm=False)(chats)["labels"] == tokenizer.eos_token_id).any()
+
+
 def test_a_packed_batch_has_the_loss_of_its_documents(tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(vocab_size=258)))
     documents = examples()[:4]

@@ -313,10 +313,14 @@ def _joined(backbone: Backbone, state: RaggedState) -> SteppedStreams:
 
 
 def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: SteppedStreams, every: bool) -> Tensor:
-    """Continue joined streams token by token, skipping padding; updates `streams` in place."""
+    """Continue joined streams token by token, skipping padding; updates `streams` in place.
+
+    Autograd keeps what a step has read, so with gradients, each step works on a copy.
+    """
+    every_row = torch.arange(len(embedded), device=embedded.device) if torch.is_grad_enabled() else None
     out = embedded.new_zeros(*embedded.shape[:2], _width(backbone, every) * embedded.shape[-1])
     for place in range(embedded.shape[1]):
-        real = None if mask is None or bool(mask[:, place].all()) else mask[:, place].nonzero()[:, 0]
+        real = every_row if mask is None or bool(mask[:, place].all()) else mask[:, place].nonzero()[:, 0]
         rows = slice(None) if real is None else real
         part = streams if real is None else take_streams(streams, real)
         inputs: list[Tensor] | None = [] if every else None

@@ -1,10 +1,16 @@
 """The model card: README.md of a folder that is loaded with transformers."""
 
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.host import installed_version
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import nearest_preset, system_of
 
+_KINDS: dict[Task, str] = {
+    "clm": "A causal language model",
+    "mlm": "A masked language model",
+    "prefix-lm": "A prefix language model (it reads its prompt in both directions, and continues it causally)",
+}
 _CARD = """---
 library_name: transformers
 pipeline_tag: {pipeline}
@@ -25,7 +31,7 @@ tags:
 | vocabulary | {vocabulary:,} tokens |
 | longest text | {longest} |
 
-Transformers loads it where lineartime is installed (`pip install 'lineartime[hf]'`); no remote code is run:
+Transformers loads it where lineartime is installed (`pip install '.[hf]'` in its source tree); no remote code is run:
 
 ```python
 import lineartime.hf  # registers the model with transformers
@@ -47,7 +53,7 @@ def model_card(config: ModelConfig, name: str, parameters: int) -> str:
         pipeline="fill-mask" if masked else "text-generation",
         kind=config.mixer.kind,
         title=name,
-        kind_of_model="A masked language model" if masked else "A causal language model",
+        kind_of_model=_KINDS[config.task],
         parameters=parameters,
         version=installed_version("lineartime") or "",
         system=_system(config),

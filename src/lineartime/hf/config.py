@@ -1,6 +1,7 @@
 """The configuration of a model, as transformers needs it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -20,7 +21,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     The default is FLASH with 12 blocks of width 768. `from_preset` and `from_model_config` create others.
 
     Raises:
-        ArgumentError: for fields that do not describe a model.
+        ArgumentError: for fields that do not describe a model, and for an option of a layer outside `mixer` and `feed_forward`.
     """
 
     model_type: ClassVar[str] = "lineartime"
@@ -50,8 +51,11 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     def __post_init__(self, **others: Any) -> None:
         super().__post_init__(**others)
         # Store all options of the layers, so that a later version with other defaults builds the same model.
-        for name, value in self.to_model_config().to_dict().items():
+        config = self.to_model_config()
+        for name, value in config.to_dict().items():
             setattr(self, name, value)
+        if "model_type" not in others:  # files of earlier versions may hold such names, which were ignored
+            _check_no_layer_options(config, others)
 
     def to_model_config(self) -> ModelConfig:
         """The configuration that `lineartime.build` takes."""
@@ -66,6 +70,17 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     def from_preset(cls, preset: str, task: Task = "clm", **overrides: Any) -> "LineartimeConfig":
         """The configuration of a preset, with the arguments of `lineartime.build`."""
         return cls.from_model_config(resolve(preset, task, **overrides))
+
+
+def _check_no_layer_options(config: ModelConfig, others: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if `others`, which are not fields of the model, name an option of one of its layers."""
+    for part, layer in (("mixer", config.mixer), ("feed_forward", config.feed_forward)):
+        for name in (name for name in others if layer is not None and name in layer.options):
+            raise ArgumentError(
+                name,
+                f"is {others[name]!r}, which is an option of {part} and no field of the model: put it into {part}, or use "
+                "LineartimeConfig.from_preset.",
+            )
 
 
 def check_task(config: LineartimeConfig, model: str, masked: bool) -> None:

@@ -131,7 +131,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, under the name that the
                 collators of transformers use; preferable to position_ids in compiled code.
             prefix_lengths: int [B], for a model of task "prefix-lm": how many first tokens are read bidirectionally.
-            token_type_ids: int [B, T], for a model with token types; ignored by other models and with a cache.
+            token_type_ids: int [B, T], for a model with token types; ignored by other models. With a cache, they must be 0.
             **kwargs: ignored, except output_attentions, which must not be True.
 
         Raises:
@@ -158,6 +158,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             past_key_values = self._cache(past_key_values, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
             self._check_streams(cu_seq_lens_q, position_ids, attention_mask, embedded, past_key_values)
+            self._check_types(token_type_ids)
             prefix = self._all_prefix(prefix_lengths, mask, embedded, past_key_values)
             hidden = past_key_values.read(self.backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
@@ -200,6 +201,13 @@ class LineartimeModel(LineartimePreTrainedModel):
             cu_seq_lens = document_boundaries(position_ids, new_tokens_mask(attention_mask, embedded, 0), embedded)
         if cu_seq_lens is not None and len(cu_seq_lens) > 2:
             raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
+
+    def _check_types(self, token_type_ids: Tensor | None) -> None:
+        """Raise ArgumentError for token types that a cache cannot continue with: any but 0, in a model that has types."""
+        if self.config.token_types and token_type_ids is not None and bool(token_type_ids.any()):
+            raise ArgumentError(
+                "token_type_ids", "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
+            )
 
     def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor, cache: LineartimeCache) -> bool:
         """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""

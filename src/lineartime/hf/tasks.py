@@ -53,6 +53,8 @@ class TaskModel(LineartimePreTrainedModel):
 class LineartimeForSequenceClassification(TaskModel):
     """Predicts a label or a number for each sequence: from the mean of its tokens, or, in a causal model, from the last."""
 
+    accepts_loss_kwargs = False  # the losses of numbers and of several labels are means, as in multiple choice
+
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, config.num_labels)
 
