@@ -112,7 +112,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_out, "backend 'triton'", "use set_backend(model, 'torch')")
+    refuse_second_derivative(d_out, "backend 'triton'", "use backend='torch', or set_backend(model, 'torch')")
     with_d_bias = ctx.needs_input_grad[3]
     d_tokens, d_gamma, d_beta, d_bias = _backward_operator(d_out, *ctx.saved_tensors, *ctx.rest, with_d_bias)
     return d_tokens, d_gamma, d_beta, d_bias if with_d_bias else None, *(None,) * 9

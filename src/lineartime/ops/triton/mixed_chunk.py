@@ -2,7 +2,7 @@
 
 Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/key width, e value width.
 
-    out[g, t] = sum over j of P[g, t, j] v[g, j] + q_lin[g, t] . M[g]               P, and dX below, as in quadratic.py
+    out[g, t] = sum over j of P[g, t, j] v[g, j] + q_lin[g, t] . M[g]               P, and dX below, as in quadratic_kernels.py
     M[g] = a[g] sum over h in R(g) of k_lin[h]^T v[h]                N[h] = sum over g with h in R(g) of a[g] q_lin[g]^T dout[g]
 
     dv[h, j] = sum over t of P[h, t, j] dout[h, t] + k_lin[h, j] . N[h]
@@ -65,7 +65,7 @@ def add_up_kernel(
 
     If it HAS_SUMMARY, every row of the batch is one document, whose sum starts from `before` and ends as `after`.
     """
-    BACKWARDS: tl.constexpr = CAUSAL and TRANSPOSED  # what a chunk's values are read by comes after it
+    BACKWARDS: tl.constexpr = CAUSAL and TRANSPOSED  # the chunks that read a chunk come after it
     document = tl.program_id(0) % n_documents
     start_chunk = tl.load(document_starts + document)
     n_chunks = tl.load(document_starts + document + 1) - start_chunk
@@ -82,7 +82,7 @@ def add_up_kernel(
     for start in range(0, stop, CHUNKS):
         order = start + tl.arange(0, CHUNKS)
         if CAUSAL:
-            # A chunk reads those before. To take its own off a sum that includes it would keep its infinities.
+            # Sum only the chunks before: subtracting a chunk's own sum from a total would give infinity - infinity = NaN.
             chunks, there = chunk_at(order - 1, first, n_chunks, BACKWARDS)
         else:
             chunks, there = chunk_at(order, first, n_chunks, BACKWARDS)
