@@ -185,7 +185,7 @@ def read_chunks(
 ) -> Tensor:  # fmt: skip
     """P values + readers states, times the gate where given: [N, C, C], [N, C, e], [N, C, s], [N, s, e] -> [N, C, e].
 
-    Transposed, P^T values + readers states. Where attention is causal, the weights are zero for keys that come after their query.
+    Transposed, P^T values + readers states. Where attention is causal, the weights are zero for keys after their query.
     """
     (n_chunks, length, n_columns), width = values.shape, readers.shape[-1]
     out = workspace(values.shape, values.dtype, values.device)
