@@ -80,6 +80,17 @@ def test_steps_are_the_definition_over_the_text(form: list[bool], normalization:
     assert form == [True] * 23
 
 
+@pytest.mark.parametrize("chunk_size", [1, 6, 12, 16])
+def test_tokens_that_join_the_sums_in_groups_are_counted_once(
+    form: list[bool], chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.CHUNK", chunk_size)
+    inputs = make(2 * chunk_size + 21)
+    streams = new_streams(inputs)
+    torch.testing.assert_close(steps(inputs, streams), whole(inputs), atol=1e-12, rtol=1e-12)
+    assert all(form)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_forms_leave_the_same_state_for_streams_at_different_positions(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if why_not_native():

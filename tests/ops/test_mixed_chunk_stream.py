@@ -147,13 +147,16 @@ def test_joined_streams_continue_as_each_would_alone(activation: Any, normalizat
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "joining must leave the states as they are"
 
 
-def test_joining_adds_the_open_chunk_to_the_sums_as_it_is_rounded() -> None:
-    """A step takes the chunk out of the sums again, by the keys and values that are kept."""
-    *keys_and_queries, v = make_inputs(CHUNK - 1)
-    _, state = mixed_chunk_attention_extend(*keys_and_queries, v, mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=v))
+@pytest.mark.parametrize(("chunk_size", "read", "summed"), [(16, 15, 8), (16, 7, 0), (16, 20, 0), (12, 11, 8), (5, 4, 4)])
+def test_joining_adds_the_full_groups_of_the_open_chunk_to_the_sums_as_they_are_rounded(
+    chunk_size: int, read: int, summed: int
+) -> None:
+    """A step takes them out of the sums again, by the keys and values that are kept."""
+    *keys_and_queries, v = make_inputs(read)
+    _, state = mixed_chunk_attention_extend(*keys_and_queries, v, mixed_chunk_state(1, chunk_size, D_QK, D_VALUE, like=v))
     streams = mixed_chunk_streams([state], torch.bfloat16)
     assert streams.keys.dtype == streams.values.dtype == torch.bfloat16
-    k_lin, values = streams.keys[:, 1].double(), streams.values.double()
+    k_lin, values = streams.keys[:, 1, :summed].double(), streams.values[:, :summed].double()
     torch.testing.assert_close(streams.sums, state.summary + k_lin.mT @ values, atol=1e-12, rtol=0)
 
 

@@ -3,11 +3,14 @@
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
 // T is the type of tokens and of the open chunk, A the type of the sums and of intermediate values.
 
+#include <numeric>
 #include <type_traits>
 
 #include "../dense.h"
 
 namespace {
+
+constexpr int64_t most_in_group = 8, values_at_once = 128;
 
 template <class A>
 struct Stream {
@@ -32,12 +35,54 @@ struct Attention {
   // The factor of the weights of the visible tokens of the open chunk; a token in slot i sees i + 1 of them.
   A share(int64_t slot) const { return published ? A(1) : A(1) / A(slot + 1); }
 
+  // The number of tokens that are added to the sums at once, as `group_size` in step.py.
+  int64_t group() const { return std::gcd(c, most_in_group); }
+
   // The factor of the sum over the `read` tokens of the previous chunks.
   A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(adds_up ? c : read); }
 
+  // The output of stream b's token in some columns, from the sums of k_lin v^T and from its chunk. A group that is now full is
+  // added to the sums. A number of columns that the compiler knows, `known`, lets it keep the output in registers.
+  template <int64_t known>
+  void read_columns(const Stream<A>& at, int64_t b, int64_t slot, A before, int64_t first, int64_t some, T* gated) const {
+    const int64_t width = known ? known : some;
+    const int64_t place = slot % group(), full = place + 1 == group() ? group() : 0, first_of_group = b * c + slot - place;
+    A out[values_at_once] = {};
+    if (full == 0) {
+      for (int64_t i = 0; i < s; ++i) {
+        const A* __restrict sum = sums + (b * s + i) * e + first;
+        const A q = at.maps[s + i] * before;
+        for (int64_t x = 0; x < width; ++x) out[x] += q * sum[x];
+      }
+    } else {
+      A v[most_in_group][values_at_once], row[values_at_once];
+      for (int64_t j = 0; j < full; ++j) {
+        const T* __restrict value = values + (first_of_group + j) * e + first;
+        for (int64_t x = 0; x < width; ++x) v[j][x] = load(value[x]);
+      }
+      for (int64_t i = 0; i < s; ++i) {
+        A* __restrict sum = sums + (b * s + i) * e + first;
+        const A q = at.maps[s + i] * before;
+        for (int64_t x = 0; x < width; ++x) row[x] = sum[x];
+        for (int64_t x = 0; x < width; ++x) out[x] += q * row[x];
+        for (int64_t j = 0; j < full; ++j) {
+          const A k = load(keys[(first_of_group + b * c + c + j) * s + i]);  // rounded like what is subtracted again
+          for (int64_t x = 0; x < width; ++x) row[x] += k * v[j][x];
+        }
+        for (int64_t x = 0; x < width; ++x) sum[x] = row[x];
+      }
+    }
+    for (int64_t j = 0; j <= slot; ++j) {
+      const T* __restrict value = values + (b * c + j) * e + first;
+      const A weight = at.weights[j];
+      for (int64_t x = 0; x < width; ++x) out[x] += weight * load(value[x]);
+    }
+    for (int64_t x = 0; x < width; ++x) store(gated[b * e + first + x], at.gate[first + x] * out[x]);
+  }
+
   // projected [B, 2 e + s] -> gated [B, e].
   void step(const T* projected, T* gated, int64_t threads) const {
-    constexpr int64_t keys_at_once = 32, values_at_once = 128;
+    constexpr int64_t keys_at_once = 32;
     const std::vector<A> one(rotations ? 0 : s / 2, A(1)), zero(rotations ? 0 : s / 2);  // the cosine and sine of no rotation
     const int64_t half = s / 2, key_parts = (c + keys_at_once - 1) / keys_at_once;
     const int64_t value_parts = (e + values_at_once - 1) / values_at_once, size = 2 * e + 5 * s + c;
@@ -72,7 +117,7 @@ struct Attention {
         }
         for (int64_t i = 0; i < e; ++i) store(values[(b * c + slots[b]) * e + i], to.v[i]);
       }
-      // The weights of the visible tokens of the chunk. The sums contain them too, so their part is subtracted here.
+      // The weights of the visible tokens of the chunk. The sums contain the full groups of them, which are subtracted here.
 #pragma omp for schedule(static)
       for (int64_t task = 0; task < streams * key_parts; ++task) {
         const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
@@ -81,45 +126,32 @@ struct Attention {
         const A* __restrict q_quad = at.maps;
         const A* __restrict q_lin = at.maps + s;
         const A own = share(slots[b]), before = summary_share(read[b]);
+        const int64_t summed = slots[b] - slots[b] % group();
         for (int64_t j = first; j < last; ++j) {
           const T* __restrict k_quad = keys + (b * 2 * c + j) * s;
           const T* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
           A quadratic = 0, linear = 0;
-#pragma omp simd reduction(+ : quadratic, linear)
-          for (int64_t i = 0; i < s; ++i) {
-            quadratic += q_quad[i] * load(k_quad[i]);
-            linear += q_lin[i] * load(k_lin[i]);
+#pragma omp simd reduction(+ : quadratic)
+          for (int64_t i = 0; i < s; ++i) quadratic += q_quad[i] * load(k_quad[i]);
+          if (j < summed) {
+#pragma omp simd reduction(+ : linear)
+            for (int64_t i = 0; i < s; ++i) linear += q_lin[i] * load(k_lin[i]);
           }
           const A added = bias == nullptr ? A(0) : load(bias[bias_first + b * bias_by_stream + slots[b] * bias_by_slot + j]);
           const A positive = relu(quadratic * score_scale + added);
           at.weights[j] = positive * positive * own - linear * before;
         }
       }
-      // The sums of k_lin v^T, and the output of the token from them and from its chunk.
+      // The output of the token from the sums of k_lin v^T and from its chunk. A group that is now full is added to the sums.
 #pragma omp for schedule(static)
       for (int64_t task = 0; task < streams * value_parts; ++task) {
         const int64_t b = task / value_parts, first = task % value_parts * values_at_once;
         const int64_t width = std::min(values_at_once, e - first);
-        const Stream<A> at = of(b);
-        const T* __restrict k_lin = keys + ((b * 2 + 1) * c + slots[b]) * s;  // rounded like what is subtracted again
-        const T* __restrict value = values + (b * c + slots[b]) * e + first;
-        const A before = summary_share(read[b]);
-        A out[values_at_once] = {}, v[values_at_once];
-        for (int64_t x = 0; x < width; ++x) v[x] = load(value[x]);
-        for (int64_t i = 0; i < s; ++i) {
-          A* __restrict sum = sums + (b * s + i) * e + first;
-          const A k = load(k_lin[i]), q = at.maps[s + i] * before;
-          for (int64_t x = 0; x < width; ++x) {
-            sum[x] += k * v[x];
-            out[x] += q * sum[x];
-          }
+        if (width == values_at_once) {
+          read_columns<values_at_once>(of(b), b, slots[b], summary_share(read[b]), first, width, gated);
+        } else {
+          read_columns<0>(of(b), b, slots[b], summary_share(read[b]), first, width, gated);
         }
-        for (int64_t j = 0; j <= slots[b]; ++j) {
-          const T* __restrict value = values + (b * c + j) * e + first;
-          const A weight = at.weights[j];
-          for (int64_t x = 0; x < width; ++x) out[x] += weight * load(value[x]);
-        }
-        for (int64_t x = 0; x < width; ++x) store(gated[b * e + first + x], at.gate[first + x] * out[x]);
       }
     }
   }

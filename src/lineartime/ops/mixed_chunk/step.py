@@ -6,6 +6,7 @@ Shapes: B streams, C chunk size, s query/key width, e value width.
 The definition is the causal one of reference.py.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ class MixedChunkStreams(NamedTuple):
     """What a batch of streams at different positions remembers.
 
     Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens, including the open chunk, so that every step does the same; in
-            float32 or better.
+        sums: [B, s, e], the sum of k_lin v^T over all tokens but those of the last group of the open chunk, if it is not full
+            (see `group_size`); in float32 or better.
         keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
         values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
         position: int [B], the number of tokens that each stream has read.
@@ -35,6 +36,11 @@ class MixedChunkStreams(NamedTuple):
     keys: Tensor
     values: Tensor
     position: Tensor
+
+
+def group_size(chunk_size: int) -> int:
+    """The number of tokens that are added to the sums at once, because writing the sums takes a large part of a step."""
+    return math.gcd(chunk_size, 8)
 
 
 def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | None = None) -> MixedChunkStreams:
@@ -48,10 +54,14 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | 
     summary, k_quad, k_lin, v = (torch.cat(parts) for parts in list(zip(*states, strict=True))[:4])
     positions = [state.position for state in states for _ in range(len(state.v))]
     keys, values = (x.to(dtype or v.dtype) for x in (torch.stack([k_quad, k_lin], 1), v))
+    position = torch.tensor(positions, dtype=torch.long, device=v.device)
     with without_autocast(v):
+        slot = position[:, None] % v.shape[1]
+        summed = torch.arange(v.shape[1], device=v.device) < slot - slot % group_size(v.shape[1])
         # Rounded like the values that a step subtracts from the sums again.
-        sums = torch.baddbmm(summary, keys[:, 1].mT.to(summary.dtype), values.to(summary.dtype))
-    return MixedChunkStreams(sums, keys, values, torch.tensor(positions, dtype=torch.long, device=v.device))
+        added = keys[:, 1].masked_fill(~summed[..., None], 0.0)
+        sums = torch.baddbmm(summary, added.mT.to(summary.dtype), values.to(summary.dtype))
+    return MixedChunkStreams(sums, keys, values, position)
 
 
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
@@ -76,7 +86,9 @@ class OpenChunk(NamedTuple):
         visible: bool [B, 1, C], True for the token and those before it in its chunk.
         share: [B, 1, C], the factor of the weights: see `visible_share`.
         summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
-        open_share: [B, 1, C], the same factor for the visible tokens, which that sum must not contain.
+        open_share: [B, 1, C], the same factor for the tokens of the chunk that the sums contain, to subtract them.
+        group: int64 [B, F], the slots of the token's group.
+        is_full: bool [B, 1, 1], whether the token is the last one of its group.
     """
 
     slots: Tensor
@@ -85,6 +97,8 @@ class OpenChunk(NamedTuple):
     share: Tensor
     summary_share: Tensor
     open_share: Tensor
+    group: Tensor
+    is_full: Tensor
 
 
 def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype) -> OpenChunk:
@@ -95,7 +109,11 @@ def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype)
     assert share is not None  # not everything is visible
     read = position - slot
     summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
-    return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, visible * summary_share)
+    size = group_size(options.chunk_size)
+    first = slot - slot % size
+    open_share = (slots < first[:, None])[:, None] * summary_share
+    group, is_full = first[:, None] + slots[:size], (slot % size == size - 1)[:, None, None]
+    return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, open_share, group, is_full)
 
 
 def step_projected(
@@ -160,7 +178,6 @@ def step(
         place = chunk.slot[:, None, None]
         keys.scatter_(2, place[:, None].expand_as(new), new)
         values.scatter_(1, place.expand_as(v), v)
-        sums.addcmul_(new[:, 1].mT.to(dtype), v.to(dtype))
         # Not len(v), which would make the batch size of an exported step a constant.
         products = torch.bmm(queries.flatten(0, 1).to(keys.dtype), keys.flatten(0, 1).mT).to(dtype)
         quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
@@ -173,8 +190,16 @@ def step(
             published_length=options.published_length,
             share=chunk.share,
         )
-        # The linear part covers only complete chunks: subtract the open one from the sums, through the weights.
+        # The linear part covers only complete chunks: subtract what the sums have of the open one, through the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
         out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
+        k, v = (_group(x, chunk).to(dtype) for x in (keys[:, 1], values))
+        sums.baddbmm_(k.mT, v)
         position += 1
         return out.to(result_dtype)
+
+
+def _group(x: Tensor, chunk: OpenChunk) -> Tensor:
+    """The rows of each token's group if it is full, and zeros if not: [B, C, f] -> [B, F, f]."""
+    rows = x.gather(1, chunk.group[..., None].expand(-1, -1, x.shape[-1]))
+    return rows.masked_fill(~chunk.is_full, 0.0)
