@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.layers import Attention
 from lineartime.layers.attention import MANY_KEYS
-from lineartime.ops import rope
+from lineartime.ops import KVCache, rope
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -56,3 +56,10 @@ def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: i
     by_step, at_once = layer.extend(x[:, -1:], state)[0], layer(x)[:, -1:]
     errors = [(found.double() - x[:, -1:].double() - exact).abs().max() for found in (by_step, at_once)]
     assert errors[0] <= max(2 * errors[1], 2.0**-7)
+
+
+def test_a_token_of_no_streams_in_bf16_is_no_output_however_many_keys_there_are() -> None:
+    layer = Attention(8, n_heads=2, causal=True).to(torch.bfloat16)
+    keys = torch.zeros(0, 2, MANY_KEYS, 4, dtype=torch.bfloat16)
+    out, _ = layer.extend(torch.zeros(0, 1, 8, dtype=torch.bfloat16), KVCache(keys, keys))
+    assert out.shape == (0, 1, 8)

@@ -1,13 +1,16 @@
 """torch.export of layers: one program reads any batch size and length, and gives the layer's own values."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.export import Dim, export
+from torch.func import jvp
 
-from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.layers.mixer import Mixer
 
 # PyTorch's own, within torch.export, where a user does not see them.
@@ -95,3 +98,45 @@ def test_the_parameters_of_an_exported_layer_get_the_layers_gradients() -> None:
     gradients = torch.autograd.grad(program(x).square().sum(), [own[name] for name in names])
     for name, gradient, wanted in zip(names, gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=1e-9, msg=name)
+
+
+class Extended(nn.Module):
+    def __init__(self, layer: Mixer[Any]) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.extend(x, None)[0]
+
+
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "shifted"])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_streams_before_and_after_a_stream_is_exported(kind: str, used: bool, strict: bool) -> None:
+    layer: Mixer[Any] = {
+        "flash": lambda: FLASH(8, d_qk=4, chunk_size=16, causal=True),
+        "gau": lambda: GAU(8, d_qk=4, causal=True),
+        "attention": lambda: Attention(8, n_heads=2, causal=True),
+        "shifted": lambda: FLASH(8, d_qk=4, chunk_size=16, causal=True, token_shift=True),
+    }[kind]().double()
+    x = tokens(1, 5)
+    if used:
+        layer.extend(x, None)
+    program = export(Extended(layer), (x,), strict=strict).module()
+    expected = layer(x)
+    torch.testing.assert_close(program(x), expected)
+    for each in (layer, copy.deepcopy(layer)):
+        torch.testing.assert_close(each.extend(x, each.init_state(1))[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")  # of PyTorch's jvp
+@pytest.mark.parametrize("name", ["flash", "gau"])
+def test_a_program_refuses_derivatives_that_it_would_get_wrong(name: str) -> None:
+    program, x = exported(build(name, causal=True), tokens(2, 9)).module(), tokens(2, 9)
+    with pytest.raises(RuntimeError, match="An exported program can be differentiated only once: for second derivatives, use"):
+        torch.autograd.grad(program(x).sum(), x, create_graph=True)
+    message = "An exported program has no forward-mode derivatives .*: use the layer or model itself"
+    with pytest.raises(RuntimeError, match=message):
+        jvp(program, (x.detach(),), (torch.ones_like(x),))
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+        program(forward_ad.make_dual(x, torch.ones_like(x)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.combiner import Combiner
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.layers.opened import Opened, OpenMixer
 from lineartime.layers.options import constructor_options
@@ -107,6 +107,16 @@ def test_a_mixer_whose_attention_has_no_weights_says_why() -> None:
     mixer, x = build("combiner", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
     with pytest.raises(LineartimeError, match="Combiner cannot show attention weights: the keys of its summaries depend on"):
         opened(mixer, x)
+
+
+@pytest.mark.parametrize("name", ["flash", "gau", "attention"])
+def test_packs_and_tokens_of_another_width_are_named(name: str) -> None:
+    mixer, x = build(name, causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    pack = mixer.layout(x.shape, cu_seqlens=torch.tensor([0, 5, 12]), device=x.device)
+    with pytest.raises(ArgumentError, match="layout holds packed documents, but must not: open them one by one"):
+        mixer.open(x, pack)
+    with pytest.raises(ArgumentError, match=r"x has shape \[1, 12, 8\], but must be \[B, T, d_model\] with d_model = 16"):
+        mixer.open(x[..., :8], mixer.layout(x.shape, device=x.device))
 
 
 @pytest.mark.parametrize(("name", "causal"), [case for case in cases() if case[1]])

@@ -14,6 +14,7 @@ from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import RaggedState, take_streams, tensors_of
+from lineartime.ops.cache import SMALLEST_ROOM
 
 D_MODEL, CHUNK = 16, 4
 
@@ -104,12 +105,84 @@ def test_a_state_of_another_layer_is_named_when_streams_are_joined(token_shift: 
         layer.join_streams([layer.init_state(1), other.init_state(1)])
 
 
+SMALL: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
+    "flash": partial(FLASH, d_qk=4, chunk_size=CHUNK),
+    "flash of another width": partial(FLASH, d_qk=8, chunk_size=CHUNK),
+    "gau": partial(GAU, d_qk=4),
+    "gau of another width": partial(GAU, d_qk=8),
+    "attention": partial(Attention, n_heads=2),
+    "attention with more heads": partial(Attention, n_heads=4),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("token_shift", [False, True])
+@torch.no_grad()
+def test_streams_of_another_layer_are_named_when_they_are_stepped(kind: str, token_shift: bool) -> None:
+    layer, x = SMALL[kind](D_MODEL, causal=True, token_shift=token_shift), torch.zeros(1, 1, D_MODEL)
+    for other in SMALL:
+        for shifted in (False, True):
+            if (other, shifted) == (kind, token_shift):
+                continue
+            stranger = SMALL[other](D_MODEL, causal=True, token_shift=shifted)
+            streams = stranger.join_streams([stranger.init_state(1)])
+            with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+                layer.step(x, streams)
+    for nothing in (None, layer.init_state(1), x):
+        with pytest.raises(ArgumentError, match=rf"^streams is a \w+.*, but this {type(layer).__name__} needs a \w+Streams"):
+            layer.step(x, nothing)
+
+
+def test_streams_with_other_shifted_features_are_named_when_they_are_stepped() -> None:
+    wide = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, expansion=1, causal=True, token_shift=True)
+    narrow = FLASH(D_MODEL // 2, d_qk=8, chunk_size=CHUNK, expansion=2, causal=True, token_shift=True)
+    with pytest.raises(ArgumentError, match="streams has 4 shifted features, but this FLASH needs 8: give it what"):
+        wide.step(torch.zeros(1, 1, D_MODEL), narrow.join_streams([narrow.init_state(1)]))
+
+
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention"])
+@pytest.mark.parametrize("token_shift", [False, True])
+@torch.no_grad()
+def test_streams_at_positions_of_their_own_are_joined_in_order(kind: str, token_shift: bool) -> None:
+    torch.manual_seed(0)
+    layer = SMALL[kind](D_MODEL, causal=True, token_shift=token_shift).double()
+    x, new = torch.randn(3, 6, D_MODEL, dtype=torch.float64), torch.randn(4, 1, D_MODEL, dtype=torch.float64)
+    _, ragged = layer.extend(x, None, torch.arange(6) < torch.tensor([6, 2, 6])[:, None])
+    assert isinstance(ragged, RaggedState)
+    _, alone = layer.extend(x[:1], None)
+    streams = layer.join_streams([ragged, alone])
+    assert streams.position.tolist() == [6, 2, 6, 6]
+    expected = torch.cat([layer.extend(new[:3], ragged)[0], layer.extend(new[3:], alone)[0]])
+    torch.testing.assert_close(layer.step(new, streams), expected, atol=1e-10, rtol=0)
+    stranger = SMALL[kind](2 * D_MODEL, causal=True, token_shift=token_shift).init_state(1)
+    with pytest.raises(ArgumentError, match=r"^states\.\S+ has shape .*, but \w+ needs "):
+        layer.join_streams([RaggedState(((0,),), (stranger,))])
+
+
+@pytest.mark.parametrize("kind", [*GROWING, "flash", "flash with softmax"])
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_streams_joined_or_grown_in_inference_mode_can_be_stepped_outside(kind: str, token_shift: bool) -> None:
+    kinds = {**GROWING, **SMALL, "flash with softmax": partial(FLASH, d_qk=4, chunk_size=CHUNK, activation="softmax")}
+    layer, x = kinds[kind](D_MODEL, causal=True, token_shift=token_shift), torch.randn(1, 1, D_MODEL)
+    with torch.inference_mode():
+        joined = layer.join_streams([layer.extend(x, None)[1]])
+    with torch.no_grad():
+        layer.step(x, joined)
+    with torch.inference_mode():
+        for _ in range(SMALLEST_ROOM):  # until there is new room
+            layer.step(x, joined)
+    with torch.no_grad():
+        layer.step(x, joined)
+    assert joined.position.tolist() == [SMALLEST_ROOM + 3]
+
+
 def test_no_streams_can_be_joined_and_stepped_but_not_no_states() -> None:
     layer = build(False)
     streams = layer.join_streams([layer.init_state(0)])
     assert layer.step(torch.zeros(0, 1, D_MODEL, dtype=torch.float64), streams).shape == (0, 1, D_MODEL)
-    with pytest.raises(ArgumentError, match="states is empty"):
-        layer.join_streams([])
+    for nothing in ([], [RaggedState((), ())]):
+        with pytest.raises(ArgumentError, match="states is empty"):
+            layer.join_streams(nothing)
 
 
 def test_streams_at_positions_of_their_own_are_taken_in_any_order() -> None:

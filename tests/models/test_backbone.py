@@ -1,11 +1,16 @@
 """The stack of blocks, read by parts: tokens that are embedded already in, what each block reads out."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime import build
+from lineartime.errors import ArgumentError
+from lineartime.models import CausalLM
+from lineartime.models import backbone as backbone_module
 from lineartime.models.backbone import Backbone
 
 
@@ -59,3 +64,32 @@ def test_padding_on_the_right_needs_no_learned_positions() -> None:
     ids = torch.randint(0, 40, (1, 8))
     padded, mask = F.pad(ids, (0, 2)), torch.arange(10)[None] < 8
     torch.testing.assert_close(model(padded, mask)[:, :8], model(ids))
+
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "flash-tiny": {},
+    "flash-tiny with a token shift": {"token_shift": True},
+    "flash-quad-tiny": {},
+    "transformer++-tiny": {},
+}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@torch.no_grad()
+def test_streams_of_another_model_are_named_when_they_are_stepped(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(backbone_module, "flash_stack", lambda *_: None)
+    models, streams, ids = {}, {}, torch.zeros(2, 1, dtype=torch.long)
+    for name, options in SYSTEMS.items():
+        model = build(name.split()[0], d_model=16, n_blocks=2, vocab_size=11, **options).eval()
+        assert isinstance(model, CausalLM)
+        _, longer = model.extend(ids[:1], model.init_state(1))
+        models[name], streams[name] = model, model.join_streams([model.init_state(1), longer])
+    for name, model in models.items():
+        for other, of_other in streams.items():
+            if other != name:
+                with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+                    model.step(ids, of_other)
+                with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+                    model.backbone.read_step(model.backbone.embedding(ids), of_other)
+        model.step(ids, streams[name])

@@ -93,3 +93,7 @@ def test_a_compiled_model_still_names_wrong_tokens_and_streams() -> None:
         model.step(torch.zeros(2, 1, dtype=torch.long), streams)
     with pytest.raises(ValueError, match=r"streams .* must be what join_streams returned"):
         model.step(torch.zeros(1, 1, dtype=torch.long), model.init_state(1))
+    other = lineartime.build("flash-tiny", d_model=16, n_blocks=2, vocab_size=30, d_qk=8, chunk_size=4, token_shift=True)
+    assert isinstance(other, CausalLM)
+    with pytest.raises(ValueError, match="streams is a MixedChunkStreams with a token shift, but this FLASH needs a Mixed"):
+        model.step(torch.zeros(1, 1, dtype=torch.long), other.join_streams([other.init_state(1)]))

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import lineartime
-from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.models import CausalLM, MaskedLM
 from lineartime.models.systems import SYSTEMS
 
@@ -93,6 +93,31 @@ def test_gradients_of_single_examples_by_vmap_are_those_of_the_examples_alone(sy
         for name, parameter in parameters.items():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(found[name][row], expected, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "shifted"])
+def test_transforms_of_streams_are_those_of_the_streams_alone(kind: str) -> None:
+    options: Any = {"causal": True, "token_shift": kind == "shifted"}
+    streaming = {
+        "flash": lambda: FLASH(16, d_qk=8, chunk_size=4, **options),
+        "gau": lambda: GAU(16, d_qk=8, **options),
+        "attention": lambda: Attention(16, n_heads=2, **options),
+        "shifted": lambda: Attention(16, n_heads=2, **options),
+    }[kind]()
+    streaming.double().requires_grad_(False)
+
+    def read(x: Tensor) -> Tensor:
+        first, state = streaming.extend(x[:, :3], None)
+        second, state = streaming.extend(x[:, 3:5], state)
+        return torch.cat([first, second, streaming.extend(x[:, 5:], state)[0]], 1)
+
+    x = tokens(3, 1, 6, 16)
+    torch.testing.assert_close(vmap(read)(x), torch.stack([read(each) for each in x]))
+    one, direction, weights = x.unbind(0)
+    one.requires_grad_()
+    (gradient,) = torch.autograd.grad((read(one) * weights).sum(), one)
+    _, tangent = jvp(read, (one.detach(),), (direction,))
+    torch.testing.assert_close((tangent * weights).sum(), (gradient * direction).sum())
 
 
 def test_forward_mode_outside_torch_func_keeps_the_attention(layer: FLASH | GAU) -> None:

@@ -1,13 +1,16 @@
 """The cache of keys and values: it grows in place, and every state that was handed out stays as it is."""
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # makes ForkingPickler share the memory of tensors
 from torch import Tensor
 
-from lineartime.ops import KVCache
+from lineartime.ops import KVCache, quadratic_attention_extend
 from lineartime.ops.cache import SMALLEST_ROOM
 
 
@@ -66,6 +69,16 @@ def test_a_copied_cache_is_one_of_its_own() -> None:
     assert torch.equal(again.k[:, 4:], tokens(2, 3)[0])
 
 
+@torch.no_grad()
+def test_a_cache_that_is_sent_to_two_processes_gives_each_its_own_tokens() -> None:
+    first = empty().append(*tokens(4))
+    one, other = (pickle.loads(ForkingPickler.dumps(first)) for _ in range(2))
+    assert one.k.data_ptr() == other.k.data_ptr()  # shared, as between processes
+    grown, also = one.append(*tokens(2, 1)), other.append(*tokens(2, 2))
+    for cache, seed in ((grown, 1), (also, 2)):
+        assert torch.equal(cache.k, torch.cat([tokens(4)[0], tokens(2, seed)[0]], 1))
+
+
 def test_a_cache_made_in_inference_mode_can_be_continued_outside() -> None:
     with torch.inference_mode():
         first = empty().append(*tokens(2))
@@ -82,6 +95,16 @@ def test_gradients_flow_through_a_cache() -> None:
         return cache.k.sum() + (cache.v**2).sum()
 
     assert torch.autograd.gradcheck(grown, (k, v))
+
+
+def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
+    q = torch.randn(2, 4, 3, requires_grad=True)
+    k, v = tokens(4)
+    before, state = quadratic_attention_extend(q[:, :2], k[:, :2], v[:, :2], empty())
+    after, _ = quadratic_attention_extend(q[:, 2:], k[:, 2:], v[:, 2:], state)
+    (gradient,) = torch.autograd.grad(before.sum() + after.sum(), q)
+    at_once, _ = quadratic_attention_extend(q, k, v, empty())
+    torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])
 
 
 @pytest.mark.parametrize("count", [1, SMALLEST_ROOM + 1])

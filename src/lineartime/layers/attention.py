@@ -76,7 +76,7 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
         q = q.to(state.k.dtype)
         if q.shape[2] == 1:
             return _attend_last(q, state.k, state.v), state
-        return F.scaled_dot_product_attention(q, state.k, state.v, attn_mask=state.visible(q.shape[2])), state
+        return _softmax_attention(q, state.k, state.v, state.visible(q.shape[2])), state
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
@@ -106,6 +106,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) 
     if real is not None and not causal:
         # A softmax over no keys is NaN, so a row without real tokens attends to its padding, which is zero.
         visible = (real | ~real.any(1, keepdim=True))[:, None, None, :]
+    return _softmax_attention(q, k, v, visible, causal)
+
+
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool = False) -> Tensor:
     # PyTorch's fused softmax attention has no forward-mode derivative; its math backend has one.
     with sdpa_kernel(SDPBackend.MATH) if under_transform() else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
@@ -116,8 +120,8 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None)
 
     In bf16 on a CPU, PyTorch's fused softmax attention takes several times as long for one query as two products.
     """
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or k.shape[2] < MANY_KEYS:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or k.shape[2] < MANY_KEYS or q.shape[0] == 0:
+        return _softmax_attention(q, k, v, visible)
     scores = _product(q, k.mT).float() * q.shape[-1] ** -0.5
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)

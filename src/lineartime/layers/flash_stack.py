@@ -24,6 +24,7 @@ from lineartime.ops.layout import Layout, step_layout
 from lineartime.ops.mixed_chunk.step import MixedChunkStreams, check_streams
 from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
 from lineartime.ops.operator import is_traced
+from lineartime.ops.token_shift import shifted_width
 
 
 class FlashStack:
@@ -69,6 +70,8 @@ class FlashStack:
         if any(isinstance(of_layer, ShiftedState) != first.token_shift for of_layer in streams):
             return None
         last = [of_layer.last for of_layer in streams] if first.token_shift else []
+        if any(of_layer.shape[1] != shifted_width(first.d_model) for of_layer in last):
+            return None
         own = [of_layer.own for of_layer in streams] if first.token_shift else streams
         if len(own) != len(self.layers) or any(type(of_layer) is not MixedChunkStreams for of_layer in own):
             return None

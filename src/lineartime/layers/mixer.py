@@ -4,8 +4,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, D documents of a pack, d mo
 """
 
 from abc import ABC, abstractmethod
-from functools import cached_property
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
-from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged
+from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged, structure_of
 from lineartime.ops.backends import define_operators
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
@@ -58,6 +57,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     """Whether it is a `SteppingMixer` whose streams keep their buffers, so that a step can be recorded or compiled."""
     reads_prefix: ClassVar[bool] = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
+
+    _no_streams: Any = None
 
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
@@ -239,10 +240,15 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 "state", f"is of {own} streams, but there are tokens of {batch}: give the state of these streams."
             )
 
-    @cached_property
-    def no_streams(self) -> State | ShiftedState:
-        """The state of zero streams, as a template of the structure of a state."""
-        return self.init_state(0)
+    @property
+    def no_streams(self) -> Any:
+        """The structure of the state of zero streams, to which other states are compared."""
+        if self._no_streams is not None:
+            return self._no_streams
+        structure = structure_of(self.init_state(0))
+        if not torch.compiler.is_compiling():  # a traced program must not change the layer
+            self._no_streams = structure
+        return structure
 
     def check_layout(self, layout: Layout) -> None:
         """Raise ArgumentError unless the layout was made for a mixer like this one."""

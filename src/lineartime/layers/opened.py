@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.mixer import Mixer, State
 from lineartime.layers.residual import zero_padding
 from lineartime.layers.streams import ShiftedState
@@ -65,11 +65,14 @@ class OpenMixer(Mixer[State]):
 
         Raises:
             LineartimeError: if the attention cannot be split; the message gives the reason.
-            ValueError: if the layout belongs to another mixer.
+            ValueError: if x does not match the mixer, or the layout belongs to another mixer or holds packed documents.
         """
         if self.why_not_opened is not None:
             raise LineartimeError(f"{type(self).__name__} cannot show attention weights: {self.why_not_opened}.")
+        self.check_input(x)
         self.check_layout(layout)
+        if layout.document is not None:
+            raise ArgumentError("layout", "holds packed documents, but must not: open them one by one, or as rows with a mask.")
         return self.open_normed(self.normed(zero_padding(x, layout.mask), layout), layout)
 
     @abstractmethod

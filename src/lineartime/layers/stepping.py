@@ -5,16 +5,17 @@ Shapes: B streams, d model width.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.mixer import Mixer, State
-from lineartime.layers.streams import ShiftedState, check_state
+from lineartime.layers.streams import RaggedState, ShiftedState, check_state, single_streams
+from lineartime.ops.cache import normal_tensors
 from lineartime.ops.layout import Layout
-from lineartime.ops.token_shift import shift_next
+from lineartime.ops.token_shift import shift_next, shifted_width
 
 
 class JoinedStreams(Protocol):
@@ -34,6 +35,16 @@ Streams = TypeVar("Streams", bound=JoinedStreams)
 class SteppingMixer(Mixer[State], Generic[State, Streams]):
     """A mixer that can continue streams at different positions together, token by token."""
 
+    streams_type: ClassVar[type[Any]] = object
+    """The class of its joined streams: the last type argument that a subclass gives to `SteppingMixer`."""
+
+    def __init_subclass__(cls) -> None:
+        """Take `streams_type` from the type argument."""
+        super().__init_subclass__()
+        for base in vars(cls).get("__orig_bases__", ()):
+            if get_origin(base) is SteppingMixer and isinstance(get_args(base)[-1], type):
+                cls.streams_type = get_args(base)[-1]
+
     @abstractmethod
     def join_own_streams(self, states: Sequence[State]) -> Streams:
         """Join states of `mix_next` to continue them with `mix_step`; only called for a causal mixer."""
@@ -42,8 +53,8 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
     def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
         """Map one more normed token of every stream to what is added to it, [B, 1, d]; updates `streams` in place."""
 
-    def join_streams(self, states: Sequence[State | ShiftedState]) -> Streams | ShiftedState:
-        """Join streams at different positions, to continue them with `step`.
+    def join_streams(self, states: Sequence[State | ShiftedState | RaggedState]) -> Streams | ShiftedState:
+        """Join streams at different positions, to continue them with `step`, in inference mode and outside.
 
         Args:
             states: states that `extend` returned, each of one or more streams; they are not modified.
@@ -52,34 +63,56 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             ArgumentError: if the mixer is not causal, there is no state, or a state belongs to another layer.
         """
         self.check_causal()
-        if not states:
+        groups = [group for state in states for group in (single_streams(state) if isinstance(state, RaggedState) else [state])]
+        if not groups:
             raise ArgumentError("states", "is empty, but must hold the state of at least one group of streams.")
-        for state in states:
+        for state in groups:
             check_state(state, self.no_streams, type(self).__name__, "states")
-        own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in states])
-        shifted = [state.last for state in states if isinstance(state, ShiftedState)]
-        return ShiftedState(torch.cat(shifted), own) if self.token_shift else own
+        with normal_tensors():
+            own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in groups])
+            shifted = [state.last for state in groups if isinstance(state, ShiftedState)]
+            return ShiftedState(torch.cat(shifted), own) if self.token_shift else own
 
     def step(self, x: Tensor, streams: Streams | ShiftedState) -> Tensor:
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
 
         Raises:
-            ValueError: if x is not one token for each stream.
+            ValueError: if x is not one token for each stream, or the streams belong to another layer.
         """
         self.check_input(x)
-        if not isinstance(getattr(streams, "position", None), Tensor):
-            raise ArgumentError("streams", f"is a {type(streams).__name__}, but must be what join_streams returned.")
+        self.check_streams(streams)
         if x.shape[:2] != (len(streams.position), 1):
             raise ArgumentError(
                 "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
             )
-        return self.read_step(x, streams, self.step_layout(streams.position))
+        return self._read_step(x, streams, self.step_layout(streams.position))
 
     def read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
-        """`step` with a layout."""
+        """`step` with a layout; ArgumentError for streams of another layer."""
+        self.check_streams(streams)
+        return self._read_step(x, streams, layout)
+
+    def _read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
+        """`read_step` without its checks."""
         normed = self.before(x)
         if isinstance(streams, ShiftedState):
             normed, last = shift_next(normed, streams.last)
             streams.last.copy_(last)
         own: Streams = streams.own if isinstance(streams, ShiftedState) else streams
         return self.after(x, self.mix_step(normed, own, layout))
+
+    def check_streams(self, streams: object) -> None:
+        """Raise ArgumentError for streams of another kind of layer. `mix_step` compares the widths of what it updates."""
+        shifted = isinstance(streams, ShiftedState)
+        own = streams.own if isinstance(streams, ShiftedState) else streams
+        layer, advice = type(self).__name__, "give it what join_streams of the same layer returned"
+        if shifted != self.token_shift or not isinstance(own, self.streams_type):
+            given, needed = _described(type(own), shifted), _described(self.streams_type, self.token_shift)
+            raise ArgumentError("streams", f"is a {given}, but this {layer} needs a {needed}: {advice}.")
+        if isinstance(streams, ShiftedState) and streams.last.shape[1] != shifted_width(self.d_model):
+            found, wanted = streams.last.shape[1], shifted_width(self.d_model)
+            raise ArgumentError("streams", f"has {found} shifted features, but this {layer} needs {wanted}: {advice}.")
+
+
+def _described(kind: type[Any], shifted: bool) -> str:
+    return f"{kind.__name__}{' with a token shift' if shifted else ''}"

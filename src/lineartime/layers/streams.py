@@ -4,6 +4,7 @@ Shapes: B streams, N new tokens, d model width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
@@ -117,6 +118,16 @@ def take_streams(state: Any, rows: Tensor) -> Any:
     return _map_tensors(lambda tensor: tensor[rows], state)
 
 
+def single_streams(state: RaggedState) -> list[Any]:
+    """The states of the streams one by one, in order; the tensors are views."""
+    of_row = {
+        row: _map_tensors(lambda tensor, place=place: tensor[place : place + 1], part)
+        for rows, part in zip(*state, strict=True)
+        for place, row in enumerate(rows)
+    }
+    return [of_row[row] for row in sorted(of_row)]
+
+
 def _take_ragged(state: RaggedState, rows: Tensor) -> RaggedState:
     wanted = rows.tolist()
     taken = []
@@ -137,7 +148,7 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
+def _map_tensors(function: Callable[..., Any], *states: Any) -> Any:
     """Apply a function to the corresponding tensors of states of the same structure; keep the rest of the first state."""
     first = states[0]
     if isinstance(first, Tensor):
@@ -148,19 +159,33 @@ def _map_tensors(function: Callable[..., Tensor], *states: Any) -> Any:
     return first
 
 
+@dataclass(frozen=True)
+class TensorKind:
+    """The shape and the dtype of a tensor. A layer that is being exported can keep them, but no tensor of the export."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def structure_of(state: Any) -> Any:
+    """A state with a `TensorKind` in place of each tensor."""
+    return _map_tensors(lambda tensor: TensorKind(tuple(tensor.shape), tensor.dtype), state)
+
+
 def check_state(state: Any, template: Any, layer: str, name: str = "state") -> None:
-    """Raise ArgumentError unless a state has the structure of `template`, the layer's own state of zero streams.
+    """Raise ArgumentError unless a state has the structure of `template`, that of the layer's own state of zero streams.
 
     The first dimension of a tensor counts the streams. Any other dimension that is 0 in the template grows with the tokens.
     """
     advice = "give it the state that init_state or extend of the same layer returned"
-    if type(state) is not type(template):
-        raise ArgumentError(name, f"is a {type(state).__name__}, but {layer} needs a {type(template).__name__}: {advice}.")
-    if isinstance(template, Tensor):
+    kind = Tensor if isinstance(template, TensorKind) else type(template)
+    if not isinstance(state, Tensor) if kind is Tensor else type(state) is not kind:
+        raise ArgumentError(name, f"is a {type(state).__name__}, but {layer} needs a {kind.__name__}: {advice}.")
+    if isinstance(template, TensorKind):
         wanted = template.shape[1:]
-        if state.is_floating_point() != template.is_floating_point():
+        if state.dtype.is_floating_point != template.dtype.is_floating_point:
             raise ArgumentError(name, f"has dtype {state.dtype}, but {layer} needs {template.dtype}: {advice}.")
-        fits = state.dim() == template.dim() and all(b in (0, a) for a, b in zip(state.shape[1:], wanted, strict=True))
+        fits = state.dim() == len(template.shape) and all(b in (0, a) for a, b in zip(state.shape[1:], wanted, strict=True))
         if not fits:
             expected = ", ".join(["B", *(str(size) if size else "any" for size in wanted)])
             raise ArgumentError(name, f"has shape {list(state.shape)}, but {layer} needs [{expected}]: {advice}.")

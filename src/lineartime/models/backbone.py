@@ -72,11 +72,8 @@ class Block(nn.Module):
     def stepping_mixer(self) -> SteppingMixer[Any, Any]:
         """The mixer as a `SteppingMixer`. Raises ArgumentError if it cannot step in place."""
         if not isinstance(self.mixer, SteppingMixer):
-            raise ArgumentError(
-                "streams",
-                f"are of {type(self.mixer).__name__}, which cannot step streams at different positions in place: join them "
-                "with join_streams.",
-            )
+            kind = type(self.mixer).__name__
+            raise ArgumentError("streams", f"belong to another model: one of {kind} needs what its own join_streams returned.")
         return self.mixer
 
 
@@ -240,6 +237,7 @@ class Backbone(nn.Module):
             _check_one_each(ids, len(streams))
         else:
             self._check_joined(ids, streams)
+            next(iter(self.blocks)).stepping_mixer.check_streams(streams[0])  # tells models apart; read_step checks each
 
     def _check_joined(self, tokens: Tensor, streams: BackboneState) -> None:
         self._check_states("streams", streams)

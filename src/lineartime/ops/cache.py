@@ -1,13 +1,15 @@
 """A cache of the keys and values of all tokens that a stream has read."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.operator import is_traced
+from lineartime.errors import ArgumentError
+from lineartime.ops.operator import is_traced, under_transform
 
 SMALLEST_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""
@@ -35,8 +37,8 @@ class KVCache(_KeysAndValues):
         Memory grows by doubling. If the room after this cache is unused, its tokens are not copied.
         """
         k, v = k.to(self.k.dtype), v.to(self.v.dtype)
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self.k, self.v))
-        if differentiated or is_traced():  # both need results that are never written to again
+        # A derivative or a traced program needs results that are never written to again.
+        if torch.is_grad_enabled() or is_traced() or under_transform():
             return KVCache(torch.cat([self.k, k], -2), torch.cat([self.v, v], -2))
         start, stop = self.position, self.position + k.shape[-2]
         room = self._room
@@ -48,6 +50,10 @@ class KVCache(_KeysAndValues):
         grown = KVCache(room.k.narrow(-2, 0, stop), room.v.narrow(-2, 0, stop))
         grown._room = room
         return grown
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and send only the contents: two processes would write their tokens to the same place of a shared room."""
+        return type(self), (self.k, self.v)
 
     def visible(self, new: int) -> Tensor:
         """Which keys are visible to each of the last `new` tokens, bool [new, T]: its own and all earlier ones."""
@@ -72,6 +78,7 @@ class KVStreams:
         self.longest = max((state.position for state in states), default=0)
         room = max(SMALLEST_ROOM, 2 * self.longest)
         self._k, self._v = (torch.cat([_with_zeros(x, room) for x in parts]) for parts in zip(*states, strict=True))
+        self._features = _features(self._k), _features(self._v)
         positions = [state.position for state in states for _ in range(len(state.k))]
         self.position = torch.tensor(positions, dtype=torch.long, device=self._k.device)
 
@@ -81,9 +88,20 @@ class KVStreams:
         Returns:
             The keys and values of the longest stream's tokens, [B, ..., T, s] and [B, ..., T, e], and which of them are tokens
             of a stream, bool [B, T].
+
+        Raises:
+            ArgumentError: if the new tokens have other heads or widths than the earlier ones.
         """
+        found, wanted = self._features, (_features(k), _features(v))
+        if found != wanted:
+            raise ArgumentError(
+                "streams",
+                f"has {_described(*found)}, but must have {_described(*wanted)}: give it what join_streams of the same layer "
+                "returned.",
+            )
         if self.longest == self._k.shape[-2]:
-            self._k, self._v = (_with_zeros(x, 2 * self.longest) for x in (self._k, self._v))
+            with normal_tensors():
+                self._k, self._v = (_with_zeros(x, 2 * self.longest) for x in (self._k, self._v))
         rows = torch.arange(len(self.position), device=self.position.device)
         for memory, new in ((self._k, k), (self._v, v)):
             memory.movedim(-2, 1)[rows, self.position] = new.squeeze(-2).to(memory.dtype)
@@ -115,6 +133,16 @@ class _Room:
         return granted
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Make new tensors that can be updated in every mode; PyTorch updates those of inference mode only in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _with_capacity(x: Tensor, capacity: int) -> Tensor:
     """Allocate memory for `capacity` tokens, the first of which are copied from x [..., T, f]."""
     memory = x.new_empty(*x.shape[:-2], capacity, x.shape[-1])
@@ -125,3 +153,13 @@ def _with_capacity(x: Tensor, capacity: int) -> Tensor:
 def _with_zeros(x: Tensor, capacity: int) -> Tensor:
     """Append zeros to x [..., T, f] up to `capacity` tokens: a weight of zero does not hide the NaN of unwritten memory."""
     return F.pad(x, (0, 0, 0, capacity - x.shape[-2]))
+
+
+def _features(x: Tensor) -> tuple[int, ...]:
+    """The heads, if any, and the width of x [B, ..., T, f]."""
+    return (*x.shape[1:-2], x.shape[-1])
+
+
+def _described(*features: tuple[int, ...]) -> str:
+    shapes = (", ".join(map(str, ("B", *heads, "T", width))) for *heads, width in features)
+    return "keys [{}] and values [{}]".format(*shapes)

@@ -18,7 +18,7 @@ from lineartime.ops.backends import Backend
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.operator import register_operator
+from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.quadratic import attend_rows
 from lineartime.ops.quadratic.inputs import QuadraticOptions
@@ -60,6 +60,7 @@ def _exported_mixed_chunk(
     cu_seqlens: Tensor | None, rotary_width: int, chunk_size: int, causal: bool, activation: str, normalization: str,
     backend: str,
 ) -> Tensor:  # fmt: skip
+    _refuse_transforms()
     return gated_mixed_chunk_attention(
         projected,
         gamma,
@@ -81,10 +82,20 @@ def _exported_quadratic(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, of_queries: Tensor | None, of_keys: Tensor | None,
     real: Tensor | None, causal: bool, activation: str, normalization: str, backend: str,
 ) -> Tensor:  # fmt: skip
+    _refuse_transforms()
     bias = table if of_queries is None or of_keys is None else FactoredBias(of_queries, of_keys)
     divisor = int(normalization) if normalization.isdecimal() else cast("Normalization", normalization)
     options = QuadraticOptions(causal, cast("Activation", activation), divisor)
     return attend_rows(q, k, v, bias, real, options, cast("Backend", backend))
+
+
+def _refuse_transforms() -> None:
+    """Raise RuntimeError where PyTorch would take the derivative of an operator for zero."""
+    if under_transform():
+        raise RuntimeError(
+            "An exported program has no forward-mode derivatives and no transforms of torch.func: use the layer or model "
+            "itself."
+        )
 
 
 def _fake_mixed_chunk(projected: Tensor, gamma: Tensor, *_: Any) -> Tensor:
@@ -103,6 +114,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiated(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, ...]]:
     def differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(d_out, "An exported program", "use the layer or model itself")
         wanted = [tensor is not None and needed for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)]
         with torch.enable_grad():
             inputs = [

@@ -151,8 +151,8 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -160,6 +160,8 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
             _register(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # to register when it is imported
         return spec

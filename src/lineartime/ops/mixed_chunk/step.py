@@ -86,7 +86,8 @@ class OpenChunk(NamedTuple):
         visible: bool [B, 1, C], True for the token and those before it in its chunk.
         share: [B, 1, C], the factor of the weights: see `visible_share`.
         summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
-        open_share: [B, 1, C], the same factor for the tokens of the chunk that the sums contain, to subtract them.
+        open_share: [B, 1, C], the same factor for the tokens of the chunk that the sums contain, the token's own group if it is
+            full included, to subtract them.
         group: int64 [B, F], the slots of the token's group.
         is_full: bool [B, 1, 1], whether the token is the last one of its group.
     """
@@ -110,10 +111,12 @@ def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype)
     read = position - slot
     summary_share = ((read > 0).to(dtype) / options.linear_divisor(read))[:, None, None]
     size = group_size(options.chunk_size)
-    first = slot - slot % size
-    open_share = (slots < first[:, None])[:, None] * summary_share
-    group, is_full = first[:, None] + slots[:size], (slot % size == size - 1)[:, None, None]
-    return OpenChunk(slots, slot, visible, share.to(dtype), summary_share, open_share, group, is_full)
+    first, is_full = slot - slot % size, slot % size == size - 1
+    summed = slots < (first + size * is_full)[:, None]
+    open_share = summed[:, None] * summary_share
+    return OpenChunk(
+        slots, slot, visible, share.to(dtype), summary_share, open_share, first[:, None] + slots[:size], is_full[:, None, None]
+    )
 
 
 def step_projected(
@@ -178,6 +181,8 @@ def step(
         place = chunk.slot[:, None, None]
         keys.scatter_(2, place[:, None].expand_as(new), new)
         values.scatter_(1, place.expand_as(v), v)
+        group_k, group_v = (_group(x, chunk).to(dtype) for x in (keys[:, 1], values))
+        sums.baddbmm_(group_k.mT, group_v)
         # Not len(v), which would make the batch size of an exported step a constant.
         products = torch.bmm(queries.flatten(0, 1).to(keys.dtype), keys.flatten(0, 1).mT).to(dtype)
         quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
@@ -193,8 +198,6 @@ def step(
         # The linear part covers only complete chunks: subtract what the sums have of the open one, through the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
         out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
-        k, v = (_group(x, chunk).to(dtype) for x in (keys[:, 1], values))
-        sums.baddbmm_(k.mT, v)
         position += 1
         return out.to(result_dtype)
 
