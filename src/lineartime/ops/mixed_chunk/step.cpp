@@ -46,9 +46,10 @@ struct Attention {
   template <int64_t known>
   void read_columns(const Stream<A>& at, int64_t b, int64_t slot, A before, int64_t first, int64_t some, T* gated) const {
     const int64_t width = known ? known : some;
-    const int64_t place = slot % group(), full = place + 1 == group() ? group() : 0, first_of_group = b * c + slot - place;
+    const int64_t place = slot % group(), first_of_group = b * c + slot - place;
+    const int64_t joining = place + 1 == group() ? group() : 0;  // the number of tokens that are added to the sums
     A out[values_at_once] = {};
-    if (full == 0) {
+    if (joining == 0) {
       for (int64_t i = 0; i < s; ++i) {
         const A* __restrict sum = sums + (b * s + i) * e + first;
         const A q = at.maps[s + i] * before;
@@ -56,7 +57,7 @@ struct Attention {
       }
     } else {
       A v[most_in_group][values_at_once], row[values_at_once];
-      for (int64_t j = 0; j < full; ++j) {
+      for (int64_t j = 0; j < joining; ++j) {
         const T* __restrict value = values + (first_of_group + j) * e + first;
         for (int64_t x = 0; x < width; ++x) v[j][x] = load(value[x]);
       }
@@ -65,7 +66,7 @@ struct Attention {
         const A q = at.maps[s + i] * before;
         for (int64_t x = 0; x < width; ++x) row[x] = sum[x];
         for (int64_t x = 0; x < width; ++x) out[x] += q * row[x];
-        for (int64_t j = 0; j < full; ++j) {
+        for (int64_t j = 0; j < joining; ++j) {
           const A k = load(keys[(first_of_group + b * c + c + j) * s + i]);  // rounded like what is subtracted again
           for (int64_t x = 0; x < width; ++x) row[x] += k * v[j][x];
         }
