@@ -95,12 +95,22 @@ def test_tokens_that_join_the_sums_in_groups_are_counted_once(
 def test_forms_leave_the_same_state_for_streams_at_different_positions(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if why_not_native():
         pytest.skip(f"functions in C++ cannot be built here: {why_not_native()}")
-    inputs = make(9, d_qk=130, d_value=300)  # several parts for threads
+    monkeypatch.setattr(f"{__name__}.CHUNK", 16)
+    inputs = make(19, d_qk=130, d_value=300)  # several parts for threads
+    states = [
+        mixed_chunk_state(1, CHUNK, 130, 300, like=inputs[0])._replace(
+            summary=torch.randn(1, 130, 300).double(),
+            k_quad=torch.randn(1, CHUNK, 130).double(),
+            k_lin=torch.randn(1, CHUNK, 130).double(),
+            v=torch.randn(1, CHUNK, 300).double(),
+            position=position,
+        )
+        for position in (3, CHUNK + 9, 3 * CHUNK)  # in a first group, in a later one, and at the beginning of a chunk
+    ]
     results = []
     for native in (True, False):
         if not native:
             monkeypatch.setattr(step_native, "step", lambda *_: None)
-        states = [mixed_chunk_state(1, CHUNK, 130, 300, like=inputs[0])._replace(position=p) for p in (0, CHUNK, 3 * CHUNK)]
         streams = mixed_chunk_streams(states)
         with using_threads(threads):
             results.append((steps(inputs, streams), streams))

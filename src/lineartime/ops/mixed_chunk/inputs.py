@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
@@ -69,6 +70,11 @@ class MixedChunkOptions:
         if isinstance(read, int):
             return self.chunk_size if self.adds_up else max(1, read)
         return torch.full_like(read, self.chunk_size) if self.adds_up else read.clamp(min=1)
+
+
+def group_size(chunk_size: int) -> int:
+    """The number of tokens that joined streams add to their sums at once: writing the sums takes a large part of a step."""
+    return math.gcd(chunk_size, 8)
 
 
 class Heads(NamedTuple):

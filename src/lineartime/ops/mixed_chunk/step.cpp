@@ -3,14 +3,13 @@
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even). Matrices are contiguous.
 // T is the type of tokens and of the open chunk, A the type of the sums and of intermediate values.
 
-#include <numeric>
 #include <type_traits>
 
 #include "../dense.h"
 
 namespace {
 
-constexpr int64_t most_in_group = 8, values_at_once = 128;
+constexpr int64_t values_at_once = 128;
 
 template <class A>
 struct Stream {
@@ -30,13 +29,12 @@ struct Attention {
   A* sums;
   T *keys, *values;
   int64_t* position;
-  int64_t streams, c, e, s;
+  int64_t streams;
+  int64_t group;  // the number of tokens that are added to the sums at once
+  int64_t c, e, s;
 
   // The factor of the weights of the visible tokens of the open chunk; a token in slot i sees i + 1 of them.
   A share(int64_t slot) const { return published ? A(1) : A(1) / A(slot + 1); }
-
-  // The number of tokens that are added to the sums at once, as `group_size` in step.py.
-  int64_t group() const { return std::gcd(c, most_in_group); }
 
   // The factor of the sum over the `read` tokens of the previous chunks.
   A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(adds_up ? c : read); }
@@ -46,8 +44,8 @@ struct Attention {
   template <int64_t known>
   void read_columns(const Stream<A>& at, int64_t b, int64_t slot, A before, int64_t first, int64_t some, T* gated) const {
     const int64_t width = known ? known : some;
-    const int64_t place = slot % group(), first_of_group = b * c + slot - place;
-    const int64_t joining = place + 1 == group() ? group() : 0;  // the number of tokens that are added to the sums
+    const int64_t place = slot % group, first_of_group = b * c + slot - place;
+    const int64_t joining = place + 1 == group ? group : 0;  // the number of tokens that are added to the sums
     A out[values_at_once] = {};
     if (joining == 0) {
       for (int64_t i = 0; i < s; ++i) {
@@ -56,10 +54,11 @@ struct Attention {
         for (int64_t x = 0; x < width; ++x) out[x] += q * sum[x];
       }
     } else {
-      A v[most_in_group][values_at_once], row[values_at_once];
+      A row[values_at_once];
+      std::vector<A> v(joining * values_at_once);
       for (int64_t j = 0; j < joining; ++j) {
         const T* __restrict value = values + (first_of_group + j) * e + first;
-        for (int64_t x = 0; x < width; ++x) v[j][x] = load(value[x]);
+        for (int64_t x = 0; x < width; ++x) v[j * values_at_once + x] = load(value[x]);
       }
       for (int64_t i = 0; i < s; ++i) {
         A* __restrict sum = sums + (b * s + i) * e + first;
@@ -68,7 +67,8 @@ struct Attention {
         for (int64_t x = 0; x < width; ++x) out[x] += q * row[x];
         for (int64_t j = 0; j < joining; ++j) {
           const A k = load(keys[(first_of_group + b * c + c + j) * s + i]);  // rounded like what is subtracted again
-          for (int64_t x = 0; x < width; ++x) row[x] += k * v[j][x];
+          const A* __restrict value = v.data() + j * values_at_once;
+          for (int64_t x = 0; x < width; ++x) row[x] += k * value[x];
         }
         for (int64_t x = 0; x < width; ++x) sum[x] = row[x];
       }
@@ -118,7 +118,7 @@ struct Attention {
         }
         for (int64_t i = 0; i < e; ++i) store(values[(b * c + slots[b]) * e + i], to.v[i]);
       }
-      // The weights of the visible tokens of the chunk. The sums contain the full groups of them, which are subtracted here.
+      // The weights of the visible tokens of the chunk. The sums contain the full groups before the token's, which are subtracted.
 #pragma omp for schedule(static)
       for (int64_t task = 0; task < streams * key_parts; ++task) {
         const int64_t b = task / key_parts, first = task % key_parts * keys_at_once;
@@ -127,7 +127,7 @@ struct Attention {
         const A* __restrict q_quad = at.maps;
         const A* __restrict q_lin = at.maps + s;
         const A own = share(slots[b]), before = summary_share(read[b]);
-        const int64_t summed = slots[b] - slots[b] % group();
+        const int64_t summed = slots[b] - slots[b] % group;
         for (int64_t j = first; j < last; ++j) {
           const T* __restrict k_quad = keys + (b * 2 * c + j) * s;
           const T* __restrict k_lin = keys + ((b * 2 + 1) * c + j) * s;
@@ -227,12 +227,12 @@ void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attentio
 }  // namespace
 
 #define SHARED(A)                                                                                                              \
-  const A *rotations, int64_t turns, int64_t published, int64_t adds_up, double score_scale, int64_t streams, int64_t c,       \
-      int64_t s, int64_t bias_first, int64_t bias_by_stream, int64_t bias_by_slot, int64_t e
+  const A *rotations, int64_t turns, int64_t published, int64_t adds_up, double score_scale, int64_t streams, int64_t group,   \
+      int64_t c, int64_t s, int64_t bias_first, int64_t bias_by_stream, int64_t bias_by_slot, int64_t e
 #define ATTENTION(T, A, GAMMA, BETA, BIAS, SUMS, KEYS, VALUES, POSITION)                                                       \
   Attention<T> {                                                                                                               \
     GAMMA, BETA, rotations, turns, BIAS, bias_first, bias_by_stream, bias_by_slot, published, adds_up, A(score_scale), SUMS,   \
-        KEYS, VALUES, POSITION, streams, c, e, s                                                                               \
+        KEYS, VALUES, POSITION, streams, group, c, e, s                                                                        \
   }
 
 // The functions above for each type, with C linkage.

@@ -6,7 +6,6 @@ Shapes: B streams, C chunk size, s query/key width, e value width.
 The definition is the causal one of reference.py.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import attention_weights, visible_share
 from lineartime.ops.mixed_chunk import step_native
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, queries_and_keys
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, group_size, queries_and_keys
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
@@ -36,11 +35,6 @@ class MixedChunkStreams(NamedTuple):
     keys: Tensor
     values: Tensor
     position: Tensor
-
-
-def group_size(chunk_size: int) -> int:
-    """The number of tokens that are added to the sums at once, because writing the sums takes a large part of a step."""
-    return math.gcd(chunk_size, 8)
 
 
 def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | None = None) -> MixedChunkStreams:
@@ -86,8 +80,8 @@ class OpenChunk(NamedTuple):
         visible: bool [B, 1, C], True for the token and those before it in its chunk.
         share: [B, 1, C], the factor of the weights: see `visible_share`.
         summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
-        open_share: [B, 1, C], the same factor for the tokens of the chunk that the sums contain, the token's own group if it is
-            full included, to subtract them.
+        open_share: [B, 1, C], the same factor for the tokens of the open chunk that the sums contain, which are subtracted, and
+            zero for others. A group that the token completes is among them, because `step` adds it to the sums first.
         group: int64 [B, F], the slots of the token's group.
         is_full: bool [B, 1, 1], whether the token is the last one of its group.
     """

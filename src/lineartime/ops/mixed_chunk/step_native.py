@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.dense import MOST_ROWS
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, group_size
 from lineartime.ops.operator import has_plain_memory, is_plain, is_traced
 from lineartime.ops.precision import acc_dtype
 
@@ -191,4 +191,5 @@ def _shared(
     length = options.published_length
     score_scale = d_qk**-0.5 if length is None else 1 / length
     published, adds_up = int(length is not None), int(options.adds_up)
-    return rotations, turns, published, adds_up, score_scale, n_streams, options.chunk_size, d_qk
+    group = group_size(options.chunk_size)
+    return rotations, turns, published, adds_up, score_scale, n_streams, group, options.chunk_size, d_qk
