@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.files import new_file, new_folder, removed_on_failure, write_atomically
+from lineartime.files import check_new_folder, new_file, new_folder, removed_on_failure, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +82,17 @@ def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Pa
         list(pool.map(lambda text: write_atomically(file, text), texts))
     assert file.read_text() in texts
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_links_and_folders_above_are_no_new_folders(tmp_path: Path) -> None:
+    """The rename at the end would fail, after all the work."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "broken").symlink_to(tmp_path / "nothing")
+    for name in ("link", "broken"):
+        with pytest.raises(ArgumentError, match=f"folder is .*{name}, which exists already"):
+            check_new_folder("folder", tmp_path / name)
+    with pytest.raises(ArgumentError, match="which is not the name of a new folder"):
+        check_new_folder("folder", tmp_path / "empty" / "..")
+    with pytest.raises(LineartimeError, match=r"Cannot read .*: File name too long"):
+        check_new_folder("folder", tmp_path / ("x" * 300))

@@ -63,9 +63,18 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     infinite = tiny()
     with torch.no_grad():
         infinite.backbone.embedding.weight[0, 0] = torch.nan
+    extended = tiny()
+    extended.backbone.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
     wrong: list[tuple[Any, Any, str]] = [
         (infinite, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
         (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
+        (extended, TOKENIZER, "model could not be loaded again: model.safetensors has [0-9]+ tensors, but a model of n_blocks"),
+        (tiny().to("meta"), TOKENIZER, "model has backbone.embedding.weight on the meta device, where it has no values"),
+        (
+            tiny().to(torch.float8_e4m3fn),
+            TOKENIZER,
+            "model could not be loaded again: .* is of type F8_E4M3, but must be",
+        ),
         (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),
         (tiny(), "bytes", "tokenizer is of type str"),
     ]
@@ -73,6 +82,14 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=message):
             lineartime.save(model, tokenizer, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path: Path) -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8)
+    first, second = model.backbone.blocks
+    second.mixer = first.mixer
+    loaded = lineartime.load(lineartime.save(model, TOKENIZER, tmp_path / "model"))
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

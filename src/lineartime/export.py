@@ -77,9 +77,9 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
-    sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
     with torch.no_grad(), _quiet():
         try:
+            sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
             return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
         except Exception as error:  # torch.export raises errors of many kinds
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__

@@ -69,10 +69,14 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
 
 
 def check_new_folder(argument: str, folder: Path) -> None:
-    """Raise ArgumentError, naming the argument, for a folder that is not empty, or a path that ends in no name."""
-    if not folder.name:
+    """Raise ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, or no name."""
+    if folder.name in ("", ".."):
         raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
-    if is_there(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+    with reporting("read", folder):
+        is_new = not is_there(folder) and not folder.is_symlink()
+        is_empty = is_new or (folder.is_dir() and not any(folder.iterdir()))
+        cannot_be_replaced = folder.is_symlink() or folder.is_mount()
+    if not is_empty or cannot_be_replaced:
         raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
 
 

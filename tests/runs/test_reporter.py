@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.metrics import read_metrics
+from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 
 pytestmark = pytest.mark.pictures
@@ -96,6 +96,11 @@ def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
         (4, 400, 17.0),
     ]
     assert lines[-1]["skipped"] == 2
+
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "tokens": 100}\n')  # a power cut took the lines after it
+    with reporter(tmp_path, first_step=4, steps=5) as report:
+        take(report, 5)
+    assert [(line["step"], line["tokens"]) for line in read_metrics(tmp_path)] == [(1, 100), (5, 500)]
 
 
 def test_speed_and_waiting_are_those_of_the_step_itself(tmp_path: Path) -> None:

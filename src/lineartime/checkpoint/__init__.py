@@ -141,7 +141,7 @@ def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | 
         try:
             return read(checkpoint)
         except LineartimeError:
-            if checkpoint.exists():
+            if is_there(checkpoint):
                 raise
             if checkpoint == Path(path):
                 raise LineartimeError(f"The checkpoint {path} was removed while it was read: give another one.") from None
@@ -156,7 +156,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from lineartime.data.tokenizers import named_tokenizer, read_tokenizer
 
-    if is_folder(path) and not Path(path, TOKENIZER_FILE).exists():
+    if is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
         return read_from(path, read_tokenizer)
     return named_tokenizer(str(path))
 

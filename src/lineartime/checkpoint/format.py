@@ -58,7 +58,8 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     run = Path(run)
     if not is_folder(run):
         return []
-    found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
+    with reporting("read", run):
+        found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
     return sorted(found, key=checkpoint_step)
 
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineartime.checkpoint.format import CHECKPOINT, write_files
+from lineartime.checkpoint.format import CHECKPOINT, WEIGHTS, write_files
+from lineartime.checkpoint.weights import UnfitWeightsError, check_weights
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import new_folder
 
@@ -29,8 +30,8 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
         The folder.
 
     Raises:
-        ArgumentError: for anything but a model, weights that are not finite, a tokenizer that does not fit, or a folder that
-            cannot be used.
+        ArgumentError: for anything but a model, weights that are not finite or not those of the model's config, a tokenizer
+            that does not fit, or a folder that cannot be used.
         LineartimeError: if it cannot be written.
     """
     from lineartime.data.tokenizers import check_vocabulary
@@ -41,13 +42,19 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     check_finite("model", model)
     with new_model_folder("folder", Path(folder)) as partial:
         write_model(partial, model, tokenizer)
+        try:
+            check_weights(partial / WEIGHTS, model.config)
+        except UnfitWeightsError as error:
+            raise ArgumentError("model", f"could not be loaded again: {error}.") from None
     return Path(folder)
 
 
 def check_finite(argument: str, model: "LanguageModel") -> None:
     """Raise ArgumentError, naming the argument that holds the model, unless all weights are finite."""
     for name, weight in model.state_dict().items():
-        if not weight.isfinite().all():
+        if weight.is_meta:
+            raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
+        if not weight.float().isfinite().all():
             raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
 
 
@@ -64,7 +71,8 @@ def write_model(folder: Path, model: "LanguageModel", tokenizer: "Tokenizer") ->
     """Write a model and its tokenizer into a folder. Raises OSError or LineartimeError on failure."""
     from safetensors import SafetensorError
 
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    # Copies, because safetensors refuses weights that share memory.
+    weights = {name: weight.detach().to("cpu", copy=True) for name, weight in model.state_dict().items()}
     try:
         write_files(folder, weights, model.config, tokenizer)
     except SafetensorError as error:

@@ -118,7 +118,7 @@ class Reporter(NullReporter):
         """Record step number `step` (from 1), which has just ended."""
         duration = max(metrics.seconds, 1e-9)
         self._step_tokens = metrics.tokens
-        self._log.tokens += metrics.tokens
+        self._log.tokens = step * metrics.tokens  # not a running sum: a power cut may have taken lines of the file
         self._latest["speed"].append(metrics.tokens / duration)
         if math.isfinite(metrics.loss):
             self._latest["loss"].append(metrics.loss)

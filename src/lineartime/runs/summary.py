@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints, read_from, read_training_state
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, reporting
+from lineartime.files import is_there
 from lineartime.runs.claim import is_claimed
 from lineartime.runs.curve import thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
@@ -67,13 +68,14 @@ class RunSummary:
 def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
     """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
     try:
-        if any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or list_checkpoints(folder):
-            yield folder
-            return
-        within = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    except OSError as error:
-        unreadable.append(str(cannot("read", folder, error)))
+        with reporting("read", folder):
+            is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
+            within = [] if is_run else [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != "."]
+    except LineartimeError as error:
+        unreadable.append(str(error))
         return
+    if is_run:
+        yield folder
     for path in within if depth else ():
         yield from find_runs(path, unreadable, depth - 1)
 
@@ -87,7 +89,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     failure = last_error(record)
     lines: list[dict[str, float]] = []
     metrics = path / METRICS_FILE
-    if metrics.exists():  # otherwise it has not taken a step yet
+    if is_there(metrics):  # otherwise it has not taken a step yet
         try:
             lines, damaged = read_damaged_metrics(path)
         except LineartimeError as error:
@@ -102,7 +104,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     losses = [line["loss"] for line in lines if "loss" in line]
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second", 0) > 0]
     step, seconds, tokens = (_largest(lines, name) for name in ("step", "seconds", "tokens"))
-    silent = max(0.0, time.time() - max(file.stat().st_mtime for file in (metrics, path) if file.exists()))
+    silent = max(0.0, time.time() - max(file.stat().st_mtime for file in (metrics, path) if is_there(file)))
     summary = RunSummary(
         name=name,
         path=path,
@@ -126,7 +128,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
 
 def _record(path: Path, problems: list[str]) -> Record:
     """The record of a run, or else one with the options in its last checkpoint, or else an empty one."""
-    if (path / RECORD_FILE).exists():
+    if is_there(path / RECORD_FILE):
         try:
             return read_record(path)
         except LineartimeError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN
+from lineartime.files import is_there
 from lineartime.runs.curve import counted
 from lineartime.runs.summary import RunSummary, find_runs
 
@@ -60,7 +61,7 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     found: dict[Path, tuple[Path, str]] = {}
     missing = []
     for folder in folders:
-        if not folder.exists():
+        if not is_there(folder):
             missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
             continue
         unreadable: list[str] = []

@@ -37,11 +37,11 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            with lock:  # a process that opens the file before it is deleted cannot lock it yet
+            # A process that opens the file before it is deleted cannot lock it yet. Windows deletes no open file.
+            with lock, suppress(OSError):
                 if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
-                    with suppress(PermissionError):  # Windows deletes no open file
-                        (run / LOCK_FILE).unlink()
-                        run.rmdir()
+                    (run / LOCK_FILE).unlink()
+                    run.rmdir()
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
