@@ -114,7 +114,7 @@ def quality_table(report: dict[str, Any]) -> str:
                 continue
             paper = row["paper"]
             cells.append(" / ".join(f"{value:.3f}" for value in measured(row)))
-            cells.append(" / ".join("-" if value is None else f"{value:.2f}" for value in row["speedups"]) or "-")
+            cells.append(" / ".join("not reached" if value is None else f"{value:.2f}" for value in row["speedups"]) or "-")
             speedup = f" ({paper['speedup']:g})" if paper.get("speedup") else ""
             cells.append(f"{paper['pplx']:.2f}{speedup}" if paper.get("pplx") else "-")
         lines.append(cells)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lineartime.errors import ArgumentError, LineartimeError, first_line, require_packages
+from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, require_packages
 from lineartime.files import check_new, new_file
 from lineartime.machine import compiler_missing, is_out_of_memory
 from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
@@ -179,7 +179,8 @@ def checked_file(file: str | Path, suffix: str) -> Path:
     """Check the path of a program to write. Raises ArgumentError for another suffix or an existing file."""
     file = Path(file)
     if file.suffix != suffix:
-        raise ArgumentError("file", f"is {file}, but must end in {suffix}, the suffix of this format.")
+        found = f"is {file}, but must end in {suffix}, the suffix of this format: rename it, or choose another "
+        raise ArgumentError("file", found, Argument("format"), ".")
     check_new("file", file)
     return file
 

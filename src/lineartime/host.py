@@ -45,6 +45,11 @@ def cache_folder() -> Path:
         raise LineartimeError(f"There is no cache folder ({message_line(error)}): set XDG_CACHE_HOME to a folder.") from None
 
 
+def threads_in_words(threads: object) -> str:
+    """A number of threads: "1 thread", "2 threads"."""
+    return f"{threads} thread" if threads == 1 else f"{threads} threads"
+
+
 def processor_name() -> str:
     """The model name of the CPU if the system reports it, otherwise its architecture."""
     return _described("model name") or platform.machine()

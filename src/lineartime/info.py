@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import lineartime
-from lineartime.host import processor_name
+from lineartime.host import processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
@@ -47,7 +47,7 @@ def describe_machine() -> Iterator[Fact]:
     elif device.type == "mps":
         yield Fact("device", "mps", f"the GPU of {processor_name()}")
     else:
-        threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
+        threads = f"{threads_in_words(torch.get_num_threads())} on {os.cpu_count()} cores"
         cpu = f"{processor_name()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
         yield Fact("device", "cpu", f"PyTorch sees no GPU; {cpu}")
     yield Fact("precision", *faster_precision(device))

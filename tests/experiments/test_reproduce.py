@@ -408,7 +408,7 @@ def test_latency_measures_the_models_that_its_report_counts(options: Options) ->
 def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     command.reproduce(options(list=True))
     shown = capsys.readouterr().out
-    assert "3 runs, 4 tuning runs, 4 measurements of speed, of which 0 have ended" in shown
+    assert "3 runs, 4 trials, 4 measurements of speed, of which 0 have ended" in shown
     assert "an estimate" in shown
     command.reproduce(options("", list=True))
     shown = capsys.readouterr().out

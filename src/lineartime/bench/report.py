@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results, write
+from lineartime.host import threads_in_words
 from lineartime.markdown import markdown_table
 from lineartime.screen import output_console
 
@@ -99,7 +100,7 @@ def print_results(results: Results) -> None:
 
 def _facts(results: Results) -> str:
     machine = results.machine
-    device = machine["gpu"] if machine["device"] == "cuda" else f"{machine['cpu']}, {machine['threads']} threads"
+    device = machine["gpu"] if machine["device"] == "cuda" else f"{machine['cpu']}, {threads_in_words(machine['threads'])}"
     peaks = ", ".join(
         f"{dtype} {_operations(max(runs))} ({' and '.join(map(_operations, runs))})" for dtype, runs in results.peaks.items()
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from rich.table import Column, Table
 
-from lineartime.checkpoint import Which
 from lineartime.choices import Context, Device, Precision, Split
+from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.runs.curve import REPORT, draw_report
 from lineartime.runs.figures import check_picture
 from lineartime.screen import SCREEN, output_console
@@ -27,7 +27,7 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
-    checkpoint: Which | None = None
+    checkpoint: WhichOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     split: Split = "test"
     """Split of the text to measure on; all is the whole text."""
@@ -78,7 +78,7 @@ def run(options: Options) -> None:
         evaluation = evaluate(
             options.run,
             options.data or None,
-            checkpoint=options.checkpoint,
+            checkpoint=which_checkpoint(options.checkpoint),
             text_column=options.text_column,
             max_expansion=options.max_expansion,
             split=options.split,
@@ -115,7 +115,8 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     console.print(f"loss            {evaluation.loss:.4f} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
     if words and evaluation.word_perplexity is not None:
-        console.print(f"                {evaluation.word_perplexity:.3f} per word")
+        per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"
+        console.print(f"                {per_word} per word")
     if evaluation.bits_per_byte is not None:
         console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
     headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "tokens")

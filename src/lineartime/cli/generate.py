@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from lineartime.checkpoint import Which
 from lineartime.choices import Device
+from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.cli.texts import read_text
 from lineartime.screen import SCREEN
 
@@ -27,7 +27,7 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
-    checkpoint: Which | None = None
+    checkpoint: WhichOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     prompt: str = ""
     """Text to continue; an empty prompt begins a new document."""
@@ -78,7 +78,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.text_generation import generate_samples, generate_text
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    loaded = load_with_tokenizer(options.run, device, checkpoint=options.checkpoint)
+    loaded = load_with_tokenizer(options.run, device, checkpoint=which_checkpoint(options.checkpoint))
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.checkpoint import Which
 from lineartime.choices import Device
+from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.cli.texts import read_text
 from lineartime.files import check_new_folder
 
@@ -25,7 +25,7 @@ class Options:
     """New folder for index.html and the pictures."""
     max_tokens: int = 512
     """Maximum number of tokens to read, up to 2,048; the rest of the text is left out."""
-    checkpoint: Which | None = None
+    checkpoint: WhichOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
@@ -39,7 +39,7 @@ def run(options: Options) -> None:
 
     check_new_folder("out", options.out)  # before the slow part
     text = read_text("text", options.text, "text_file", options.text_file)
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=which_checkpoint(options.checkpoint))
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     page = write_inspection(inspection, str(loaded.checkpoint), options.out)
     left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""

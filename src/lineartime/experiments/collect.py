@@ -12,6 +12,7 @@ from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_speed, read_tuning, seconds_to
+from lineartime.host import threads_in_words
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
 Row = dict[str, Any]
@@ -78,7 +79,7 @@ def _machines(run: Run) -> list[tuple[str, str | None]]:
     """The machine and the start of each process of a run."""
     if run.job.kind == "latency":
         found = run.outcome.machine
-        where = found.get("gpu") or f"{found.get('cpu')}, {_threads(found.get('threads'))}"
+        where = found.get("gpu") or f"{found.get('cpu')}, {threads_in_words(found.get('threads'))}"
         return [(_described(where, found), run.outcome.time)] if found else []
     if run.state == "damaged" or not (run.job.folder / RECORD_FILE).exists():
         return []
@@ -94,11 +95,7 @@ def _precisions(run: Run) -> set[str]:
 
 
 def _where(machine: Machine) -> str:
-    return ", ".join(machine.gpus) or f"{machine.processor}, {_threads(machine.threads)}"
-
-
-def _threads(count: object) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
+    return ", ".join(machine.gpus) or f"{machine.processor}, {threads_in_words(machine.threads)}"
 
 
 def _described(where: object, versions: Mapping[str, object]) -> str:

@@ -39,7 +39,7 @@ def describe(plan: Plan) -> Iterator[str]:
     width = max(len(entry.arm.name) for entry in plan.entries)
     for setting in plan.settings:
         yield f"{setting}"
-        for entry in plan.entries_of(setting):
+        for entry in filter(plan.is_selected, plan.entries_of(setting)):
             own = [job for job in jobs if job[0] == entry]
             spent = sum(seconds(plan, *job) for job in own)
             if own and own[0][1].kind != "latency":
@@ -105,8 +105,8 @@ def _peak(where: Device, precision: Precision, threads: int | None) -> float:
 
 def _counted(jobs: list[tuple[Entry, Job]]) -> str:
     kinds: list[str] = [job.kind for _, job in jobs]
-    one = {"run": "run", "tune": "tuning run", "speed": "measurement of speed", "latency": "measurement of latency"}
-    more = {"run": "runs", "tune": "tuning runs", "speed": "measurements of speed", "latency": "measurements of latency"}
+    one = {"run": "run", "tune": "trial", "speed": "measurement of speed", "latency": "measurement of latency"}
+    more = {"run": "runs", "tune": "trials", "speed": "measurements of speed", "latency": "measurements of latency"}
     counts = {kind: kinds.count(kind) for kind in one}
     return ", ".join(f"{count} {(more if count > 1 else one)[kind]}" for kind, count in counts.items() if count)
 

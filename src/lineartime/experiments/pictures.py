@@ -20,7 +20,7 @@ _MARKERS = "osD^v<>PX*dph"
 def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
     """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
     if plan.experiment.kind == "latency":
-        figures = [("latency", _latency(report), "Time of a token by the length of the context, here and in the paper.")]
+        figures = [("latency", _latency(plan, report), "Time of a token by the length of the context, here and in the paper.")]
     else:
         figures = [("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline))]
         figures.append(
@@ -41,9 +41,12 @@ def _metric(plan: Plan) -> tuple[str, str]:
     return ("loss", "nats per masked token") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits per byte")
 
 
-def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each name."""
-    return dict(zip(dict.fromkeys(names), cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
+def _looks(plan: Plan, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each name: those of its arm, which are the same in all reports of an experiment."""
+    shown = list(dict.fromkeys(names))
+    everything = dict.fromkeys([*(arm.name for arm in plan.experiment.arms), *shown])
+    looks = dict(zip(everything, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
+    return {name: looks[name] for name in shown}
 
 
 def _columns(panels: int) -> int:
@@ -77,7 +80,7 @@ def _curves(plan: Plan, report: dict[str, Any]) -> Any:
     settings = [each for each in report["settings"] if any(run["curve"] for row in each["rows"] for run in row["runs"])]
     if not settings:
         return None
-    looks = _looks(row["name"] for setting in settings for row in setting["rows"])
+    looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
     figure, panels = _figure(len(settings), len(looks))
     lines: dict[str, Any] = {}
     for axes, setting in zip(panels, settings, strict=True):
@@ -137,7 +140,7 @@ def _contexts(plan: Plan, report: dict[str, Any]) -> Any:
         return None
     if len({context for each in of_paper.values() for context, _ in each}) > 1:
         panels.append(("the paper", "perplexity", of_paper))
-    return _by_number(panels, "tokens of context")
+    return _by_number(plan, panels, "tokens of context")
 
 
 def _tests(plan: Plan, report: dict[str, Any]) -> Any:
@@ -158,16 +161,17 @@ def _tests(plan: Plan, report: dict[str, Any]) -> Any:
         if points:
             panels.append((setting["name"], unit, points))
             circles.append(trained)
-    return _by_number(panels, "tokens of a chunk in the test", circles) if panels else None
+    return _by_number(plan, panels, "tokens of a chunk in the test", circles) if panels else None
 
 
 def _by_number(
+    plan: Plan,
     panels: Sequence[tuple[str, str, dict[str, list[tuple[float, float]]]]],
     label: str,
     circles: Sequence[Sequence[tuple[float, float]]] = (),
 ) -> Any:
     """Curves by a power of two: a panel each, and one legend."""
-    looks = _looks(name for _, _, points in panels for name in points)
+    looks = _looks(plan, (name for _, _, points in panels for name in points))
     figure, all_axes = _figure(len(panels), len(looks))
     lines: dict[str, Any] = {}
     for number, (axes, (title, unit, points)) in enumerate(zip(all_axes, panels, strict=True)):
@@ -185,7 +189,7 @@ def _by_number(
     return figure
 
 
-def _latency(report: dict[str, Any]) -> Any:
+def _latency(plan: Plan, report: dict[str, Any]) -> Any:
     """Microseconds a token by context, here and in the paper."""
     ours: dict[str, list[tuple[float, float]]] = {}
     paper: dict[str, list[tuple[float, float]]] = {}
@@ -198,6 +202,7 @@ def _latency(report: dict[str, Any]) -> Any:
     if not ours:
         return None
     figure = _by_number(
+        plan,
         [("here", "µs per token", ours), ("the paper", "ms per step of 262,144 tokens", paper)][: 2 if paper else 1],
         "tokens of context",
     )

@@ -143,7 +143,8 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         columns["paper: perplexity"] = [_paper(row, "pplx", ".4g") for row in rows]
         columns["loss against the baseline"] = [_percent(row["relative_loss"]) for row in rows]
         columns["paper: loss against it"] = [_percent(row["paper_relative_loss"]) for row in rows]
-        columns["speed-up"] = [_speedups(row) for row in rows]
+        reached = _final_losses(rows, report["baseline"])
+        columns["speed-up"] = [_speedups(row, reached) for row in rows]
         columns["paper: speed-up"] = [_paper(row, "speedup", ".3g") for row in rows]
         yield table(columns)
         if any(row["rate_at_edge"] for row in rows):
@@ -279,9 +280,14 @@ def _percent(value: float | None) -> str:
     return NOT_THERE if value is None else f"{100 * value:+.2f} %"
 
 
-def _speedups(row: Row) -> str:
+def _final_losses(rows: Sequence[Row], baseline: str | None) -> list[float | None]:
+    """The final losses of the baseline by seed, which speed-ups refer to."""
+    return [run["loss"] for row in rows if row["arm"] == baseline for run in row["runs"]]
+
+
+def _speedups(row: Row, reached: Sequence[float | None]) -> str:
     cells = []
-    for run, speedup in zip(row["runs"], row["speedups"], strict=False):
-        if run["loss"] is not None:
+    for run, speedup, loss in zip(row["runs"], row["speedups"], reached, strict=False):
+        if run["loss"] is not None and loss is not None:
             cells.append("not reached" if speedup is None else f"{speedup:.2f}")
     return " / ".join(cells) or NOT_THERE

@@ -16,6 +16,9 @@ from lineartime.layers.positions import BucketBias
 from lineartime.models.heads import LanguageModel, check_model
 from lineartime.ops.positions import N_BUCKETS
 
+ADVICE = ": docs/converting.md has the options to train with"
+"""The end of an error for a model that FLASH-pytorch cannot hold."""
+
 
 def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Convert a model, or a single FLASH layer, for FLASH-pytorch.
@@ -86,17 +89,17 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state dict of FLASH-pytorch's FLASH, and the arguments of its constructor."""
     _require("norm_position", layer.norm_position, "pre")
     if layer.activation not in ("relu2", "laplace"):
-        raise ArgumentError("activation", f"is {layer.activation!r}, but {PACKAGE} has only 'relu2' and 'laplace'.")
+        raise ArgumentError("activation", f"is {layer.activation!r}, but {PACKAGE} has only 'relu2' and 'laplace'{ADVICE}.")
     _require("normalization", layer.normalization, "paper_sum")
     if isinstance(layer.norm, RMSNorm):
-        raise ArgumentError("norm", f"is 'rmsnorm', but {PACKAGE} has only 'layernorm' and 'scalenorm'.")
+        raise ArgumentError("norm", f"is 'rmsnorm', but {PACKAGE} has only 'layernorm' and 'scalenorm'{ADVICE}.")
     norm: Norm = "scalenorm" if isinstance(layer.norm, ScaleNorm) else "layernorm"
     eps, wanted = float(layer.norm.eps), NORM_EPS[norm]  # type: ignore[arg-type] # PyTorch types a submodule as any Module
     if eps > wanted if norm == "scalenorm" else eps != wanted:
         allowed = "at most " if norm == "scalenorm" else ""
         raise ArgumentError("norm_eps", f"is {eps}, but must be {allowed}{wanted} for the {norm} of {PACKAGE}.")
     if layer.bias is not None and not isinstance(layer.bias, BucketBias):
-        raise ArgumentError("bias_form", f"is {layer.bias_form!r}, but {PACKAGE} has only a relative bias by buckets.")
+        raise ArgumentError("bias_form", f"is {layer.bias_form!r}, but {PACKAGE} has only a relative bias by buckets{ADVICE}.")
     d_qk, width = layer.d_qk, layer.d_value
     rotated = (layer.rotary_width or d_qk) if layer.rope else 0
     back = torch.tensor(interleaved_order(d_qk, rotated)).argsort()
@@ -128,4 +131,4 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _require(option: str, value: object, allowed: object, what: str = "") -> None:
     """Raise ArgumentError unless an option has the only value that FLASH-pytorch supports."""
     if value != allowed:
-        raise ArgumentError(option, f"is {value!r}, but {PACKAGE} has only {allowed!r}{f' {what}' if what else ''}.")
+        raise ArgumentError(option, f"is {value!r}, but {PACKAGE} has only {allowed!r}{f' {what}' if what else ''}{ADVICE}.")

@@ -99,10 +99,10 @@ def _draw_added(axes: Any, layer: LayerView) -> None:
     if share is None:
         for part, norms in layer.added.items():
             axes.plot(norms.numpy(), color="tab:blue", linewidth=1, label=part)
-        axes.set(title="what it adds to each token", xlabel="token", ylabel="norm")
+        axes.set(title="what it adds to each token", xlabel="position", ylabel="norm")
     else:
         axes.stackplot(range(len(share)), (1 - share).numpy(), share.numpy(), labels=["local", "global"], alpha=0.8)
-        axes.set(title="which part adds how much", xlabel="token", ylabel="share of the norms", ylim=(0, 1))
+        axes.set(title="which part adds how much", xlabel="position", ylabel="share of the norms", ylim=(0, 1))
     axes.legend()
     axes.grid(alpha=0.3)
     label_axes(axes, whole_x=True)

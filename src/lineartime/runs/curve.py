@@ -121,7 +121,9 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
         entries |= _draw_group(row, runs, look)
         row[0].set_ylabel("loss (nats per token)")
         row[1].set_title(drawable(title), fontsize="medium")
-    figure.suptitle(f"validation loss; faint: training loss, mean of the last {AVERAGED} steps", fontsize="medium")
+    averaged = any("loss" in line for runs in groups.values() for lines in runs.values() for line in lines)
+    faint = f"; faint: training loss, mean of the last {AVERAGED} steps" if averaged else ""
+    figure.suptitle(f"validation loss{faint}", fontsize="medium")
     figure.legend(entries.values(), map(drawable, entries), loc="outside lower center", ncols=columns, frameon=False)
     return save_figure(figure, file)
 

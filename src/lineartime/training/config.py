@@ -38,8 +38,7 @@ class TrainConfig:
     preset: str = "flash-tiny"
     """Preset of the model to train."""
     recipe: RecipeName | None = None
-    """Take the defaults of all options from a recipe: quick, for a good small model in minutes on a CPU, or one of the
-    paper's. See docs/training.md."""
+    """Take the defaults of all options from a recipe: quick, for a small model in minutes on a CPU, or one of the paper's."""
     like: Path | None = None
     """Take the defaults of all options from the run in this folder."""
     init_from: Path | None = None
@@ -95,11 +94,9 @@ class TrainConfig:
     clip_norm: NotNegative = 1.0
     """Maximum norm of the gradient; larger gradients are scaled down to it. 0 turns clipping off."""
     clip: Literal["global", "local"] = "global"
-    """global: clip the mean gradient of all processes; local, a term that the paper does not define: clip each process's
-    gradient before averaging. The result of local clipping depends on the number of processes."""
+    """global: clip the mean gradient of all processes; local: clip the gradient of each before averaging."""
     clip_tokens: Size | None = None
-    """Clip the gradient of each group of this many tokens before averaging, instead of `clip`. The result does not depend on
-    the number of processes: 4096 is equivalent to local clipping with 64 processes and 2^18 tokens per step."""
+    """Clip the gradient of every this many tokens before averaging, instead of `clip`, whatever the number of processes is."""
     max_skipped: Steps = 10
     """Training stops after this many consecutive steps that were skipped because a loss or gradient was not finite."""
     seed: Annotated[int, Between(0, below=2**63)] = 0

@@ -30,7 +30,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
     with world.raise_on_all_ranks():
         check_folder(config)
         if config.resume and not run.exists():
-            checkpoints.last_checkpoint(run)  # raises, because there is none
+            raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
             lock = claim(run)
     try:
