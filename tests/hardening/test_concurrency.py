@@ -205,7 +205,7 @@ def test_a_run_whose_checkpoints_all_vanish_is_no_endless_search(config: Config,
     def gone(checkpoint: Path) -> None:
         raise LineartimeError("gone")
 
-    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(checkpoints, "is_there", lambda path: False)
     with pytest.raises(LineartimeError, match="are removed before they are read: give the folder of one, or copy one"):
         checkpoints.read_from(run, gone)
 

@@ -146,7 +146,7 @@ class _Runner:
         tunings = {optimizer: read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers}
         chosen = choose(list(tunings.values()))
         if chosen is None:
-            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its tuning runs have ended."
+            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its trials have ended."
             if problem not in self._problems:  # once for all seeds
                 self._problems.append(problem)
             return
