@@ -84,6 +84,13 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_numbers_beyond_float32_are_finite_in_float64(tmp_path: Path) -> None:
+    model = tiny().double()
+    with torch.no_grad():
+        model.backbone.embedding.weight[0, 0] = 1e300
+    assert lineartime.save(model, TOKENIZER, tmp_path / "model").is_dir()
+
+
 def test_a_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path: Path) -> None:
     model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8)
     first, second = model.backbone.blocks

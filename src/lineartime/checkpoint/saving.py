@@ -54,7 +54,7 @@ def check_finite(argument: str, model: "LanguageModel") -> None:
     for name, weight in model.state_dict().items():
         if weight.is_meta:
             raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
-        if not weight.float().isfinite().all():
+        if not weight.detach().cpu().double().isfinite().all():  # float8 cannot be asked itself
             raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
 
 
