@@ -145,6 +145,11 @@ def test_a_masked_model_cannot_generate_or_carry(
     fails(["eval", run, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
+@pytest.mark.parametrize("which", ["foo", "7", "9" * 5000])
+def test_a_checkpoint_that_is_not_there_is_answered_in_a_sentence(folder: Path, which: str, fails: Fails) -> None:
+    fails(["eval", str(folder / "run"), "--checkpoint", which], "--checkpoint is .*, but must be best, last, or the step of")
+
+
 def test_a_damaged_checkpoint_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], fails: Fails
 ) -> None:

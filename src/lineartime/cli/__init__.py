@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> Any:
         _fail(f"{arguments[0]} is not a command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
         sys.exit(2)
     # Not A | B: the members are known only when this runs.
-    commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007
+    commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007  # X | Y takes no tuple
     version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # `main` does it
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),

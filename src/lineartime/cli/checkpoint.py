@@ -12,4 +12,5 @@ WhichOption = Annotated[str | None, tyro.conf.arg(metavar="best|last|STEP")]
 
 def which_checkpoint(given: str | None) -> Which | None:
     """The checkpoint that an option names."""
-    return int(given) if given is not None and given.isdecimal() else cast("Which | None", given)
+    is_step = given is not None and given.isdecimal() and len(given) < 20  # Python reads no number of thousands of digits
+    return int(given) if given is not None and is_step else cast("Which | None", given)
