@@ -42,6 +42,14 @@ AUTO = {
     AutoModelForSequenceClassification: LineartimeForSequenceClassification,
     AutoModelForTokenClassification: LineartimeForTokenClassification,
 }
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a `Trainer` that writes and shows nothing by itself."""
 TEXTS = [f"the square of {i} is {i * i}" for i in range(24)]
 
 
@@ -148,11 +156,7 @@ def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, checkpointing: str, tm
         **{checkpointing: kind == "checkpointed"},
         gradient_accumulation_steps=2 if kind == "checkpointed" else 1,
         logging_steps=10,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        dataloader_pin_memory=False,
+        **QUIET,
     )
     trainer = Trainer(model, arguments, data_collator=collator, train_dataset=examples(), processing_class=tokenizer)
     trainer.train()
@@ -201,11 +205,7 @@ def test_steps_of_accumulated_batches_are_as_large_as_those_of_one_batch(kind: s
             learning_rate=0.0,
             max_grad_norm=1e9,
             logging_steps=1,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            dataloader_pin_memory=False,
+            **QUIET,
         )
         trainer = Trainer(model, arguments, train_dataset=data)
         trainer.train()
