@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
 from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
+from lineartime.files import is_folder, is_there
 from lineartime.runs.claim import LOCK_FILE, claim
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
@@ -18,7 +19,7 @@ def check_folder(config: TrainConfig) -> None:
     run = config.run_directory
     if checkpoints.is_checkpoint(run):
         raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
-    if run.exists() and not run.is_dir():
+    if is_there(run) and not is_folder(run):
         raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
 
 
@@ -29,7 +30,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
     lock = None
     with world.raise_on_all_ranks():
         check_folder(config)
-        if config.resume and not run.exists():
+        if config.resume and not is_there(run):
             raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
             lock = claim(run)
