@@ -7,8 +7,9 @@ from typing import Any
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.collect import collect, relative
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.pictures import _looks
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import render
+from lineartime.experiments.report import _final_losses, _speedups, render
 from lineartime.experiments.treatment import equal_treatment
 
 
@@ -57,6 +58,19 @@ def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_
             run["curve"] = []
     relative(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
     assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
+
+
+def test_a_speedup_that_was_not_reached_is_told_from_one_without_a_baseline() -> None:
+    row = {"arm": "flash", "runs": [{"loss": 2.0}, {"loss": 2.0}, {"loss": None}], "speedups": [None, 1.5, None]}
+    baseline = {"arm": "transformer++", "runs": [{"loss": 1.9}, {"loss": 2.1}, {"loss": 2.0}]}
+    assert _speedups(row, _final_losses([row, baseline], "transformer++")) == "not reached / 1.50"
+    assert _speedups(row, _final_losses([row], "transformer++")) == "-"
+
+
+def test_a_system_looks_the_same_whichever_others_are_shown() -> None:
+    plan = make_plan(ReproduceConfig("lm", "cpu"))
+    assert _looks(plan, ["combiner"])["combiner"] == _looks(plan, ["flash", "performer", "combiner"])["combiner"]
+    assert len(set(_looks(plan, [arm.name for arm in plan.experiment.arms]).values())) == len(plan.experiment.arms)
 
 
 def test_a_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
