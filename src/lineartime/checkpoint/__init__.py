@@ -37,6 +37,7 @@ from lineartime.checkpoint.format import (
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
+from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
@@ -217,7 +218,7 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
     if which not in found or isinstance(which, bool):
         there = ", ".join(map(str, found))
         raise ArgumentError(
-            "checkpoint", f"is {which!r}, but must be best, last, or the step of a checkpoint in {path}, which has {there}."
+            "checkpoint", f"is {shown(which)}, but must be best, last, or the step of a checkpoint in {path}, which has {there}."
         )
     return found[which]
 
