@@ -216,10 +216,8 @@ def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
         return last
     found = {checkpoint_step(checkpoint): checkpoint for checkpoint in list_checkpoints(path)}
     if which not in found or isinstance(which, bool):
-        there = ", ".join(map(str, found))
-        raise ArgumentError(
-            "checkpoint", f"is {shown(which)}, but must be best, last, or the step of a checkpoint in {path}, which has {there}."
-        )
+        needed = f"must be best, last, or the step of a checkpoint in {path}, which has {', '.join(map(str, found))}"
+        raise ArgumentError("checkpoint", f"is {shown(which)}, but {needed}.")
     return found[which]
 
 
