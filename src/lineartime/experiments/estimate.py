@@ -38,8 +38,10 @@ def describe(plan: Plan) -> Iterator[str]:
     jobs = list(all_jobs(plan))
     width = max(len(entry.arm.name) for entry in plan.entries)
     for setting in plan.settings:
-        yield f"{setting}"
-        for entry in filter(plan.is_selected, plan.entries_of(setting)):
+        selected = list(filter(plan.is_selected, plan.entries_of(setting)))
+        if selected:
+            yield f"{setting}"
+        for entry in selected:
             own = [job for job in jobs if job[0] == entry]
             spent = sum(seconds(plan, *job) for job in own)
             if own and own[0][1].kind != "latency":
