@@ -166,3 +166,12 @@ def test_numbers_of_wikipedia_do_not_stand_beside_books() -> None:
     assert paper_cost("FLASH-Quad -> FLASH", Setting("wikipedia", 2048)) == 0.22
     assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 512), "mlm") == 0.36
     assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 300), "mlm") is None
+
+
+def test_the_list_shows_only_the_models_and_settings_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "peak_flops", lambda device, dtype, seconds: 1e9)
+    shown = "\n".join(estimate.describe(make_plan(ReproduceConfig("lm", systems=("combiner",), contexts=(512,)))))
+    assert "  combiner " in shown
+    assert "  flash" not in shown
+    assert "wikipedia, 512 tokens" in shown
+    assert "4,096 tokens" not in shown

@@ -415,15 +415,6 @@ def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytes
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
 
 
-def test_the_list_shows_only_the_models_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    command.reproduce(ReproduceConfig("lm", list=True, systems=("combiner",), contexts=(512,)))
-    shown = capsys.readouterr().out
-    assert "  combiner " in shown
-    assert "  flash" not in shown
-    assert "wikipedia, 512 tokens" in shown
-    assert "4,096 tokens" not in shown
-
-
 def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
 
