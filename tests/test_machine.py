@@ -39,6 +39,8 @@ X86, ARM = (
     "processor\t: 0\nmodel name\t: Fast: CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16\n",
     "Features : asimd bf16 i8mm\n",
 )
+INTEL, AMD = "vendor_id\t: GenuineIntel\n", "vendor_id\t: AuthenticAMD\n"
+SLOW_UNITS = "without AMX, the processor's units for bf16 (avx512_bf16) are slower than those for fp32"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,10 @@ X86, ARM = (
         (X86, "bf16", "the processor has units for bf16 (avx512_bf16)"),
         (ARM, "bf16", "the processor has units for bf16 (bf16)"),
         ("flags : fpu avx512f avx512_vnni\n", "fp32", "the processor has no units for bf16"),
+        (INTEL + "flags : avx512_bf16 avx512_fp16\n", "fp32", SLOW_UNITS),
+        (INTEL + "flags : avx512_bf16 avx512_fp16 amx_bf16\n", "bf16", "the processor has units for bf16 (avx512_bf16)"),
+        (INTEL + "flags : avx512_bf16\n", "bf16", "the processor has units for bf16 (avx512_bf16)"),
+        (AMD + "flags : avx512_bf16 avx512_fp16\n", "bf16", "the processor has units for bf16 (avx512_bf16)"),
         ("", "fp32", "the system does not tell whether the processor has units for bf16"),
     ],
 )
@@ -71,6 +77,16 @@ def test_units_that_onednn_must_not_use_or_pytorch_cannot_use_do_not_count(
     assert choose_precision("auto", CPU) == "bf16"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert choose_precision("auto", CPU) == "fp32"
+
+
+def test_bf16_is_not_chosen_where_onednn_must_not_use_amx(
+    processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor(INTEL + "flags : avx512_bf16 avx512_fp16 amx_bf16\n")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
+    assert faster_precision(CPU) == ("fp32", SLOW_UNITS)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    assert choose_precision("auto", CPU) == "bf16"
 
 
 def test_the_precision_does_not_flip_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:

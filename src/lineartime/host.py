@@ -55,6 +55,11 @@ def processor_name() -> str:
     return _described("model name") or platform.machine()
 
 
+def processor_vendor() -> str:
+    """The maker of an x86 CPU as the CPU names it, such as "GenuineIntel"; empty if the system does not report it."""
+    return _described("vendor_id")
+
+
 def processor_features() -> frozenset[str] | None:
     """The instruction sets of the CPU by Linux's names, such as "avx512_bf16"; None if the system does not report them."""
     listed = _described("flags") or _described("Features")  # on x86 and on Arm

@@ -12,7 +12,7 @@ import torch
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, message_line
-from lineartime.host import MOST_THREADS, processor_features
+from lineartime.host import MOST_THREADS, processor_features, processor_vendor
 from lineartime.host import memory_bytes as host_memory
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
@@ -25,6 +25,8 @@ _BF16_FEATURES = ("avx512_bf16", "bf16")
 """Linux's names for the bf16 units of a CPU: on x86 (CPUs with AMX also have them) and on Arm."""
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ONEDNN_MAX_CPU_ISA with which oneDNN emulates bf16."""
+_ISAS_WITHOUT_AMX = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1", "AVX10_1_512")
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bf16 without AMX."""
 
 
 def choose_device(device: Device, local_rank: int = 0) -> torch.device:
@@ -96,7 +98,18 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if limit.upper() in _ISAS_WITHOUT_BF16:
         return "fp32", f"the processor has units for bf16 ({units}), but ONEDNN_MAX_CPU_ISA is {limit}"
+    if _needs_amx(features) and ("amx_bf16" not in features or limit.upper() in _ISAS_WITHOUT_AMX):
+        return "fp32", f"without AMX, the processor's units for bf16 ({units}) are slower than those for fp32"
     return "bf16", f"the processor has units for bf16 ({units})"
+
+
+def _needs_amx(features: frozenset[str]) -> bool:
+    """Whether AVX-512 multiplies bf16 at half the speed of fp32, as in Intel's processors since AMX (Sapphire Rapids).
+
+    Virtual machines often hide AMX. AMD's processors multiply bf16 faster than fp32 without it. Intel's Cooper Lake, which has the
+    older instruction alone, has not been measured.
+    """
+    return processor_vendor() == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
 
 
 def supports_bf16(device: torch.device) -> bool:
