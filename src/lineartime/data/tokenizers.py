@@ -208,30 +208,46 @@ class JsonTokenizer:
 
 
 class _JsonStreamDecoder:
-    """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours."""
+    """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
 
-    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens; longer runs are not valid UTF-8
+    A token may end one character and begin the next, so every token of a text may end within a character. What is held back is
+    therefore the end of the text, not tokens: an incomplete character reads as U+FFFD.
+    """
+
+    _MOST = 64
+    """The maximum number of tokens that are decoded together, besides those whose text is complete."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._shown: list[int] = []  # the latest tokens whose text was returned
-        self._waiting: list[int] = []
+        self._shown: list[int] = []  # the latest tokens whose whole text was returned
+        self._waiting: list[int] = []  # those after them
+        self._returned = 0  # the characters of both that were returned
 
     def push(self, token: int) -> str:
         self._waiting.append(token)
         text = self._decode(self._shown + self._waiting)
-        if text.endswith("\ufffd") and len(self._waiting) < self._LONGEST_CHARACTER:
-            return ""
-        return self._emit(text)
+        return self._return(text, len(text.rstrip("\ufffd")))
 
     def flush(self) -> str:
-        return self._emit(self._decode(self._shown + self._waiting))
+        text = self._decode(self._shown + self._waiting)
+        return self._return(text, len(text))
 
-    def _emit(self, text: str) -> str:
-        before = self._decode(self._shown)
-        if self._waiting:
-            self._shown, self._waiting = self._waiting, []
-        return text[len(before) :]
+    def _return(self, text: str, end: int) -> str:
+        """Return the text up to `end`, as far as it is new, and forget the tokens that are no longer needed."""
+        piece = text[self._returned : end]
+        self._returned = max(self._returned, end)
+        if end == len(text):
+            # Some tokens have a text only beside others, such as a space, which the first token of a text loses.
+            alone = self._decode(self._waiting)
+            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[: self._MOST], []
+            self._returned = len(alone or self._decode(self._shown))
+        elif len(self._waiting) > self._MOST:  # the text of the later half ends in the same way
+            self._shown, self._waiting = [], self._waiting[self._MOST // 2 :]
+            later = len(self._decode(self._waiting))
+            if len(text) - end > later:  # not characters, but bytes that are none
+                piece, end = piece + text[end : len(text) - later], len(text) - later
+            self._returned = later - (len(text) - end)
+        return piece
 
 
 def names_hub_tokenizer(choice: str) -> bool:
