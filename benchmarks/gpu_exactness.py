@@ -1,5 +1,6 @@
 """How exact kernels are, beside plain PyTorch in the same dtype: a part of `benchmarks/gpu.py`."""
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -40,15 +41,18 @@ def compared(dtype: torch.dtype, run: Computation) -> Comparison:
     """Compare the kernels with plain PyTorch in a dtype."""
     runs: list[tuple[Backend, torch.dtype]] = [("torch", torch.float64), ("triton", dtype), ("triton", dtype), ("torch", dtype)]
     exact, kernels, again, plain = ([x.detach().double() for x in run(*of)] for of in runs)
-    errors = [
-        [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(result, exact, strict=True)]
-        for result in (kernels, plain)
-    ]
+    errors = [[_error(a, b) for a, b in zip(result, exact, strict=True)] for result in (kernels, plain)]
     # Kernels may round where PyTorch happens to be exact: the result, and the last two bits of sums in float32.
     smallest = max(torch.finfo(dtype).eps / 8, 4 * torch.finfo(torch.float32).eps)
-    worst = max(a / max(b, smallest) for a, b in zip(*errors, strict=True))
+    worst = max(a / max(b, smallest) if math.isfinite(a) else a for a, b in zip(*errors, strict=True))
     same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
     return Comparison(max(errors[0]), max(errors[1]), worst, same_bits)
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The largest error, relative to the largest number; infinite for results that are not finite."""
+    error = float((found - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+    return error if math.isfinite(error) else math.inf  # max() of Python passes over NaN
 
 
 def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Computation:

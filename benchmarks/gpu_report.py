@@ -1,6 +1,7 @@
 """What `benchmarks/gpu.py` writes down: tables, goals with what was measured for them, and what there was no time for."""
 
 import json
+import math
 import platform
 import signal
 import time
@@ -93,8 +94,10 @@ class Report:
         self.add("parts", part=name, result=result, seconds=round(time.monotonic() - start, 1))
 
     def reach(self, key: str, value: float) -> None:
-        """Record what was measured for a goal: of several values, the worst."""
+        """Record what was measured for a goal: of several values, the worst. NaN is worse than any number."""
         goal = self.goals[key]
+        if math.isnan(value):
+            value = math.inf if goal.at_most else -math.inf
         worst = max if goal.at_most else min
         goal.value = value if goal.value is None else worst(goal.value, value)
 

@@ -106,8 +106,8 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
 def _needs_amx(features: frozenset[str]) -> bool:
     """Whether AVX-512 multiplies bf16 at half the speed of fp32, as in Intel's processors since AMX (Sapphire Rapids).
 
-    Virtual machines often hide AMX. AMD's processors multiply bf16 faster than fp32 without it. Intel's Cooper Lake, which has the
-    older instruction alone, has not been measured.
+    Virtual machines often hide AMX. AMD's processors multiply bf16 faster than fp32 without it. Cooper Lake, which came before
+    AMX, has not been measured.
     """
     return processor_vendor() == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
 
