@@ -337,6 +337,13 @@ def test_a_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
     assert cost(sum(lengths), [0, *accumulate(lengths)]) < 3 * alone
 
 
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if name in ONE_OF_EACH])
+def test_gradients_are_those_of_gradcheck(name: str, causal: bool) -> None:  # which also has outputs without a gradient
+    mixer = build(name, causal).double()
+    x = torch.randn(1, CHUNK + 3, D_MODEL, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(mixer, x, fast_mode=True)
+
+
 @every_mixer_in_both_directions
 def test_batch_order_does_not_matter(name: str, causal: bool) -> None:
     mixer = build(name, causal)

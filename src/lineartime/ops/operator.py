@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -37,9 +38,21 @@ def register_operator(
     _LIBRARY.impl(name, _on_one_device(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lineartime::{name}", _on_one_device(fake), lib=_LIBRARY)
     if differentiate is not None:
-        torch.library.register_autograd(f"lineartime::{name}", differentiate, setup_context=keep_for_backward, lib=_LIBRARY)
+        unless_undefined = _unless_undefined(differentiate, len(signature(function).parameters))
+        torch.library.register_autograd(f"lineartime::{name}", unless_undefined, setup_context=keep_for_backward, lib=_LIBRARY)
     operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
     return operator
+
+
+def _unless_undefined(differentiate: Callable[..., Any], n_arguments: int) -> Callable[..., Any]:
+    """The gradients of the arguments, which are undefined like those of all results: None stands for zeros."""
+
+    def differentiated(ctx: Any, *gradients: Tensor | None) -> Any:
+        if all(gradient is None for gradient in gradients):
+            return (None,) * n_arguments
+        return differentiate(ctx, *gradients)
+
+    return differentiated
 
 
 def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
