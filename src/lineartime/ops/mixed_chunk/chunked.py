@@ -10,6 +10,7 @@ from operator import add
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.activations import attention_weights
@@ -65,12 +66,16 @@ def summary_attention(
 
     `elsewhere` is the number of tokens that other processes add to the sum. The divisor includes them.
     """
-    summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
-    size = chunks.sizes(summaries)[..., None, None]
+    size = chunks.sizes(v.new_empty(0, dtype=acc_dtype(v)))[..., None, None]
     if options.counts_whole_chunks:
         size = (size > 0) * float(options.chunk_size)  # a chunk counts as full, an empty chunk as zero
-    total, count = sum_chunks(summaries, chunks, reach), sum_chunks(size, chunks, reach)
-    return q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
+    alone = reach == "before" and chunks.document is None
+    if alone:  # the first chunk reads nothing, and the last is not read
+        q, k, v, size = q[:, 1:], k[:, :-1], v[:, :-1], size[:, :-1]
+    summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
+    total, count = (x.cumsum(1) if alone else sum_chunks(x, chunks, reach) for x in (summaries, size))
+    read = q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
+    return F.pad(read, (0, 0, 0, 0, 1, 0)) if alone else read
 
 
 class ChunkScales(NamedTuple):
