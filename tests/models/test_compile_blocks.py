@@ -62,6 +62,23 @@ def test_a_compiled_block_is_not_compiled_again_for_documents_of_more_chunks() -
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
 
 
+def test_compiled_blocks_with_chunks_suit_packs_of_any_documents() -> None:
+    torch._dynamo.reset()
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=64)
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(30):  # from one document to dozens, of 1 to hundreds of tokens
+        lengths = (torch.randn(40, generator=generator) * 1.5 + 3).exp().long().clamp(min=1)
+        ends = torch.tensor([0, *(end for end in lengths.cumsum(0).tolist() if end < 300), 300])
+        batches.append((torch.randint(0, 30, (1, 300), generator=generator), ends))
+    expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
+    for block in model.backbone.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+            torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_streams", [1, 2])
 def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) -> None:

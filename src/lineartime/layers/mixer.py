@@ -126,8 +126,11 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         *,
         device: torch.device,
         context: ContextGroup | None = None,
+        whole_chunks: bool = False,
     ) -> Layout:
         """Make the layout of a batch [B, T, ...] with all that `read` needs; mixers with equal plans can share it.
+
+        See `make_layout` for `whole_chunks`.
 
         Raises:
             ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split sequences
@@ -142,7 +145,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
                 "over several.",
             )
-        return make_layout(shape, mask, cu_seqlens, prefix_lengths, device=device, plan=self.plan(), context=context)
+        plan = self.plan()
+        return make_layout(
+            shape, mask, cu_seqlens, prefix_lengths, device=device, plan=plan, context=context, whole_chunks=whole_chunks
+        )
 
     def read(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a given layout: [B, T, d] -> [B, T, d], zeros at padding; ValueError for a layout of another mixer."""

@@ -134,11 +134,8 @@ class Backbone(nn.Module):
         token_types: Tensor | None = None,
     ) -> Tensor:
         """Like `forward`, for embedded tokens: [B, T, d] -> [B, T, d]. The input of each block is appended to `inputs`."""
-        layouts = self._layouts(
-            lambda mixer: mixer.layout(
-                embedded.shape, mask, cu_seqlens, prefix_lengths, device=embedded.device, context=context
-            )
-        )
+        options: dict[str, Any] = {"device": embedded.device, "context": context, "whole_chunks": self._is_compiled()}
+        layouts = self._layouts(lambda mixer: mixer.layout(embedded.shape, mask, cu_seqlens, prefix_lengths, **options))
         if context is not None:
             check_equal_slices(embedded.shape[:2], context, embedded.device)
         x = self._first_input(embedded, layouts[0].positions, token_types)
@@ -148,6 +145,9 @@ class Backbone(nn.Module):
             x = block(x, layout, self.recompute)
         out: Tensor = self.norm(x)
         return out
+
+    def _is_compiled(self) -> bool:
+        return any(block._compiled_call_impl is not None for block in self.blocks)
 
     def _layouts(self, make: Callable[[Mixer[Any]], Layout]) -> list[Layout]:
         """The layout of each block. Mixers with equal plans share a layout: all of them, unless one was replaced."""

@@ -175,6 +175,7 @@ def make_layout(
     device: torch.device,
     plan: LayoutPlan = NO_PLAN,
     context: ContextGroup | None = None,
+    whole_chunks: bool = False,
 ) -> Layout:
     """Make the layout of a batch, as far as a mixer needs it. Nothing else reads the values of `cu_seqlens`.
 
@@ -190,6 +191,8 @@ def make_layout(
         device: the device of the tokens.
         plan: what the mixer needs.
         context: the processes over which every sequence is split.
+        whole_chunks: whether a pack of short documents is cut into chunks of the full size, too, all in one part. Packs then
+            have the same structure, so that compiled code which takes a layout suits them all.
 
     Raises:
         ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the tokens, or are given with a `context`.
@@ -219,6 +222,8 @@ def make_layout(
     if prefix_lengths is not None:
         prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
     if lengths is None or context is not None or torch.compiler.is_compiling():  # compiled code may get any length
+        return _arranged(layout, prefix, batch, lengths, plan)
+    if whole_chunks and plan.chunk_size is not None:
         return _arranged(layout, prefix, batch, lengths, plan)
     groups = similar_documents(lengths)
     if len(groups) < 2:
