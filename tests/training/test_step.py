@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import lineartime
+from lineartime.data import Batch
 from lineartime.training import loop
 from lineartime.training.config import TrainConfig
+from lineartime.training.distributed import World
+from lineartime.training.parallel import part_of
 from lineartime.training.step import compute_gradient
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.cpu, Tensor.numpy)
@@ -36,3 +40,11 @@ def test_a_step_waits_for_the_device_once_however_many_micro_batches_it_has(
         compute_gradient(trainer.parallel, batches, 0, trainer.config, trainer.world, trainer.setup.device)
     trainer.text.loader.close()
     assert copies.count == 1
+
+
+@pytest.mark.parametrize("system", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
+def test_a_packed_batch_is_arranged_without_reading_anything_from_the_device(system: str) -> None:
+    meta, ids = torch.device("meta"), torch.randint(0, 30, (1, 50))  # the meta device has no values to read
+    model = lineartime.build(system, d_model=16, n_blocks=1, vocab_size=30).to(meta)
+    batch = part_of(Batch(ids, ids, torch.tensor([0, 3, 40, 50])), World(), meta)
+    assert model.total_loss(batch.inputs, batch.targets, cu_seqlens=batch.cu_seqlens).is_meta

@@ -141,7 +141,7 @@ def windowed(
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
             batch = measured_batch(task, windows, tokenizer, starts, packed=packed)
-            cu_seqlens, prefix = (None if x is None else x.to(device) for x in (batch.cu_seqlens, batch.prefix_lengths))
+            cu_seqlens, prefix = batch.cu_seqlens, None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
             with autocast(device, bf16):
                 hidden = model.backbone(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
                 losses = token_losses(model, hidden, batch.targets.to(device)).view(len(windows), -1).cpu()
@@ -189,7 +189,7 @@ def carried(
             before = torch.arange(start + 1, start + 1 + losses.shape[1])[None]
             positions.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
             progress.advance(losses.numel())
-    context = "carried from the first token of the split to the last"
+    context = f"carried from the first token of the split to the last, {segment} tokens read at a time"
     return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=False)
 
 

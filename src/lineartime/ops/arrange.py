@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from lineartime.ops.layout import Layout
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device. Copies to a GPU use pinned memory, so that the host does not wait."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
 def count_positions(length: int, mask: Tensor | None, starts: Tensor, document: Tensor | None, device: torch.device) -> Tensor:
     """The position of every token in its document, counting only real tokens, and 0 at padding: int64, [T] or [B, T]."""
     start = torch.zeros(length, dtype=torch.long, device=device) if document is None else starts[document]

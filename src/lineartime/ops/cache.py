@@ -96,8 +96,8 @@ class KVStreams:
         if found != wanted:
             raise ArgumentError(
                 "streams",
-                f"has {_described(*found)}, but must have {_described(*wanted)}: give it what join_streams of the same layer "
-                "returned.",
+                f"has {_described(*found)}, but must have {_described(*wanted)}: give it join_streams([state]) of the same "
+                "layer.",
             )
         if self.longest == self._k.shape[-2]:
             with normal_tensors():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Normalization
-from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row
+from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row, to_device
 from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.context import ContextGroup
@@ -185,7 +185,8 @@ def make_layout(
     Args:
         shape: [B, T, ...], the shape of the tokens.
         mask: [B, T], bool or integers 0 and 1, True for real tokens.
-        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
+        cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row. On the CPU, they are read without
+            waiting for a GPU.
         prefix_lengths: int [B], or [D] with `cu_seqlens`: the number of real tokens at the start of each row, or document, that
             are its prefix.
         device: the device of the tokens.
@@ -210,7 +211,7 @@ def make_layout(
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
     if cu_seqlens is not None:
-        starts = cu_seqlens.to(device, torch.long)
+        starts = to_device(cu_seqlens.long(), device)
         document = torch.arange(starts.shape[0] - 1, device=device).repeat_interleave(starts.diff(), output_size=length)
     positions = count_positions(length, mask, starts, document, device)
     if context is not None:
@@ -245,7 +246,7 @@ def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengt
     group_of = torch.full_like(every_length, len(groups))  # the group of documents without tokens
     for index, group in enumerate(groups):
         group_of[group] = index
-    tokens = group_of.repeat_interleave(every_length).argsort(stable=True).to(device)
+    tokens = to_device(group_of.repeat_interleave(every_length).argsort(stable=True), device)
     layouts, first = [], 0
     for group in groups:
         own = every_length[group]
@@ -255,8 +256,8 @@ def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengt
         part = Layout(
             None if layout.mask is None else layout.mask[:, here],
             layout.positions[..., here],
-            torch.arange(len(group)).repeat_interleave(own).to(device),
-            F.pad(own.cumsum(0), (1, 0)).to(device),
+            to_device(torch.arange(len(group)).repeat_interleave(own), device),
+            to_device(F.pad(own.cumsum(0), (1, 0)), device),
         )
         of_part = own.tolist()
         own_prefix = None if prefix is None else prefix[:, here]

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
 from lineartime.models.heads import LanguageModel
+from lineartime.ops.arrange import to_device
 from lineartime.ops.context import context_group
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -134,12 +135,11 @@ class Replicated(Parallel):
 
     def __init__(self, objective: Objective, world: World, compiled: bool) -> None:
         super().__init__(objective, world)
-        device = self.parameters[0].device
         if compiled:
             # Blocks are compiled one by one, so gradients are exchanged during the backward pass. By default, the compiler
             # would also split each block where DDP begins another bucket of gradients.
             torch._dynamo.config.optimize_ddp = False
-        self._engine = DistributedDataParallel(objective, device_ids=[device.index] if device.type == "cuda" else None)
+        self._engine = DistributedDataParallel(objective)  # without device_ids, boundaries of documents stay on the CPU
         self.objective = self._engine
 
     @contextmanager
@@ -186,15 +186,13 @@ def parallelize(objective: Objective, config: TrainConfig, world: World) -> Para
 
 
 def part_of(batch: Batch, world: World, device: torch.device) -> Batch:
-    """The part of a batch's sequences that this process reads, on its device."""
+    """The part of a batch's sequences that this process reads, on its device.
+
+    The boundaries of documents stay on the CPU: the layout of a batch is made from them there, and need not wait for a GPU.
+    """
     if world.context_parallel > 1:
         length = batch.inputs.shape[1] // world.context_parallel
         part = slice(world.context_rank * length, (world.context_rank + 1) * length)
         batch = batch._replace(inputs=batch.inputs[:, part], targets=batch.targets[:, part])
-    rest = (None if x is None else _sent(x, device) for x in (batch.cu_seqlens, batch.prefix_lengths))
-    return Batch(_sent(batch.inputs, device), _sent(batch.targets, device), *rest)
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device. Copies to a GPU use pinned memory, so that the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    prefix_lengths = None if batch.prefix_lengths is None else to_device(batch.prefix_lengths, device)
+    return Batch(to_device(batch.inputs, device), to_device(batch.targets, device), batch.cu_seqlens, prefix_lengths)

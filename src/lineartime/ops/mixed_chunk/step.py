@@ -67,7 +67,7 @@ def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_valu
             raise ArgumentError(
                 "streams",
                 f"has {name} of shape {list(tensor.shape)}, but must have [{expected}]: "
-                "give it what join_streams of the same layer returned.",
+                "give it join_streams([state]) of the same layer.",
             )
 
 
@@ -191,7 +191,7 @@ def step(
         )
         # The linear part covers only complete chunks: subtract what the sums have of the open one, through the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
-        out = torch.bmm(queries[:, 1] * chunk.summary_share, sums) + torch.bmm(weights.to(values.dtype), values)
+        out = torch.bmm((queries[:, 1] * chunk.summary_share).to(dtype), sums) + torch.bmm(weights.to(values.dtype), values)
         position += 1
         return out.to(result_dtype)
 
