@@ -246,7 +246,7 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: A
         assert text[-8:].tolist() == expected
     unfit: list[tuple[str, dict[str, Any]]] = [
         ("use_cache", {"use_cache": False}),
-        ("assistant_model", {"prompt_lookup_num_tokens": 2}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 2}),
         ("prefill_chunk_size", {"prefill_chunk_size": 4}),
     ]
     for name, options in unfit:
@@ -283,6 +283,12 @@ def test_other_caches_are_refused(causal: LineartimeForCausalLM, options: dict[s
 def test_a_prompt_padded_where_it_is_continued_is_refused(causal: LineartimeForCausalLM) -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     with pytest.raises(ValueError, match=r"attention_mask has padding at the end of a prompt.*pad on the left"):
+        causal.generate(ids_of(2, 3), attention_mask=mask, max_new_tokens=2, do_sample=False)
+
+
+def test_an_empty_prompt_is_named(causal: LineartimeForCausalLM) -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    with pytest.raises(ValueError, match=r"attention_mask has no token in row 1: begin an empty prompt with"):
         causal.generate(ids_of(2, 3), attention_mask=mask, max_new_tokens=2, do_sample=False)
 
 

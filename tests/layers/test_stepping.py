@@ -126,17 +126,30 @@ def test_streams_of_another_layer_are_named_when_they_are_stepped(kind: str, tok
                 continue
             stranger = SMALL[other](D_MODEL, causal=True, token_shift=shifted)
             streams = stranger.join_streams([stranger.init_state(1)])
-            with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+            with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
                 layer.step(x, streams)
     for nothing in (None, layer.init_state(1), x):
         with pytest.raises(ArgumentError, match=rf"^streams is a \w+.*, but this {type(layer).__name__} needs a \w+Streams"):
             layer.step(x, nothing)
 
 
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention"])
+@torch.no_grad()
+def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:
+    layer, x = SMALL[kind](D_MODEL, causal=True), torch.randn(1, CHUNK + 3, D_MODEL)
+    _, state = layer.extend(x[:, :-1], layer.init_state(1))
+    whole, last = layer(x), x[:, -1:]
+    for dtype in (torch.float64, torch.bfloat16):
+        layer.to(dtype)
+        out = layer.step(last.to(dtype), layer.join_streams([state]))
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), whole[:, -1:], atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
 def test_streams_with_other_shifted_features_are_named_when_they_are_stepped() -> None:
     wide = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, expansion=1, causal=True, token_shift=True)
     narrow = FLASH(D_MODEL // 2, d_qk=8, chunk_size=CHUNK, expansion=2, causal=True, token_shift=True)
-    with pytest.raises(ArgumentError, match="streams has 4 shifted features, but this FLASH needs 8: give it what"):
+    with pytest.raises(ArgumentError, match="streams has 4 shifted features, but this FLASH needs 8: give it join_"):
         wide.step(torch.zeros(1, 1, D_MODEL), narrow.join_streams([narrow.init_state(1)]))
 
 

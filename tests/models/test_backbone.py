@@ -88,8 +88,8 @@ def test_streams_of_another_model_are_named_when_they_are_stepped(native: bool, 
     for name, model in models.items():
         for other, of_other in streams.items():
             if other != name:
-                with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+                with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
                     model.step(ids, of_other)
-                with pytest.raises(ArgumentError, match=r"^streams .*: give it what join_streams of the same layer returned"):
+                with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
                     model.backbone.read_step(model.backbone.embedding(ids), of_other)
         model.step(ids, streams[name])

@@ -94,6 +94,8 @@ def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dic
 def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match=r"train has no option 'stepz' \(did you mean steps"):
         train(stepz=3)
+    with pytest.raises(TypeError, match=r"train has no option 'model': use preset\.$"):
+        lineartime.train(model="flash-tiny")
     with pytest.raises(TypeError, match=r"train has no option 'qqqq'\.$"):
         train(qqqq=3)
     with pytest.raises(ArgumentError, match="config is of type dict, but must be a TrainConfig: give options by name"):

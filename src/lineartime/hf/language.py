@@ -100,9 +100,11 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
             )
         assisted = str(generation_mode.value).startswith("assisted")
+        looks_up = getattr(generation_config, "prompt_lookup_num_tokens", None) is not None
         unfit = {
             "use_cache": not generation_config.use_cache,
-            "assistant_model": assisted,
+            "prompt_lookup_num_tokens": looks_up,
+            "assistant_model": assisted and not looks_up,
             "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
         }
         for name in (name for name, given in unfit.items() if given and self.config.task == "prefix-lm"):
@@ -113,6 +115,10 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+            empty = (~mask.bool().any(1)).nonzero().flatten().tolist()
+            if empty:
+                what = f"has no token in row {empty[0]}: begin an empty prompt with the end-of-document token, eos_token."
+                raise ArgumentError("attention_mask", what)
             raise ArgumentError("attention_mask", "has padding at the end of a prompt, where it is continued: pad on the left.")
         cache = model_kwargs.get("past_key_values")
         if cache is not None:

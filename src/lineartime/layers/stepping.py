@@ -105,7 +105,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """Raise ArgumentError for streams of another kind of layer. `mix_step` compares the widths of what it updates."""
         shifted = isinstance(streams, ShiftedState)
         own = streams.own if isinstance(streams, ShiftedState) else streams
-        layer, advice = type(self).__name__, "give it what join_streams of the same layer returned"
+        layer, advice = type(self).__name__, "give it join_streams([state]) of the same layer"
         if shifted != self.token_shift or not isinstance(own, self.streams_type):
             given, needed = _described(type(own), shifted), _described(self.streams_type, self.token_shift)
             raise ArgumentError("streams", f"is a {given}, but this {layer} needs a {needed}: {advice}.")

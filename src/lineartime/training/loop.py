@@ -68,7 +68,8 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
         if name not in names:
-            raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
+            meant = ": use preset" if name == "model" else did_you_mean(name, names)  # --model on the command line
+            raise TypeError(f"train has no option {name!r}{meant}.")
     asked = TrainConfig(**options)
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
