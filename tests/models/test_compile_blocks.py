@@ -1,5 +1,7 @@
 """Compiling a model block by block."""
 
+import inspect
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -77,6 +79,15 @@ def test_compiled_blocks_with_chunks_suit_packs_of_any_documents() -> None:
     for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
         with torch._dynamo.config.patch(error_on_recompile=index > 1):
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
+
+
+def test_compiled_blocks_may_be_compiled_for_every_structure_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lineartime.build("transformer++-tiny", d_model=16, n_heads=2, n_blocks=1, vocab_size=30)
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(type(model.backbone.blocks[0]), "compile", lambda _, **options: asked.append(options))
+    model.compile_blocks()
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    assert asked == [{"recompile_limit": 32} if known else {}]
 
 
 @pytest.mark.slow
