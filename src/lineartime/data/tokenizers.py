@@ -1,10 +1,9 @@
 """Tokenizers: text to token ids and back, by bytes or with any tokenizer of the Hugging Face `tokenizers` library."""
 
-import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.hub_files import newest_file
+from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder, StreamDecoder
 from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
 from lineartime.errors import ArgumentError, LineartimeError, first_line, missing_extra, reporting, require_packages
 from lineartime.files import TOKENIZER_FILE
@@ -34,16 +34,6 @@ def _byte_level() -> dict[str, int]:
 
 BYTE_LEVEL = _byte_level()
 """The byte that each character of a byte-level piece represents."""
-
-
-class StreamDecoder(Protocol):
-    """Turns tokens into text as they arrive, and holds back incomplete characters."""
-
-    def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes: often one character, sometimes none."""
-
-    def flush(self) -> str:
-        """Return the text held back, after the last token."""
 
 
 class Tokenizer(Protocol):
@@ -98,9 +88,9 @@ class ByteTokenizer:
         """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def stream_decoder(self) -> "_ByteStreamDecoder":
+    def stream_decoder(self) -> ByteStreamDecoder:
         """A decoder of bytes that arrive one by one."""
-        return _ByteStreamDecoder()
+        return ByteStreamDecoder()
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its character, \xc3 for a part of one, or the name of a special token."""
@@ -111,17 +101,6 @@ class ByteTokenizer:
     def to_json(self) -> str:
         """A marker: a byte tokenizer has no parameters."""
         return json.dumps({"lineartime": "bytes"})
-
-
-class _ByteStreamDecoder:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 class JsonTokenizer:
@@ -181,9 +160,9 @@ class JsonTokenizer:
             text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
-    def stream_decoder(self) -> "_JsonStreamDecoder":
+    def stream_decoder(self) -> JsonStreamDecoder:
         """A decoder of tokens that arrive one by one."""
-        return _JsonStreamDecoder(self.decode)
+        return JsonStreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""
@@ -205,49 +184,6 @@ class JsonTokenizer:
     def to_json(self) -> str:
         """The tokenizer's own JSON."""
         return self._definition
-
-
-class _JsonStreamDecoder:
-    """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
-
-    A token may end one character and begin the next, so every token of a text may end within a character. What is held back is
-    therefore the end of the text, not tokens: an incomplete character reads as U+FFFD.
-    """
-
-    _MOST = 64
-    """The maximum number of tokens that are decoded together, besides those whose text is complete."""
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._shown: list[int] = []  # the latest tokens whose whole text was returned
-        self._waiting: list[int] = []  # those after them
-        self._returned = 0  # the characters of both that were returned
-
-    def push(self, token: int) -> str:
-        self._waiting.append(token)
-        text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text.rstrip("\ufffd")))
-
-    def flush(self) -> str:
-        text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text))
-
-    def _return(self, text: str, end: int) -> str:
-        """Return the text up to `end`, as far as it is new, and forget the tokens that are no longer needed."""
-        piece = text[self._returned : end]
-        self._returned = max(self._returned, end)
-        if end == len(text):
-            # Some tokens have a text only beside others, such as a space, which the first token of a text loses.
-            alone = self._decode(self._waiting)
-            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[: self._MOST], []
-            self._returned = len(alone or self._decode(self._shown))
-        elif len(self._waiting) > self._MOST:  # the text of the later half ends in the same way
-            self._shown, self._waiting = [], self._waiting[self._MOST // 2 :]
-            later = len(self._decode(self._waiting))
-            if len(text) - end > later:  # not characters, but bytes that are none
-                piece, end = piece + text[end : len(text) - later], len(text) - later
-            self._returned = later - (len(text) - end)
-        return piece
 
 
 def names_hub_tokenizer(choice: str) -> bool:
