@@ -43,6 +43,11 @@ def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, 
 def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
     taken = str(folder)
     fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
-    fails(["convert", "nowhere", "new"], "source is nowhere, which is no folder")
+    fails(["convert", "nowhere", "new"], "source is nowhere, which does not exist: give the folder of a model, or")
+    Path("weights.txt").touch()
+    given = ["--tokenizer", "bytes", "--flash-pytorch", "causal=true"]
+    fails(
+        ["convert", "weights.txt", "new", *given], "source is weights.txt, whose suffix is not .* weights .*.safetensors, .pt"
+    )
     fails(["convert", str(folder / "run"), "new", "--checkpoint", "77"], "--checkpoint is 77, but must be best, last")
     fails(["convert", "nowhere"], "DESTINATION", status=2)

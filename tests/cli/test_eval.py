@@ -30,6 +30,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
             context.rstrip("ed"),
         ):
             assert word in shown
+    assert "24 tokens read at a time" in shown  # of the carried context
     assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +\d+ │", shown)
 
 
@@ -197,4 +198,8 @@ def test_the_picture_shows_the_curve_beside_the_loss_by_position(
     assert json.loads(capsys.readouterr().out)["tokens"] > 0
     fails(["eval", run, "--plot", str(tmp_path / "a.xyz"), "--cache", cache], "a.xyz has a suffix that is no picture format")
     fails(["eval", "nothing", "--plot", str(tmp_path / "a.xyz")], "a.xyz has a suffix that is no picture format")  # at once
-    fails(["eval", run, "--plot", str(tmp_path / "no" / "a.png"), "--cache", cache], "a.png")
+    assert main(["eval", run, "--plot", str(tmp_path / "new" / "a.png"), "--cache", cache]) == 0
+    assert (tmp_path / "new" / "a.png").exists()
+    for place in ("report.png/a.png", "new/b.png"):
+        (tmp_path / "new" / "b.png").mkdir(exist_ok=True)
+        fails(["eval", "nothing", "--plot", str(tmp_path / place)], f"Cannot write .*/{place}: ")  # at once

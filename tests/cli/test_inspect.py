@@ -25,7 +25,9 @@ def test_wrong_options_end_with_a_sentence(folder: Path, fails: Fails) -> None:
     Path("full").mkdir()
     Path("full/file").touch()
     Path("latin").write_bytes(b"\xe9")
-    fails(["inspect", run], "--text is empty, but must hold at least one token")
+    Path("empty").touch()
+    fails(["inspect", run], "--text is missing or empty: give a text, or a file with one by --text-file")
+    fails(["inspect", run, "--text-file", "empty"], "--text-file is empty, which is empty: give a file with a text")
     fails(["inspect", run, "--text", "a", "--text-file", "b"], "--text-file cannot be combined with --text")
     fails(["inspect", run, "--text", "a", "--out", "full"], "--out is full, which exists already")
     fails(["inspect", "nothing", "--text", "a", "--out", "full"], "--out is full, which exists already")  # before it is read

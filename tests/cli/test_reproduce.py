@@ -24,6 +24,8 @@ Fails = Callable[..., None]
         ),
         (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
         (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce", "lm", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
         (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
     ],
 )

@@ -113,8 +113,9 @@ def test_an_array_is_encoded_again_where_an_earlier_version_took_it_for_text(tmp
     ("content", "message"),
     [
         ("[1]", r"a.json, record 1, is 1, but must be an object with a \"text\""),
-        ('[{"text": "a"}, {"body": "b"}]', "text_column is text, but .*a.json, record 2, has the columns body: name"),
-        ('[{"text": null}]', r'a.json, record 1, has None in "text" instead of a text'),
+        ('[{"body": "b"}, {"text": "a"}]', "text_column is text, but .*a.json, record 1, has the columns body: name"),
+        ('[{"text": "a"}, {"body": "b"}]', 'a.json, record 2, has no "text": correct it, or leave it out'),
+        ('[{"text": [null]}]', r'a.json, record 1, has \[None\] in "text" instead of a text'),
         ('[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
         (
             '{"version": 1, "data": [{"text": "a"}]}',
@@ -296,7 +297,7 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str) -> None:
     [
         (b"{oops", r"line 3, is not JSON \(Expecting property name.*\): correct it, or leave it out"),
         (b'["text"]', r"line 3, is \['text'\], but must be an object"),
-        (b'{"txt": "a", "id": 1}', "line 3, has the columns txt, id: name the one that holds the text"),
+        (b'{"txt": "a", "id": 1}', 'line 3, has no "text": correct it, or leave it out'),
         (b'{"text": 3}', 'line 3, has 3 in "text" instead of a text'),
         (b'{"text": "\\ud800"}', "line 3, has an incomplete character in its text"),
         (b"[" * 100_000, r"line 3, is not JSON"),
@@ -312,8 +313,30 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, messag
 def test_parquet_without_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"text_column is text, but .*a.parquet has the columns body, id: name the one"):
         read(part_of(write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])))
-    with pytest.raises(LineartimeError, match=r'b.parquet, row 1, has None in "text" instead of a text'):
-        read(part_of(write_parquet(tmp_path / "b.parquet", text=["x", None])))
+    with pytest.raises(LineartimeError, match=r'b.parquet, row 0, has 3 in "text" instead of a text'):
+        read(part_of(write_parquet(tmp_path / "b.parquet", text=[3, None])))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_document_without_a_value_is_empty(tmp_path: Path, name: str) -> None:
+    texts = ["one", None, "two"]
+    if name == "a.parquet":
+        write_parquet(tmp_path / name, text=texts)
+    elif name == "a.json":
+        (tmp_path / name).write_text(json.dumps([{"text": text} for text in texts]))
+    else:
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert read(part_of(tmp_path / name)) == ["one", "", "two"]
+
+
+def test_the_byte_that_is_named_is_the_first_of_the_file_whatever_is_read_first(tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 au lait\n" * 1000)
+    for split in SPLITS:
+        with pytest.raises(LineartimeError, match=r"byte 0xe9 at offset 3\): convert the file, .* `iconv -f latin1 -t utf-8`"):
+            read(part_of(tmp_path / "latin1.txt", split))
+    (tmp_path / "late.txt").write_bytes(b"cafe au lait\n" * 1000 + b"\xe9")
+    with pytest.raises(LineartimeError, match=r"byte 0xe9 at offset 13000\)"):
+        read(part_of(tmp_path / "late.txt", "test"))
 
 
 @pytest.mark.parametrize("prefix", [b"", b"x" * 20, "日".encode()])
@@ -326,7 +349,9 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_place(tmp_path: Path, prefix:
 def test_files_of_mixed_encodings_are_named_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "train-utf8.txt").write_text("é" * 10)
     (tmp_path / "train-utf16.txt").write_text("é" * 10, encoding="utf-16")
-    with pytest.raises(LineartimeError, match=r"train-utf16.txt is not UTF-8 text \(byte 0xff at offset 0\)"):
+    with pytest.raises(
+        LineartimeError, match=r"train-utf16.txt is not UTF-8 text \(byte 0xff at offset 0\): .*iconv -f utf-16"
+    ):
         [list(blocks) for blocks in load_corpus(tmp_path).documents("train")]
 
 

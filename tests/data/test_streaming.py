@@ -238,5 +238,5 @@ def test_one_long_text_cannot_be_streamed(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_document_is_named_while_streaming(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
-    with pytest.raises(LineartimeError, match=r"a.jsonl, line 2, has the columns txt"):
+    with pytest.raises(LineartimeError, match=r'a.jsonl, line 2, has no "text"'):
         loader(load_corpus(tmp_path / "a.jsonl"), 1).next_step()

@@ -1,6 +1,8 @@
 """What the experiments list can be built, is of equal size, and is in the paper where they say so."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lineartime.experiments.folder import adopted, begin
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import paper_cost, paper_loss, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan
+from lineartime.experiments.texts import text_notes
 from lineartime.models.presets import PAPER_MILLIONS, PRESETS
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
@@ -175,3 +178,21 @@ def test_the_list_shows_only_the_models_and_settings_that_are_asked_for(monkeypa
     assert "  flash" not in shown
     assert "wikipedia, 512 tokens" in shown
     assert "4,096 tokens" not in shown
+
+
+def test_the_text_behind_a_name_is_shown_once() -> None:
+    def notes(**values: Any) -> list[str]:
+        return re.findall(
+            r"text: [^)]*", "\n".join(estimate.describe(make_plan(ReproduceConfig(systems=("flash",), **values))))
+        )
+
+    library = "text: the Python standard library; the option {} gives another"
+    assert notes(name="lm") == [library.format("wikipedia"), library.format("books")]
+    assert notes(name="lm", books=("b.txt",), data=("d.txt",)) == [
+        "text: d.txt; the option wikipedia gives another",
+        "text: b.txt",
+    ]
+    assert notes(name="lm", scale="paper") == ["text: wiki40b; the option wikipedia gives another"]
+    assert notes(name="lm", texts=("books",)) == [library.format("books")]
+    latency = make_plan(ReproduceConfig("latency"))
+    assert text_notes(latency) == {}  # which reads no text

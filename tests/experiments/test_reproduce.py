@@ -415,6 +415,19 @@ def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytes
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
 
 
+def test_the_text_behind_a_name_is_said_before_the_runs(
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_all", lambda plan, say: say("the runs") or RunsResult())
+    monkeypatch.setattr(command, "write_report", lambda plan: (Path("report.md"), {"missing": [], "problems": []}, []))
+    given = options()
+    command.reproduce(given)
+    shown = f"wikipedia (text: {given.data[0]}; the option wikipedia gives another)\nthe runs\n"
+    assert capsys.readouterr().err == shown
+    command.reproduce(options(report=True))
+    assert capsys.readouterr().err == ""
+
+
 def test_a_run_that_does_not_start_is_told_and_tried_again(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
 

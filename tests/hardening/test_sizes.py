@@ -85,14 +85,16 @@ TOO_LARGE: list[tuple[str, str, str]] = [
             "max-skipped": (10**23,),
             "seed": (10**30, -1),
             "timeout": ("1e+30", "nan"),
-            "learning-rate": ("nan", "inf", "-1.0"),
+            "learning-rate": ("nan", "inf", "-1.0", "1e+99", "1e+36"),
+            "adamw-ratio": ("1e+99", "1000000.0"),
             "beta1": ("nan", "2.0"),
             "weight-decay": ("inf",),
         }.items()
         for value in values
     ],
     (f"train --batch-size {2**25}", "--batch-size puts", "GB"),
-    (f"train --batch-size 1 --context-length {2**29}", "--batch-size puts", "GB"),
+    ("train --batch-size 1 --context-length 16000000", "--context-length puts 16,000,000 tokens in memory at once", "GB"),
+    (f"train --context {2**29}", "--context puts 536,870,912 tokens", "GB"),  # even one sequence is too long
     *[
         (f"eval RUN --{name} {value}", f"--{name} is {value}", "must be")
         for name in ("batch-size", "context-length", "stride", "max-tokens", "threads")
@@ -200,6 +202,22 @@ def test_the_option_that_makes_a_model_too_large_is_named(
     monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=f"^{option}, with which the model has"):
         size.check_memory(resolve("flash-base", **values))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"sequences": 4, "tokens": 4 * 2**20}, "^context_length puts 1,048,576 tokens in memory at once, .* at least 5.7 GB"),
+        ({"sequences": 4, "tokens": 4 * 2**18}, "^batch_size puts 1,048,576 tokens in memory at once, .* at least 5.7 GB"),
+        ({"sequences": 1, "tokens": 2**10, "step_tokens": 2**28}, "^tokens_per_batch puts 268,435,456 tokens .* 4.4 GB"),
+    ],
+)
+def test_the_option_that_puts_too_many_tokens_in_memory_is_named(
+    tokens: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    with pytest.raises(ArgumentError, match=message):
+        size.check_memory(resolve("flash-tiny"), copies=4, **tokens)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
@@ -370,12 +388,24 @@ def test_weights_are_taken_from_whatever_holds_a_model(
     assert is_checkpoint(result.checkpoint)
 
 
-def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path, tmp_path: Path, text: Path) -> None:
-    options = {"data": str(text), "context_length": 16, "out": tmp_path / "new", "track": ()}
-    with pytest.raises(LineartimeError, match=r"init_from is .*, whose weights are not those of the model that is asked for: "):
-        train(init_from=run, override={"d_model": 32}, **options)
+def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"context_length": 16, "out": tmp_path / "new", "track": ()}
+    options["data"] = str(tmp_path / "unread.jsonl")  # which is not read before the model is known to fit
+    Path(options["data"]).write_text("?" * 100)
+    other = {
+        "d_model": ({"override": {"d_model": 32, "dropout": 0.1}}, "override sets d_model to 32, .* has 16: leave it out"),
+        "preset": ({"preset": "transformer++-tiny"}, "preset is transformer..-tiny, .* is flash-tiny: leave it out"),
+        "trained": ({"tokenizer": "bpe-500"}, "tokenizer is bpe-500, which has 500 tokens, .* has 258: leave it out"),
+        "unknown": ({"tokenizer": "none"}, "tokenizer is none, which is neither a file nor a name"),
+    }
+    for asked, message in other.values():
+        with pytest.raises(ArgumentError, match=f"^{message}"):
+            train(init_from=run, **asked, **options)
+    with pytest.raises(LineartimeError, match=r"unread.jsonl, line 1, is not JSON"):
+        train(init_from=run, override={"dropout": 0.1}, tokenizer="bytes", **options)
     with pytest.raises(LineartimeError, match="init_from starts a new run, and cannot be combined with resume"):
         train(init_from=run, resume=True, out=run)
-    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
-        train(init_from=tmp_path / "missing", **options)
+    for option in ("init_from", "like"):
+        with pytest.raises(ArgumentError, match=f"^{option} is .*missing, which does not exist: give the folder of a run"):
+            train(**{option: tmp_path / "missing"}, **options)
     assert not (tmp_path / "new").exists()

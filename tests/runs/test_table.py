@@ -406,8 +406,11 @@ def test_a_plot_that_cannot_be_drawn_is_an_error_only_if_it_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "a")
-    with pytest.raises(LineartimeError, match=r"Cannot write .*/missing/x.png: No such file or directory"):
-        shown(tmp_path, plot=tmp_path / "missing" / "x.png")
+    shown(tmp_path, plot=tmp_path / "new" / "x.png")
+    assert (tmp_path / "new" / "x.png").exists()
+    with pytest.raises(LineartimeError, match=r"Cannot write .*/x.png/y.png: "):
+        shown(tmp_path, plot=tmp_path / "new" / "x.png" / "y.png")
+    capsys.readouterr()
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     shown(tmp_path)
     captured = capsys.readouterr()

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
 
 __all__ = [
     "Loaded",
+    "NoCheckpointError",
     "TextPosition",
     "TrainingState",
     "UnfitWeightsError",
@@ -83,6 +84,17 @@ Which = Literal["best", "last"] | int
 Content = TypeVar("Content")
 _ATTEMPTS = 20
 """How often to look for another checkpoint if one is removed while it is read."""
+
+
+class NoCheckpointError(LineartimeError):
+    """There is no checkpoint at a path. `problem` says why, without the path and without advice."""
+
+    advice = "give the folder of a run, or of one of its checkpoints"
+
+    def __init__(self, path: Path) -> None:
+        self.problem = "has no checkpoint" if is_folder(path) else "is no folder" if is_there(path) else "does not exist"
+        super().__init__(f"{path} {self.problem}: {self.advice}.")
+        self.args = (path,)  # used to copy the error to another process
 
 
 def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> "CausalLM | MaskedLM":
@@ -167,8 +179,7 @@ def last_checkpoint(run: str | Path) -> Path:
     run = Path(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
-        problem = "has no checkpoint" if is_folder(run) else "is no folder" if is_there(run) else "does not exist"
-        raise LineartimeError(f"{run} {problem}: give the folder of a run, or of one of its checkpoints.")
+        raise NoCheckpointError(run)
     return checkpoints[-1]
 
 

@@ -13,7 +13,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -93,6 +93,9 @@ def parse(arguments: Sequence[str]) -> Any:
     """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
     if arguments and arguments[0] in _COMMANDS:
         options = _command(arguments[0]).Options
+        if problem := _misplaced(arguments) or _wrong_choice(arguments):
+            _fail(problem)
+            sys.exit(2)
         return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
     if arguments and not arguments[0].startswith("-"):
         _fail(f"{arguments[0]} is not a command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
@@ -121,6 +124,33 @@ def _check(arguments: Sequence[str]) -> None:
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
+
+
+def _misplaced(arguments: Sequence[str]) -> str:
+    """A sentence for a text or a run that `train` or `tokenize` is given without its option; empty if there is none."""
+    command, first = arguments[0], (*arguments[1:], "-")[0]
+    if command in ("train", "tokenize") and not first.startswith("-"):
+        return f"{first} is given without an option: write --data {first} for a text."
+    after = next((value for flag, value in pairwise(arguments) if flag == "--resume" and not value.startswith("-")), None)
+    return "" if after is None else f"--resume takes no value, but is followed by {after}: write --resume --out {after}."
+
+
+def _wrong_choice(arguments: Sequence[str]) -> str:
+    """A sentence for a value that is none of the choices of its option; empty if there is none.
+
+    The parser would list the choices in another order each time.
+    """
+    given = {flag.replace("_", "-"): value for flag, value in pairwise(arguments) if flag.startswith("--")}
+    given |= {flag.replace("_", "-"): value for flag, is_one, value in (each.partition("=") for each in arguments) if is_one}
+    for name, hint in get_type_hints(_command(arguments[0]).Options).items():
+        kinds = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+        flag = f"--{name.replace('_', '-')}"
+        if get_origin(hint) is tuple or not kinds or flag not in given:
+            continue
+        value, choices = given[flag], [str(choice) for choice in get_args(kinds[0])]
+        if value not in choices and (value != "None" or hint is kinds[0]):
+            return f"{flag} is {value}{did_you_mean(value, choices)}, but must be one of {', '.join(choices)}."
+    return ""
 
 
 def _flags(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import tyro
 
 from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.errors import ArgumentError
-from lineartime.files import check_new
+from lineartime.files import check_new, is_folder, is_there
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ def _convert(options: Options) -> str:
 
     if is_foreign(options.source):
         return _read_foreign(options)
+    if not is_folder(options.source):
+        raise _no_model(options.source)
     _refuse(options, "flash_pytorch", "tokenizer")
     from lineartime.hf.convert import convert
     from lineartime.hf.folder import CONFIG
@@ -54,6 +56,14 @@ def _convert(options: Options) -> str:
     if (folder / CONFIG).exists():
         return f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`"
     return _ours(folder)
+
+
+def _no_model(source: Path) -> ArgumentError:
+    from lineartime.foreign.weights import SUFFIXES
+
+    advice = f"give the folder of a model, or a file of weights ({', '.join(SUFFIXES)})"
+    problem = "whose suffix is not that of a file of weights" if is_there(source) else "which does not exist"
+    return ArgumentError("source", f"is {source}, {problem}: {advice}.")
 
 
 def _read_foreign(options: Options) -> str:

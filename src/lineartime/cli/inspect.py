@@ -8,6 +8,7 @@ import tyro
 from lineartime.choices import Device
 from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.cli.texts import read_text
+from lineartime.errors import Argument, ArgumentError
 from lineartime.files import check_new_folder
 
 
@@ -39,6 +40,10 @@ def run(options: Options) -> None:
 
     check_new_folder("out", options.out)  # before the slow part
     text = read_text("text", options.text, "text_file", options.text_file)
+    if not text and options.text_file is None:
+        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by ", Argument("text_file"), ".")
+    if not text:
+        raise ArgumentError("text_file", f"is {options.text_file}, which is empty: give a file with a text.")
     loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=which_checkpoint(options.checkpoint))
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     page = write_inspection(inspection, str(loaded.checkpoint), options.out)

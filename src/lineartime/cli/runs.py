@@ -15,7 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.curve import draw_comparison
+from lineartime.runs.curve import COMPARISON, draw_comparison
+from lineartime.runs.figures import check_picture
 from lineartime.runs.summary import RunSummary, summarize
 from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
 from lineartime.screen import SCREEN, output_console
@@ -71,6 +72,8 @@ def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Pat
     """Draw the plot; without --plot, a failure is added to the problems instead of raised."""
     if options.json and options.plot is None:
         return None
+    if options.plot is not None:
+        check_picture(COMPARISON, options.plot)
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
     try:
         return draw_comparison({group.title: {run.name: run.lines for run in group.runs} for group in groups}, file)

@@ -17,7 +17,7 @@ from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.summary import describe_splits
 from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
 from lineartime.data.tokens import TokenStream, token_stream
-from lineartime.data.train_tokenizer import names_tokenizer, tokenizer_for, train_tokenizer
+from lineartime.data.train_tokenizer import names_tokenizer, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
     "Batch",
@@ -46,6 +46,8 @@ __all__ = [
     "prefix_batch",
     "read_tokenizer",
     "read_window",
+    "ready_tokenizer",
+    "size_to_train",
     "spread_windows",
     "standard_library",
     "stream_documents",

@@ -170,9 +170,11 @@ def damaged(path: Path, error: Exception) -> LineartimeError:
 
 
 def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
-    """The error for a byte that is not UTF-8."""
+    """The error for a byte of a file that is not UTF-8. A file that starts like the mark of UTF-16 is taken for UTF-16."""
+    encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
     return LineartimeError(
-        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert it to UTF-8, or leave it out."
+        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert the file, for example by "
+        f"`iconv -f {encoding} -t utf-8`, or leave it out."
     )
 
 

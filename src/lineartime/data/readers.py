@@ -1,6 +1,7 @@
 """Local files as documents: text, JSON lines, JSON and Parquet, plain or compressed."""
 
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +92,8 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
+                if start > 0:
+                    deque(_decoded(file, 0, None), maxlen=0)  # raises if the file has such a byte before `start`
                 offset = position - held_back + error.start
                 raise not_utf8(f"{file.path}", error.object[error.start], offset) from None
             if position == 0:

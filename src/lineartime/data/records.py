@@ -75,7 +75,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
-    """The error for records without the column of the text."""
+    """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     names = ", ".join(columns)
     return ArgumentError("text_column", f"is {column}, but {where} has the columns {names}: name the one that holds the text.")
 
@@ -93,12 +93,13 @@ def read_records(file: SourceFile) -> Iterator[str]:
 
 
 def _json_lines(file: SourceFile) -> Iterator[str]:
-    position = 0
+    position, is_first = 0, True
     with file.open() as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{file.path}, line {number},"
-                yield _text(where, _loaded(where, line, position), file.column)
+                yield _text(where, _loaded(where, line, position), file.column, is_first)
+                is_first = False
             position += len(line)
 
 
@@ -108,11 +109,11 @@ def _json(file: SourceFile) -> Iterator[str]:
     with file.open() as stream:
         whole = _loaded(str(path), stream.read(), 0)
     if isinstance(whole, dict):
-        yield _text(str(path), whole, column)
+        yield _text(str(path), whole, column, is_first=True)
         return
     for number, record in enumerate(whole, 1):
         where = f"{path}, record {number},"
-        yield _text(where, {column: record} if isinstance(record, str) else record, column)
+        yield _text(where, {column: record} if isinstance(record, str) else record, column, is_first=number == 1)
 
 
 def _loaded(where: str, content: bytes, position: int) -> Any:
@@ -127,16 +128,17 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
         raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave it out.") from None
 
 
-def _text(where: str, record: Any, column: str) -> str:
+def _text(where: str, record: Any, column: str, is_first: bool) -> str:
+    """The text of a record; empty for null."""
     if not isinstance(record, dict):
         raise LineartimeError(
             f'{where} is {record!r:.40}, but must be an object with a "{column}": correct it, or leave it out.'
         )
-    if column not in record:
+    if column not in record and is_first:
         raise missing_column(column, where, record)
-    text = record[column]
-    if not isinstance(text, str):
-        raise _no_text(where, column, text)
+    if column not in record:  # the records before it have the column, so that no other name would help
+        raise LineartimeError(f'{where} has no "{column}": correct it, or leave it out.')
+    text = _value(where, column, record[column])
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -147,8 +149,11 @@ def _text(where: str, record: Any, column: str) -> str:
     return text
 
 
-def _no_text(where: str, column: str, value: object) -> LineartimeError:
-    return LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
+def _value(where: str, column: str, value: object) -> str:
+    """The text in a column of a record; empty for null."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
 
 
 def _parquet(file: SourceFile) -> Iterator[str]:
@@ -168,14 +173,13 @@ def _parquet(file: SourceFile) -> Iterator[str]:
             # Few rows at a time: a row may be a whole book.
             for batch in table.iter_batches(batch_size=16, columns=[column]):
                 for value in batch.column(0):
-                    text = value.as_py()
-                    if not isinstance(text, str):
-                        raise _no_text(f"{path}, row {number},", column, text)
+                    text = _value(f"{path}, row {number},", column, value.as_py())
                     expansion.count(len(text))
                     yield text
                     number += 1
     except UnicodeDecodeError as error:
-        raise not_utf8(f"{path}, row {number},", error.object[error.start], error.start) from None
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise LineartimeError(f"{path}, row {number}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
     except OSError as error:
         raise (damaged(path, error) if error.errno is None else cannot("read", path, error)) from None
     except arrow.ArrowException as error:

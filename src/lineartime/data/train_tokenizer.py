@@ -130,6 +130,26 @@ def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     return None if kind is None or not number.isdecimal() or len(number) > _MOST_DIGITS else (kind, int(number))
 
 
+def size_to_train(choice: str) -> int | None:
+    """The number of tokens in the name of a tokenizer to train; None for other names and for paths."""
+    wanted = _to_train(choice)
+    return None if wanted is None else wanted[1]
+
+
+def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
+    """Return a tokenizer that need not be trained: as `tokenizer_for`, which raises the same errors."""
+    name = "bytes" if choice is None else str(choice)
+    if not name:
+        raise ArgumentError("tokenizer", "is empty: give a name or a path, or leave it out.")
+    if not names_tokenizer(name) and not is_there(name):
+        raise ArgumentError(
+            "tokenizer",
+            f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
+            "hub:NAME or the path of a tokenizer.json.",
+        )
+    return named_tokenizer(name)
+
+
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """Return the tokenizer for a name or a path.
 
@@ -145,16 +165,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     """
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
-        name = "bytes" if choice is None else str(choice)
-        if not name:
-            raise ArgumentError("tokenizer", "is empty: give a name or a path, or leave it out.")
-        if not names_tokenizer(name) and not is_there(name):
-            raise ArgumentError(
-                "tokenizer",
-                f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
-                "hub:NAME or the path of a tokenizer.json.",
-            )
-        return named_tokenizer(name)
+        return ready_tokenizer(choice)
     kind, vocab_size = wanted
     if not _SMALLEST[kind] <= vocab_size <= _LARGEST:
         sizes = f"from {_SMALLEST[kind]:,} to {_LARGEST:,} tokens"

@@ -8,6 +8,7 @@ from lineartime.experiments.folder import adopted, resolved
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import RunsResult, run_all
+from lineartime.experiments.texts import check_given, text_notes
 from lineartime.screen import SCREEN
 
 FAILED = "Some runs failed: they are named above and in the report."
@@ -21,13 +22,15 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
     Raises:
         LineartimeError: for anything the user can fix; what has been done stays.
     """
+    given = config
     if config.name in EXPERIMENTS:
         config = adopted(config)
     if config.list:
+        given.check()
+        check_given(given)
         if config.name:
             lines = describe(make_plan(config))
         else:
-            config.check()
             lines = describe_all(config)
         for line in lines:
             print(line, flush=True)
@@ -37,6 +40,8 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
     if not config.name:
         raise ArgumentError("name", f"is missing: give an experiment, {', '.join(EXPERIMENTS)}.")
     plan = make_plan(config if config.report else resolved(config))
+    for name, note in text_notes(plan).items() if not config.report else ():
+        _say(f"{name} ({note})")
     result = RunsResult() if config.report else run_all(plan, _say)
     file, report, notes = write_report(plan)
     for note in notes:

@@ -9,6 +9,7 @@ from lineartime.errors import Argument, ArgumentError, did_you_mean
 from lineartime.fields import Between, check_fields, check_ranges, set_plain
 from lineartime.files import absolute_path
 from lineartime.host import Threads
+from lineartime.training.config import Rate
 
 Count = Annotated[int, Between(1)]
 Positive = Annotated[float, Between(above=0)]
@@ -46,7 +47,7 @@ class ReproduceConfig:
     """Maximum number of seeds to run now; the default is that of the experiment."""
     optimizers: tuple[str, ...] = ()
     """Optimisers to tune; the default is all."""
-    rates: tuple[Positive, ...] = ()
+    rates: tuple[Rate, ...] = ()
     """Learning rates to try, for one optimiser; the default is the four of the scale."""
     budget: Positive | None = None
     """Seconds of training of each run, without evaluations; the default is the scale's."""

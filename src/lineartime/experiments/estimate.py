@@ -10,6 +10,7 @@ from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Entry, Job, Plan, make_plan
 from lineartime.experiments.results import read_run
+from lineartime.experiments.texts import text_notes
 from lineartime.machine import choose_device, choose_precision, using_threads
 
 SHARE_OF_PEAK = 0.3
@@ -35,12 +36,13 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"{plan.config.name}: {plan.experiment.title}"
     yield plan.experiment.question
     yield f"scale {plan.config.scale}: {plan.scale.description}"
-    jobs = list(all_jobs(plan))
+    jobs, notes = list(all_jobs(plan)), text_notes(plan)
     width = max(len(entry.arm.name) for entry in plan.entries)
     for setting in plan.settings:
         selected = list(filter(plan.is_selected, plan.entries_of(setting)))
         if selected:
-            yield f"{setting}"
+            note = notes.pop(setting.text, "")  # once for each text
+            yield f"{setting} ({note})" if note else f"{setting}"
         for entry in selected:
             own = [job for job in jobs if job[0] == entry]
             spent = sum(seconds(plan, *job) for job in own)

@@ -15,6 +15,8 @@ from lineartime.shapes import shapes_only
 
 _WEIGHT = 4
 """Bytes per weight; weights are always fp32."""
+_IDS = 16
+"""Bytes per token of a step: its id among the inputs and among the targets."""
 _BLOCKS = "backbone.blocks."
 _EMBEDDED = ("vocab_size", "max_positions")
 """The options on which the size of blocks does not depend."""
@@ -80,11 +82,11 @@ def check_memory(
     *,
     copies: int = 1,
     processes: int = 1,
+    sequences: int = 1,
     tokens: int = 0,
     kept_blocks: int = 1,
     number_bytes: int = 4,
-    ids: int = 0,
-    blamed: str = "batch_size",
+    step_tokens: int = 0,
 ) -> None:
     """Raise ArgumentError, naming the option that is too large, if a model needs more memory than the device has.
 
@@ -95,11 +97,11 @@ def check_memory(
         device: where it computes; the default is the CPU.
         copies: the number of copies of its weights in memory: 4 in training, including gradients and two moments.
         processes: the number of processes that share its weights.
-        tokens: the number of tokens that it reads at once.
+        sequences: the number of sequences that it reads at once.
+        tokens: the number of tokens in these sequences.
         kept_blocks: the number of blocks whose activations are in memory at the same time.
         number_bytes: bytes per activation value.
-        ids: the number of token ids in memory at the same time.
-        blamed: the argument that the error names if there are too many tokens.
+        step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
     """
     size = size_of(config)
     memory = memory_bytes(device or torch.device("cpu"))
@@ -110,13 +112,16 @@ def check_memory(
         needed = f"with which the model has {size.numbers:,} parameters and needs at least {_gigabytes(weights)}"
         in_blocks = 2 * _numbers(size.rest) < size.numbers
         raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory", _EMBEDDED if in_blocks else ())
-    activations = tokens * size.features * kept_blocks * number_bytes + ids * 8
-    if weights + activations > memory:
-        needed = (
-            f"puts {max(tokens, ids):,} tokens in memory at once, for which the model needs at least "
-            f"{_gigabytes(weights + activations)}"
-        )
-        raise ArgumentError(blamed, f"{needed}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
+    token = size.features * kept_blocks * number_bytes
+    one, at_once = weights + tokens // sequences * token, weights + tokens * token
+    for blamed, count, least in (
+        ("context_length", tokens // sequences, one),
+        ("batch_size", tokens, at_once),
+        ("tokens_per_batch", step_tokens, at_once + step_tokens * _IDS),
+    ):
+        if least > memory:
+            what = f"puts {count:,} tokens in memory at once, for which the model needs at least {_gigabytes(least)}"
+            raise ArgumentError(blamed, f"{what}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
 
 
 def too_large(config: ModelConfig, why: str, innocent: Collection[str] = ()) -> ArgumentError:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its hel
 CURVE_FILE = "loss.png"
 REPORT = "A picture of the losses"
 """What `draw_report` makes, in errors."""
+COMPARISON = "A plot of runs"
+"""What `draw_comparison` makes, in errors."""
 _MOST_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
@@ -112,7 +114,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     the file cannot be written.
     """
     columns, count = 3, sum(map(len, groups.values()))
-    figure = new_figure("A plot of runs", 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
+    figure = new_figure(COMPARISON, 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
     styles = cycle((f"C{colour}", style) for style in ("-", "--", ":", "-.") for colour in range(10))
     look = {name: next(styles) for runs in groups.values() for name in runs}
     entries: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, missing_extra, reporting
+from lineartime.files import is_there
 
 
 def new_figure(purpose: str, width: float, height: float) -> Any:
@@ -17,8 +18,18 @@ def new_figure(purpose: str, width: float, height: float) -> Any:
 
 
 def check_picture(purpose: str, file: Path) -> None:
-    """Check before slow work that a figure can be written: LineartimeError without matplotlib, or for a suffix of no format."""
+    """Check before slow work that a figure can be written, and create the folder of the file.
+
+    Raises:
+        LineartimeError: without matplotlib, for a suffix that is no image format, or if the file cannot be written.
+    """
     _check_suffix(new_figure(purpose, 1, 1), file)
+    existed = is_there(file)
+    with reporting("write", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+        if not existed:
+            file.unlink()
 
 
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:

@@ -27,6 +27,9 @@ Expansion = Annotated[int, Between(1, 10**9)]
 Lanes = Annotated[int, Between(1, 10**5)]
 Shuffle = Annotated[int, Between(0, 10**7)]
 Positive = Annotated[float, Between(above=0)]
+Rate = Annotated[float, Between(above=0, most=1e35)]
+Ratio = Annotated[float, Between(above=0, most=1e5)]
+"""A factor of a learning rate: metrics.jsonl holds the product, and no number above 1e40."""
 NotNegative = Annotated[float, Between(0)]
 Decay = Annotated[float, Between(0, below=1)]
 
@@ -73,9 +76,9 @@ class TrainConfig:
     """Optimiser steps of the whole run."""
     optimizer: OptimizerName = "adamw"
     """adamw, or muon: Muon for the linear maps inside layers, and AdamW for everything else. See docs/training.md."""
-    learning_rate: Positive = 3e-3
+    learning_rate: Rate = 3e-3
     """Peak learning rate, at the end of the warm-up."""
-    adamw_ratio: Positive = 1.0
+    adamw_ratio: Ratio = 1.0
     """Muon: learning rate of the parameters that AdamW updates, relative to that of the linear maps."""
     momentum: Decay = 0.95
     """Muon: decay of the running mean of gradients (Nesterov's momentum)."""

@@ -68,7 +68,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
         if name not in names:
-            meant = ": use preset" if name == "model" else did_you_mean(name, names)  # --model on the command line
+            meant = ": use preset" if name == "model" else did_you_mean(name, names)  # the flag's name
             raise TypeError(f"train has no option {name!r}{meant}.")
     asked = TrainConfig(**options)
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options

@@ -1,13 +1,15 @@
 """Options that are taken from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lineartime.checkpoint import (
+    NoCheckpointError,
     is_checkpoint,
     last_whole_checkpoint,
     read_from,
@@ -117,7 +119,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         # The folder may depend on other options, which need not be given again.
         config = dataclasses.replace(reparse(defaults), out=config.run_directory)
     elif config.like is not None:
-        started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
+        with _naming("like", config.like):
+            started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
         defaults = dataclasses.replace(started, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
@@ -126,10 +129,20 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         config = _merging_override(defaults, reparse)
     if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
         usual = defaults
-        defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
+        with _naming("init_from", config.init_from):
+            defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
         config = _merging_override(defaults, reparse)
         config = dataclasses.replace(config, init_from=defaults.init_from)
     return config, defaults
+
+
+@contextmanager
+def _naming(option: str, path: Path) -> Iterator[None]:
+    """Name the option in the error for a path without a checkpoint."""
+    try:
+        yield
+    except NoCheckpointError as error:
+        raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
 
 
 def _repeated_config(checkpoint: Path) -> TrainConfig:

@@ -18,6 +18,7 @@ from lineartime.models.size import check_memory
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Objective
+from lineartime.training.start import check_start
 from lineartime.training.text import Text
 
 
@@ -76,6 +77,8 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or cache_folder()
+        if start is None and config.init_from is not None:
+            check_start(config, config.init_from)
     corpus: Corpus = world.local_main_first(
         "the corpus", lambda: load_corpus(config.data, config.text_column, config.max_expansion)
     )
@@ -124,17 +127,17 @@ def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, de
     chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
     chunk_size = min(chunk_size, config.context_length)  # shorter sequences are read in shorter chunks
     length = -(-config.context_length // chunk_size) * chunk_size  # and longer ones are padded to whole chunks
-    with errors_in_override("batch_size"):
+    with errors_in_override("context_length", "batch_size", "tokens_per_batch"):
         check_memory(
             model_config,
             device,
             copies=4,  # weights, gradients and the two moments of AdamW
             processes=world.size if config.parallel == "fsdp" else 1,
+            sequences=rows.at_once,
             tokens=rows.at_once * length // world.context_parallel,
             kept_blocks=1 if config.recompute else model_config.n_blocks,
-            number_bytes=4 if config.precision == "fp32" else 2,
-            blamed="batch_size" if length == config.context_length else "chunk_size",
-            ids=2 * config.context_length * rows.per_step // rows.ranks,  # inputs and targets
+            number_bytes=2 if choose_precision(config.precision, device) == "bf16" else 4,
+            step_tokens=config.context_length * rows.per_step // rows.ranks,
         )
 
 

@@ -1,0 +1,64 @@
+"""Whether the weights with which a run starts fit the model that it is asked to train, before its text is read."""
+
+from pathlib import Path
+from typing import Any
+
+from lineartime import checkpoint as checkpoints
+from lineartime.data import ready_tokenizer, size_to_train
+from lineartime.errors import Argument, ArgumentError
+from lineartime.files import is_folder
+from lineartime.models.config import ModelConfig
+from lineartime.models.presets import nearest_preset, values_of
+from lineartime.models.size import size_of
+from lineartime.training.config import TrainConfig, errors_in_override
+
+
+def check_start(config: TrainConfig, start: Path) -> None:
+    """Compare the model that the options describe with that of a checkpoint, whose weights it is to take.
+
+    Raises:
+        ArgumentError: naming the option with which the weights do not fit.
+    """
+    theirs = checkpoints.read_model_config(start)
+    size = _vocab_size(config.tokenizer)
+    if size != theirs.vocab_size:
+        raise _unfit("tokenizer", f"is {config.tokenizer}, which has {size:,} tokens", f"has {theirs.vocab_size:,}")
+    ours = config.model_config(size)
+    with errors_in_override():
+        fits = _shapes(ours) == _shapes(theirs)
+    if fits:
+        return
+    if config.preset != nearest_preset(theirs):
+        raise _unfit("preset", f"is {config.preset}", f"is {nearest_preset(theirs)}")
+    given, there = values_of(ours), values_of(theirs)
+    names = [item.partition("=")[0] for item in config.override]
+    changed = {name: given[name] for name in names if name in given and given[name] != there.get(name)}
+    for name, value in changed.items():
+        if _changes_shapes(theirs, name, value):
+            raise _unfit("override", f"sets {name} to {value}", f"has {there.get(name)}")
+    raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
+
+
+def _unfit(option: str, given: str, there: str) -> ArgumentError:
+    return ArgumentError(option, f"{given}, but the model of ", Argument("init_from"), f" {there}: leave it out.")
+
+
+def _vocab_size(choice: str | None) -> int:
+    """The number of tokens of a tokenizer; of one that is still to be trained, the number in its name."""
+    if choice is not None and is_folder(choice):
+        return checkpoints.load_tokenizer(choice).vocab_size
+    size = None if choice is None else size_to_train(choice)
+    return ready_tokenizer(choice).vocab_size if size is None else size
+
+
+def _shapes(config: ModelConfig) -> Any:
+    """What two models have in common if, and only if, the weights of one fit the other."""
+    size = size_of(config)
+    return size.n_blocks, *({name: tensor.shape for name, tensor in part.items()} for part in (size.block, size.rest))
+
+
+def _changes_shapes(config: ModelConfig, name: str, value: object) -> bool:
+    try:
+        return bool(_shapes(config.override(**{name: value})) != _shapes(config))
+    except ValueError:  # only with another field
+        return True
