@@ -35,6 +35,14 @@ def test_chunks_of_short_rows_have_no_more_slots_than_these_need_up_to_a_power_o
     assert layout.plan == plan, "a mixer must know the layout as its own"
 
 
+def test_packs_of_whole_chunks_have_one_part_and_rows_still_have_short_chunks() -> None:
+    plan, cpu = LayoutPlan(chunk_size=64), torch.device("cpu")
+    for ends in ([0, 300], [0, 3, 7, 300], [0, 1, 2, 3]):
+        pack = make_layout((1, ends[-1]), None, torch.tensor(ends), device=cpu, plan=plan, whole_chunks=True)
+        assert (pack.parts, pack.require_chunks().chunk_size) == (None, 64)
+    assert make_layout((2, 20), device=cpu, plan=plan, whole_chunks=True).require_chunks().chunk_size == 32
+
+
 def test_positions_count_real_tokens_of_each_document() -> None:
     assert positions(4, None, None).tolist() == [0, 1, 2, 3]
     mask = torch.tensor([[False, True, False, True]])

@@ -224,7 +224,7 @@ def make_layout(
         prefix = prefix_tokens(prefix_lengths, batch, positions, mask, document, layout.document_starts)
     if lengths is None or context is not None or torch.compiler.is_compiling():  # compiled code may get any length
         return _arranged(layout, prefix, batch, lengths, plan)
-    if whole_chunks and plan.chunk_size is not None:
+    if whole_chunks and document is not None and plan.chunk_size is not None:
         return _arranged(layout, prefix, batch, lengths, plan)
     groups = similar_documents(lengths)
     if len(groups) < 2:
