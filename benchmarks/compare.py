@@ -1,4 +1,4 @@
-"""Compare training, packing and generation of two checkouts: `python benchmarks/compare.py OLD NEW` (about 6 minutes).
+"""Compare training, packs and single steps of `extend` of two checkouts: `python benchmarks/compare.py OLD NEW` (6 minutes).
 
 Each checkout runs in its own process. The processes take turns step by step, so that other load on the machine affects both.
 The results are medians, and the median of the ratios of neighbouring steps, for wall-clock time and for the CPU time of the
@@ -20,7 +20,7 @@ from lineartime.markdown import markdown_table
 CASES = [
     {"case": case, "preset": preset, "length": 1024, "batch": 2, "dtype": dtype}
     for preset in ("flash-tiny", "flash-quad-tiny", "transformer++-tiny")
-    for case, dtype in (("train", "fp32"), ("train", "bf16"), ("train packed", "fp32"), ("generate", "fp32"))
+    for case, dtype in (("train", "fp32"), ("train", "bf16"), ("train packed", "fp32"), ("extend", "fp32"))
 ]
 
 # The script of each process, which takes a step for every line that it reads. It uses only names that both checkouts have.
@@ -47,15 +47,15 @@ def train():
     optimizer.zero_grad()
 
 @torch.no_grad()
-def generate():
+def extend():
     global state
     for _ in range(8):
         logits, state = model.extend(ids[:, :1], state)
 
-if case["case"] == "generate":
+if case["case"] == "extend":
     with torch.no_grad():
         _, state = model.eval().extend(ids, model.init_state(case["batch"]))
-step = generate if case["case"] == "generate" else train
+step = extend if case["case"] == "extend" else train
 for _ in sys.stdin:
     wall, processor = time.perf_counter(), time.process_time()
     step()
