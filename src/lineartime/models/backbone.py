@@ -147,6 +147,7 @@ class Backbone(nn.Module):
         return out
 
     def _is_compiled(self) -> bool:
+        """Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone."""
         return any(block._compiled_call_impl is not None for block in self.blocks)
 
     def _layouts(self, make: Callable[[Mixer[Any]], Layout]) -> list[Layout]:
