@@ -2,7 +2,7 @@
 
 Layers run forward and backward on CPU tensors at the sizes of -base, while kernel launches are recorded instead of executed.
 Each launched kernel is compiled in every configuration that the autotuner would try, for compute capability 9.0 (H100, H200)
-and 8.0 (A100). Needs Triton, but no GPU.
+and 8.0 (A100); `--gpus 89` compiles for 8.9 (RTX 40, L4, L40). Needs Triton, but no GPU.
 
 Results go to kernels.json and kernels.md in --out. Kernels that kernels.json already has from the same source are not compiled
 again, so a run with `--seconds` continues the previous one.
@@ -43,7 +43,7 @@ from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.triton.common import pin_configurations
 
-SHARED = {90: 232448, 80: 166912}
+SHARED = {90: 232448, 80: 166912, 89: 101376}
 """Bytes of shared memory that a block can use, by compute capability."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
@@ -169,7 +169,7 @@ class Row:
     Attributes:
         case, kernel, variant, config: what was compiled.
         rank: the rank of the configuration; 0 is preferred.
-        capability: 90 or 80.
+        capability: a key of `SHARED`.
         shared: bytes of shared memory per block.
         registers: registers per thread.
         spilled: bytes of register spills, stores and loads, as ptxas reports them.
@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="some of the cases, as tables name them; all by default")
     results = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=results, help="folder for kernels.json and kernels.md")
-    parser.add_argument("--gpus", nargs="+", type=int, choices=list(SHARED), default=list(SHARED), help="compute capabilities")
+    parser.add_argument("--gpus", nargs="+", type=int, choices=list(SHARED), default=[90, 80], help="compute capabilities")
     parser.add_argument("--preferred", action="store_true", help="compile the preferred configuration of each kernel alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no compilation after so many seconds")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="compilations at a time")

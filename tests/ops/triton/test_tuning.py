@@ -1,5 +1,7 @@
 """What the autotuner tells launches apart by."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def test_lengths_within_a_bucket_are_tuned_once() -> None:
         8192,
         8192,
     ]
-    # Triton compiles another kernel for a whole number that 16 does not divide, and for 1.
+    # Triton compiles another kernel for an integer that 16 does not divide, and for 1.
     buckets = [common.length_bucket(n) for n in (1, 100, 1000, 9999)] + [common.token_bucket(n) for n in (1, 9999, 10**6)]
     assert all(bucket % 16 == 0 for bucket in buckets)
 
@@ -42,6 +44,20 @@ def test_a_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(
 
     monkeypatch.setattr(common, "_pinned", True)
     assert common._timed(launch, (0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "in_registers", "little"),
+    [(80, True, False), (86, True, True), (89, True, True), (90, False, False), (100, False, False), (120, True, True)],
+)
+def test_blocks_are_chosen_for_what_the_gpu_has(
+    capability: int, in_registers: bool, little: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = SimpleNamespace(backend="cuda", arch=capability)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
+    monkeypatch.setattr(common.triton.runtime, "driver", driver)
+    assert common.operands_in_registers() is in_registers
+    assert common.little_shared_memory() is little
 
 
 def test_queries_and_keys_as_wide_as_a_rotary_bias_makes_them_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,8 @@ def number_formats(dtype: torch.dtype) -> dict[str, Any]:
         return {"COMPUTE": tl.bfloat16, "ACC": tl.float32, "PRECISION": "ieee"}
     if dtype == torch.float64:
         return {"COMPUTE": tl.float64, "ACC": tl.float64, "PRECISION": "ieee"}
-    exact = (
-        torch.backends.cuda.matmul.fp32_precision != "tf32"
-    )  # torch.get_float32_matmul_precision may raise after its new form
+    # torch.get_float32_matmul_precision may raise where a program has set the newer option.
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     return {"COMPUTE": tl.float32, "ACC": tl.float32, "PRECISION": "tf32x3" if exact else "tf32"}
 
 
@@ -128,7 +127,7 @@ def tuned(
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
         unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
-            and IN_REGISTERS: see `operands_in_registers`.
+            IN_REGISTERS and LITTLE_SHARED: see `operands_in_registers` and `little_shared_memory`.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]  # Triton has no types
@@ -137,7 +136,8 @@ def tuned(
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
-        known = {**arguments, **constants, "IN_REGISTERS": operands_in_registers()}
+        of_gpu = {"IN_REGISTERS": operands_in_registers(), "LITTLE_SHARED": little_shared_memory()}
+        known = {**arguments, **constants, **of_gpu}
         fit = [
             config
             for config in configs
@@ -159,6 +159,12 @@ def operands_in_registers() -> bool:
     """Whether tensor cores read what they multiply from registers, not from shared memory, which leaves fewer for sums."""
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch // 10 not in (9, 10)
+
+
+def little_shared_memory() -> bool:
+    """Whether a block has 99 KB of shared memory, as on RTX 30 to 50, A10, L4 and L40, and not 163 KB or more."""
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch // 10 not in (9, 10) and target.arch not in (80, 87)
 
 
 def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:

@@ -1,7 +1,8 @@
 """Which configurations need too many registers or too much shared memory, as `benchmarks/kernels.py` has found.
 
 Wide queries need more shared memory, and float32 twice the registers. `sizes` holds the arguments of a kernel, its blocks, and
-IN_REGISTERS: whether tensor cores read both factors from registers.
+IN_REGISTERS: whether tensor cores read both factors from registers, and LITTLE_SHARED: whether a block has only 99 KB of shared
+memory.
 """
 
 # Triton may be absent, and has no types.
@@ -27,6 +28,7 @@ def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
     return bool(
         (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
         or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
+        or (sizes["LITTLE_SHARED"] and sizes["BLOCK_M"] * sizes["BLOCK_E"] > (128 if sizes["BLOCK_S"] <= 128 else 64) * 128)
     )
 
 
@@ -37,6 +39,7 @@ def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
         or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
+        or (sizes["LITTLE_SHARED"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
     )
 
 
