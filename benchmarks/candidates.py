@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lineartime.layers import FLASH, Attention
 from lineartime.markdown import markdown_table
 from lineartime.models import ModelConfig
-from lineartime.models.heads import LanguageModel, build_model
+from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk import attend_part
 from lineartime.ops.mixed_chunk.inputs import Heads, queries_and_keys

@@ -22,7 +22,7 @@ from lineartime.bench.subjects import state_after
 from lineartime.checkpoint import load, load_tokenizer
 from lineartime.generation.streams import continuing
 from lineartime.markdown import markdown_table
-from lineartime.models.heads import CausalLM, build_model
+from lineartime.models.language_model import CausalLM, build_model
 from lineartime.models.presets import resolve
 
 with warnings.catch_warnings():

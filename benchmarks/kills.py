@@ -35,7 +35,7 @@ from lineartime.runs.metrics import read_metrics
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
 TINY += ["--precision", "fp32", "--threads", "1", "--eval-windows", "2"]
 KINDS = ("SIGKILL", "SIGSTOP", "full disk", "read-only disk")
-MOST_AGAIN = 6
+MAX_REPEATS = 6
 """The maximum number of disturbances of the same work; after these, it can finish."""
 LONGEST = 120
 """The maximum seconds that a process may take after its last disturbance, on a busy machine."""
@@ -159,11 +159,11 @@ def repair(kind: str, folder: Path) -> None:
 def trial(work: Work, kind: str, duration: float, draw: random.Random, folder: Path, log: Path) -> tuple[int, str]:
     """Do work with disturbances until it has finished; return how many there were, and what went wrong."""
     count = 0
-    for attempt in range(MOST_AGAIN + 5):
+    for attempt in range(MAX_REPEATS + 5):
         if not attempt or (not (folder / "exported").exists() and not (folder / "tokenizer.json").exists()):
             process = start(work.arguments(folder, attempt > 0), log)
             status, disturbed = None, False
-            while count < MOST_AGAIN and (kind == "SIGSTOP" or not disturbed):
+            while count < MAX_REPEATS and (kind == "SIGSTOP" or not disturbed):
                 status = wait(process, draw.uniform(0, duration))
                 if status is not None:
                     break

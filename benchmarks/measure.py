@@ -12,9 +12,9 @@ import torch
 
 from lineartime.bench.results import describe_machine
 from lineartime.data import Tokenizer, load_corpus, token_stream
-from lineartime.evaluation import Evaluation, windowed
+from lineartime.evaluation import Evaluation, evaluate_windowed
 from lineartime.host import cache_folder
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,4 +43,4 @@ def evaluate_in_memory(model: CausalLM, tokenizer: Tokenizer, context_length: in
     """The loss, in fp32, on the test split of the text that models are trained on by default."""
     stream = token_stream(load_corpus(()), "test", tokenizer, cache_folder())
     length = context_length
-    return windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=False)
+    return evaluate_windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=False)

@@ -30,7 +30,7 @@ from lineartime.data import Batch
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.markdown import markdown_table
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.optimizers import learning_rate, warmup_steps

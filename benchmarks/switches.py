@@ -14,7 +14,7 @@ from measure import save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
 from lineartime.data import load_corpus, token_stream
-from lineartime.evaluation import Evaluation, windowed
+from lineartime.evaluation import Evaluation, evaluate_windowed
 from lineartime.host import cache_folder
 from lineartime.markdown import markdown_table
 from lineartime.training.config import TrainConfig
@@ -48,7 +48,7 @@ def measure(config: TrainConfig) -> dict[str, float]:
     stream = token_stream(load_corpus(None), "test", tokenizer, cache_folder())
     found = {}
     for length in (TRAINED, LONG):
-        evaluation = windowed(
+        evaluation = evaluate_windowed(
             result.model, stream, tokenizer, context_length=length, stride=length, batch_size=4096 // length, bf16=True
         )
         assert evaluation.bits_per_byte is not None

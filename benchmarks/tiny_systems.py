@@ -13,7 +13,7 @@ from measure import RESULTS, save
 
 from lineartime.checkpoint import list_checkpoints, load_tokenizer
 from lineartime.data import load_corpus, token_stream
-from lineartime.evaluation import windowed
+from lineartime.evaluation import evaluate_windowed
 from lineartime.host import cache_folder
 from lineartime.markdown import markdown_table
 from lineartime.training.config import TrainConfig
@@ -39,7 +39,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     config, tokenizer = TrainConfig(), load_tokenizer(result.checkpoint)
     stream = token_stream(load_corpus(None), "test", tokenizer, cache_folder())
     length = config.context_length
-    evaluation = windowed(result.model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True)
+    evaluation = evaluate_windowed(
+        result.model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=True
+    )
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in result.model.parameters()),

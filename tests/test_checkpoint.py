@@ -229,7 +229,7 @@ def test_a_model_that_is_too_large_for_this_machine_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path, 1)
-    monkeypatch.setattr("lineartime.models.size.memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("lineartime.models.memory.memory_bytes", lambda device: 1000)
     with pytest.raises(LineartimeError, match=r"step-00000001 holds a model that is too large for this machine: .* memory"):
         lineartime.load(path)
 

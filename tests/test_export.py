@@ -19,7 +19,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.export import STATE, export_step, export_text, write_onnx, write_package, write_program
 from lineartime.layers import FLASH, GAU
 from lineartime.machine import compiler_missing
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 from lineartime.ops.activations import ACTIVATIONS
 
 # PyTorch's own, within torch.export, where a user does not see them.

@@ -199,7 +199,7 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
     prompts, seeded = [[1, 2, 3], [5], [1, 2, 3]], Sampling(1.0, seed=3)
     plain = generate_batch(model, prompts, 20, GREEDY)
     if is_compiled:
-        monkeypatch.setattr("lineartime.models.heads.compiled_step", lambda: compiled)
+        monkeypatch.setattr("lineartime.models.language_model.compiled_step", lambda: compiled)
         monkeypatch.setattr(model, "_compiled_step", None)
         model.compile_step()
     monkeypatch.setattr(streams, "_can_record", lambda _model: True)
@@ -264,9 +264,9 @@ def test_sampling_options_out_of_range_are_named(options: dict[str, Any], messag
     ("options", "message"),
     [
         ({"temperature": "0.8"}, "temperature is '0.8', but must be a number"),
-        ({"top_k": 1.5}, "top_k is 1.5, but must be a whole number"),
+        ({"top_k": 1.5}, "top_k is 1.5, but must be an integer"),
         ({"top_p": None}, "top_p is None, but must be a number"),
-        ({"seed": "1"}, "seed is '1', but must be a whole number or None"),
+        ({"seed": "1"}, "seed is '1', but must be an integer or None"),
     ],
 )
 def test_sampling_options_of_a_wrong_type_are_named(options: dict[str, Any], message: str) -> None:

@@ -134,7 +134,7 @@ def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypa
     ("function", "reason"),
     [
         (cpp_compiler, "there is no GNU C++ compiler here"),
-        (openmp_library, "PyTorch came without the library of threads that they share with it"),
+        (openmp_library, "this PyTorch does not bring its OpenMP library, libgomp"),
     ],
 )
 def test_what_is_missing_has_a_reason_and_no_warning(

@@ -46,7 +46,7 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "FLASH": "layers",
     "GAU": "layers",
     "ArgumentError": "errors",
@@ -72,7 +72,7 @@ _HOMES = {
     "save": "checkpoint",
     "train": "training.loop",
 }
-_ROOMS = (
+_SUBMODULES = (
     "baselines",
     "bench",
     "checkpoint",
@@ -95,9 +95,9 @@ _ROOMS = (
 def __getattr__(name: str) -> Any:
     # Imported at first use: layers and models need torch alone, while checkpoints and training need more packages. The
     # command line must also be able to handle an interrupt while torch is being imported.
-    if name in _HOMES:
-        return getattr(import_module(f"lineartime.{_HOMES[name]}"), name)
-    if name in _ROOMS:
+    if name in _MODULE_OF:
+        return getattr(import_module(f"lineartime.{_MODULE_OF[name]}"), name)
+    if name in _SUBMODULES:
         return import_module(f"lineartime.{name}")
     if name == "__version__":
         from lineartime.host import installed_version
@@ -107,4 +107,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_ROOMS]
+    return [*__all__, *_SUBMODULES]

@@ -1,4 +1,7 @@
-"""The values of options with a fixed set of choices. Nothing is imported here, so that the command line starts quickly."""
+"""Types of options with fixed choices, and limits and defaults that several packages share.
+
+Nothing else is imported here, so that the command line starts quickly.
+"""
 
 from typing import Literal
 
@@ -14,7 +17,7 @@ ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment uses."""
 
-LONGEST_CONTEXT = 2**30
+MAX_CONTEXT_LENGTH = 2**30
 """The maximum number of tokens in a context whose cost is counted."""
 MAX_EXPANSION = 100
 """The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""
@@ -24,3 +27,5 @@ TEXT_COLUMN = "text"
 """The column of records that holds the text, unless another one is named."""
 VOCAB_SIZE = 32_000
 """The default size of trained tokenizers, with which models have the parameter counts that the paper reports."""
+BYTE_VOCABULARY = 258
+"""The vocabulary size of the tokenizer of bytes: 256 bytes, the end of a document and the mask."""

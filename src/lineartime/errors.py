@@ -94,18 +94,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(like)}?)" if like else ""
 
 
-def message_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the message of an error, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def first_line(error: Exception) -> str:
+def typed_first_line(error: Exception) -> str:
     """The first line of the message of an error, after its type if it is one of another library."""
-    line, kind = message_line(error), type(error).__name__
+    line, kind = first_line(error), type(error).__name__
     return line if isinstance(error, LineartimeError) or line == kind else f"{kind}: {line}"
 
 
-def cannot(action: str, path: object, error: OSError, *then: MessagePart) -> LineartimeError:
+def file_error(action: str, path: object, error: OSError, *then: MessagePart) -> LineartimeError:
     """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
@@ -114,9 +114,9 @@ def cannot(action: str, path: object, error: OSError, *then: MessagePart) -> Lin
 
 
 @contextmanager
-def reporting(action: str, path: object, *then: MessagePart) -> Iterator[None]:
-    """Turn an OSError in a `with` block into the LineartimeError of `cannot`."""
+def reporting_file_errors(action: str, path: object, *then: MessagePart) -> Iterator[None]:
+    """Turn an OSError in a `with` block into the LineartimeError of `file_error`."""
     try:
         yield
     except OSError as error:
-        raise cannot(action, path, error, *then) from None
+        raise file_error(action, path, error, *then) from None

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, require_packages
+from lineartime.errors import Argument, ArgumentError, LineartimeError, require_packages, typed_first_line
 from lineartime.files import check_new, new_file
 from lineartime.machine import compiler_missing, is_out_of_memory
-from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, check_model
 from lineartime.ops.exported import PLAIN
 
-MOST_STREAMS = 2**16
+MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
 LONGEST = 2**20
 """The maximum length of a program's text, in tokens, unless the model reads less."""
@@ -79,12 +79,12 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
     with torch.no_grad(), _quiet():
         try:
-            sizes = {0: Dim("batch", min=1, max=MOST_STREAMS), 1: Dim("length", min=1, max=longest)}
+            sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=1, max=longest)}
             return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
         except Exception as error:  # torch.export raises errors of many kinds
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
             raise LineartimeError(
-                f"torch.export cannot make a program of {mixer} for every batch size and length ({first_line(error)}): "
+                f"torch.export cannot make a program of {mixer} for every batch size and length ({typed_first_line(error)}): "
                 f"{EXPORTABLE}"
             ) from None
 
@@ -98,7 +98,7 @@ def export_step(model: CausalLM) -> ExportedProgram:
         ArgumentError: for a model that `Step` does not accept.
     """
     step = Step(model)
-    batch = {0: Dim("batch", min=1, max=MOST_STREAMS)}
+    batch = {0: Dim("batch", min=1, max=MAX_STREAMS)}
     state = step.init_state(2)
     ids = torch.zeros(2, 1, dtype=torch.long, device=state[0].device)
     with torch.no_grad(), _quiet():
@@ -169,7 +169,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
             while isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
             raise LineartimeError(
-                f"PyTorch cannot translate this program into ONNX ({first_line(cause)}): {EXPORTABLE}"
+                f"PyTorch cannot translate this program into ONNX ({typed_first_line(cause)}): {EXPORTABLE}"
             ) from None
 
     return _write(file, translate_into)
@@ -193,7 +193,9 @@ def _write(file: Path, write: Callable[[Path], object]) -> Path:
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full, and by a compiler that fails
             if is_out_of_memory(error):
                 raise
-            raise LineartimeError(f"Cannot write {file} ({first_line(error)}): check the disk and the compiler.") from error
+            raise LineartimeError(
+                f"Cannot write {file} ({typed_first_line(error)}): check the disk and the compiler."
+            ) from error
     return file
 
 

@@ -242,7 +242,7 @@ def describe(hint: Any) -> str:
         return f"an object with the fields {', '.join(_hints(hint))}"
     if hint is type(None):
         return "None"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Any: "anything"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", Any: "anything"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import ArgumentError, reporting
+from lineartime.errors import ArgumentError, reporting_file_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 """The file name of a tokenizer, as in the tokenizers library."""
@@ -56,7 +56,7 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """
     check_new_folder(argument, folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    with reporting("write", folder):
+    with reporting_file_errors("write", folder):
         try:
             partial.mkdir(parents=True)
             yield partial
@@ -72,7 +72,7 @@ def check_new_folder(argument: str, folder: Path) -> None:
     """Raise ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, or no name."""
     if folder.name in ("", ".."):
         raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
-    with reporting("read", folder):
+    with reporting_file_errors("read", folder):
         is_new = not is_there(folder) and not folder.is_symlink()
         is_empty = is_new or (folder.is_dir() and not any(folder.iterdir()))
         cannot_be_replaced = folder.is_symlink() or folder.is_mount()
@@ -92,7 +92,7 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
     """
     check_new(argument, file)
     partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
-    with reporting("write", file):
+    with reporting_file_errors("write", file):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             partial.touch()

@@ -9,7 +9,7 @@ import torch
 
 from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.models.heads import MaskedLM, check_model
+from lineartime.models.language_model import MaskedLM, check_model
 from lineartime.ops.checks import check_positive
 
 

@@ -11,20 +11,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
-from lineartime.errors import LineartimeError, message_line
+from lineartime.errors import LineartimeError, first_line
 from lineartime.fields import Between
 
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
 STAT = Path("/proc/stat")
 """Where Linux counts what each core has done."""
-MOST_THREADS = 4096
+MAX_THREADS = 4096
 """The maximum number of CPU threads in a process: more than any machine has cores."""
-Threads = Annotated[int, Between(1, MOST_THREADS)]
+Threads = Annotated[int, Between(1, MAX_THREADS)]
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where Linux states how much memory the processes of a container may use."""
 
-LARGEST_HEAP_BLOCK = 32 * 2**20
+MAX_HEAP_BLOCK = 32 * 2**20
 """The largest block, in bytes, that glibc takes from its heap; larger blocks are mapped and returned individually."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
 
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineartime"
     except RuntimeError as error:
-        raise LineartimeError(f"There is no cache folder ({message_line(error)}): set XDG_CACHE_HOME to a folder.") from None
+        raise LineartimeError(f"There is no cache folder ({first_line(error)}): set XDG_CACHE_HOME to a folder.") from None
 
 
 def threads_in_words(threads: object) -> str:
@@ -148,10 +148,10 @@ def freed_memory_kept() -> Iterator[None]:
     if library is None or not hasattr(library, "gnu_get_libc_version"):
         yield
         return
-    library.mallopt(_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
+    library.mallopt(_MMAP_THRESHOLD, MAX_HEAP_BLOCK)
     library.mallopt(_TRIM_THRESHOLD, -1)  # none
     try:
         yield
     finally:
-        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_HEAP_BLOCK)
+        library.mallopt(_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK)
         library.malloc_trim(0)

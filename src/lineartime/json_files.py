@@ -8,17 +8,17 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import decode, shown
 
 Content = TypeVar("Content")
 
 LARGEST = 1 << 26
 """The maximum size of a JSON file, in bytes."""
-DEEPEST = 40
+MAX_DEPTH = 40
 """The maximum nesting depth of lists and objects."""
 _DIGITS = 40
-"""The maximum number of digits of a whole number; every field allows far fewer."""
+"""The maximum number of digits of an integer; every field allows far fewer."""
 _TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def read_file(file: Path, content: type[Content], advice: str = "restore it from
 
 def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
     """Read the object in a JSON file without checking its fields. Raises as `read_file`."""
-    with reporting("read", file), open_regular(file) as opened:
+    with reporting_file_errors("read", file), open_regular(file) as opened:
         content = opened.read(LARGEST + 1)
     try:
         if len(content) > LARGEST:
@@ -89,14 +89,14 @@ def parse(content: bytes) -> Any:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
-    if text.count("[") + text.count("{") > DEEPEST:
+    if text.count("[") + text.count("{") > MAX_DEPTH:
         _check_depth(text)
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
     except RecursionError:
-        raise ValueError(f"it has lists and objects nested more than {DEEPEST} levels deep") from None
+        raise ValueError(f"it has lists and objects nested more than {MAX_DEPTH} levels deep") from None
 
 
 def decoded(content: type[Content], plain: Any) -> Content:
@@ -112,8 +112,8 @@ def _check_depth(text: str) -> None:
     depth = 0
     for token in _TOKENS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-        if depth > DEEPEST:
-            raise ValueError(f"it has lists and objects nested more than {DEEPEST} levels deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it has lists and objects nested more than {MAX_DEPTH} levels deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _whole_number(digits: str) -> int:
     if len(digits) > _DIGITS:
-        raise ValueError(f"it has a whole number of {len(digits):,} digits, but none may have more than {_DIGITS}")
+        raise ValueError(f"it has an integer of {len(digits):,} digits, but none may have more than {_DIGITS}")
     return int(digits)
 
 

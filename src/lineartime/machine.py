@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import ArgumentError, message_line
-from lineartime.host import MOST_THREADS, processor_features, processor_vendor
+from lineartime.errors import ArgumentError, first_line
+from lineartime.host import MAX_THREADS, processor_features, processor_vendor
 from lineartime.host import memory_bytes as host_memory
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
@@ -58,7 +58,7 @@ def find_device(device: "str | torch.device") -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
-        what = f"is {device}, which PyTorch cannot use here ({message_line(error)}): use auto or cpu."
+        what = f"is {device}, which PyTorch cannot use here ({first_line(error)}): use auto or cpu."
         raise ArgumentError("device", what) from None
     return found
 
@@ -139,8 +139,8 @@ def using_threads(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    if not 1 <= threads <= MOST_THREADS:
-        raise ArgumentError("threads", f"is {threads}, but must be at least 1 and at most {MOST_THREADS:,}.")
+    if not 1 <= threads <= MAX_THREADS:
+        raise ArgumentError("threads", f"is {threads}, but must be at least 1 and at most {MAX_THREADS:,}.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -188,7 +188,7 @@ def why_not_compile(device: torch.device) -> str:
             warnings.simplefilter("ignore")  # PyTorch's own warnings, which do not help a user
             torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever the compiler raises: the code runs without it
-        return f"torch.compile fails here ({message_line(error)})"
+        return f"torch.compile fails here ({first_line(error)})"
     return ""
 
 

@@ -39,7 +39,7 @@ _BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
 
 
 def cpp_compiler() -> str | None:
-    """The GNU C++ compiler of this machine, or None. What clang builds needs another library of threads than PyTorch's."""
+    """The GNU C++ compiler of this machine, or None. Code built by clang needs another OpenMP library than PyTorch's."""
     return shutil.which("g++")
 
 
@@ -56,7 +56,7 @@ def why_not_native() -> str | None:
     if platform.system() != "Linux":
         return f"they are built on Linux, not on {platform.system()}"
     if openmp_library() is None:
-        return "PyTorch came without the library of threads that they share with it"
+        return "this PyTorch does not bring its OpenMP library, libgomp"
     return None if cpp_compiler() else "there is no GNU C++ compiler here"
 
 

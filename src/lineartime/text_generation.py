@@ -8,7 +8,7 @@ from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.generation import Sampling, generate, generate_batch
-from lineartime.models.heads import CausalLM, check_model
+from lineartime.models.language_model import CausalLM, check_model
 from lineartime.ops.checks import check_positive
 
 Ending = Literal["stop", "end_of_document", "max_tokens"]

@@ -23,7 +23,7 @@ from lineartime.baselines.flowformer import (
 def test_values_and_gradients_are_those_of_the_definition(
     length: int, causal: bool, largest_flow: float, assert_same_function: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flowformer, "LARGEST_FLOW", largest_flow)
+    monkeypatch.setattr(flowformer, "MAX_FLOW", largest_flow)
     lengths = [length, (length + 1) // 2]
     real = torch.arange(length) < torch.tensor(lengths)[:, None]
 

@@ -39,7 +39,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import read
 from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 from lineartime.models.presets import presets, resolve
 from lineartime.runs.metrics import METRICS_FILE
 from lineartime.runs.record import RECORD_FILE

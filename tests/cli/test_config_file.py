@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lineartime.bench.rehearsal import rehearse
+from lineartime.bench.dry_run import dry_run
 from lineartime.cli import main
 from lineartime.cli.config_file import read_options, to_toml
 from lineartime.errors import ArgumentError, LineartimeError
@@ -87,7 +87,7 @@ def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> None:
     file = tmp_path / "run.json"
     for content, message in (
-        ('{"steps": "many"}', "run.json: steps is 'many', but must be a whole number"),
+        ('{"steps": "many"}', "run.json: steps is 'many', but must be an integer"),
         ('{"override": [1]}', "run.json: override is"),
         ('{"preset": "\\ud800"}', r"run.json: preset is '\\ud800', but must be a text that UTF-8 can hold"),
         ('{"out": "a\\u0000b"}', r"run.json: out is 'a\\x00b', but must be a text without the character zero"),
@@ -127,11 +127,11 @@ def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
     assert main(["train", *small, *where, "--dry-run"]) == 0
     assert all(other.is_dir() for other in others)
     with pytest.raises(LineartimeError, match="resume is True, but only a new run can be tried"):
-        rehearse(config(resume=True))
+        dry_run(config(resume=True))
     with pytest.raises(ArgumentError, match="context_parallel is 2, but a dry run is one process: leave it out"):
-        rehearse(config(context_parallel=2))
+        dry_run(config(context_parallel=2))
     with pytest.raises(ArgumentError, match=r"out is .*, which is a file: give a folder"):
-        rehearse(config(out=text))
+        dry_run(config(out=text))
     monkeypatch.setenv("WORLD_SIZE", "2")
     fails(["train", *small, *where, "--dry-run"], "torchrun started 2 processes, but a dry run is one process: leave torchrun")
     fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")

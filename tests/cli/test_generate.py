@@ -15,7 +15,7 @@ import torch
 from lineartime.cli import main
 from lineartime.layers.dense import Dense
 from lineartime.models.backbone import Backbone
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from lineartime.data import ByteTokenizer, TokenStream, causal_batch, masked_batch, measured_batch, packed_batch, prefix_batch
-from lineartime.data.batches import drawn_prefix_lengths, spread_windows
+from lineartime.data import ByteTokenizer, TokenStream, causal_batch, evaluation_batch, masked_batch, packed_batch, prefix_batch
+from lineartime.data.batches import draw_prefix_lengths, spread_windows
 from lineartime.ops.cross_entropy import IGNORED
 
 
@@ -63,10 +63,10 @@ def test_the_targets_of_a_prefix_batch_begin_with_what_the_last_token_of_a_prefi
 
 def test_prefix_lengths_are_uniform_leave_a_target_and_depend_on_the_key_of_their_window_alone() -> None:
     batch = causal_batch(torch.zeros(2000, 9, dtype=torch.long))
-    lengths = drawn_prefix_lengths(batch, [(3, row) for row in range(2000)])
+    lengths = draw_prefix_lengths(batch, [(3, row) for row in range(2000)])
     assert torch.bincount(lengths).tolist() == pytest.approx([250] * 8, abs=60)
     one = causal_batch(torch.zeros(1, 9, dtype=torch.long))
-    assert drawn_prefix_lengths(one, [(3, 1999)]).tolist() == lengths[-1:].tolist()
+    assert draw_prefix_lengths(one, [(3, 1999)]).tolist() == lengths[-1:].tolist()
 
 
 def test_each_document_of_a_pack_has_a_prefix_of_its_own() -> None:
@@ -74,17 +74,17 @@ def test_each_document_of_a_pack_has_a_prefix_of_its_own() -> None:
     windows = torch.tensor([[1, 2, end, 3, 4, 5], [6, 7, 8, 9, end, 7]])
     batch = packed_batch(causal_batch(windows), windows, end)
     assert batch.lengths().tolist() == [3, 2, 5]
-    drawn = [drawn_prefix_lengths(batch, [(seed, 0), (seed, 1)]) for seed in range(100)]
+    drawn = [draw_prefix_lengths(batch, [(seed, 0), (seed, 1)]) for seed in range(100)]
     assert torch.stack(drawn).amax(0).tolist() == [2, 1, 4]
     assert torch.stack(drawn).amin(0).tolist() == [0, 0, 0]
     alone = packed_batch(causal_batch(windows[1:]), windows[1:], end)
-    assert all(drawn_prefix_lengths(alone, [(seed, 1)]) == lengths[-1] for seed, lengths in enumerate(drawn))
+    assert all(draw_prefix_lengths(alone, [(seed, 1)]) == lengths[-1] for seed, lengths in enumerate(drawn))
     targets = prefix_batch(batch, torch.tensor([2, 1, 4])).targets
     assert targets.tolist() == [[IGNORED, end, IGNORED, 4, 5, IGNORED, IGNORED, IGNORED, end, IGNORED]]
 
 
 def test_a_model_is_measured_with_half_of_each_window_as_its_prefix() -> None:
-    batch = measured_batch("prefix-lm", torch.arange(8).expand(2, -1), ByteTokenizer(), [0, 1])
+    batch = evaluation_batch("prefix-lm", torch.arange(8).expand(2, -1), ByteTokenizer(), [0, 1])
     assert batch.prefix_lengths is not None
     assert batch.prefix_lengths.tolist() == [3, 3]
     assert batch.targets[0].tolist() == [IGNORED, IGNORED, 3, 4, 5, 6, 7]

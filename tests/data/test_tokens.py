@@ -98,7 +98,7 @@ def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
     assert len(stream) == length + 1
     for start in range(0, length + 2, 3):
         for stop in range(start, length + 5, 4):
-            stream.announce([(start, stop)])
+            stream.prefetch([(start, stop)])
             assert stream.tokens[start:stop].tolist() == whole[start:stop]
     assert len(list(next(tmp_path.iterdir()).glob("tokens-*.bin"))) == -(-(length + 1) // 10)
     assert encode(Blocks([text[:7], text[7:]]), tmp_path).tokens[:].tolist() == whole

@@ -10,7 +10,7 @@ import lineartime
 from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.evaluation import carried, evaluate, windowed
+from lineartime.evaluation import evaluate, evaluate_carried, evaluate_windowed
 from lineartime.models import CausalLM
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import read_metrics
@@ -38,11 +38,11 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     assert isinstance(model, CausalLM)
     cache = run.parent / "cache"
     stream = token_stream(load_corpus(run.parent / "text.txt"), "test", TOKENIZER, cache)
-    by_windows = windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
+    by_windows = evaluate_windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
     assert evaluate(str(run), cache=str(cache), precision="fp32") == by_windows
     assert evaluate(run, checkpoint="last", cache=cache).checkpoint == last_checkpoint(run)
     assert by_windows.text == stream.name
-    in_one = carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
+    in_one = evaluate_carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
     assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import lineartime
 from lineartime.data import ByteTokenizer, TokenStream
 from lineartime.errors import LineartimeError
-from lineartime.evaluation import Evaluation, carried, windowed
+from lineartime.evaluation import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.models import CausalLM
 
 TOKENIZER = ByteTokenizer()
@@ -36,14 +36,16 @@ def losses_by_hand(model: CausalLM, tokens: list[int]) -> list[float]:
 
 
 def measure(model: CausalLM, source: TokenStream, length: int, stride: int, **options: int) -> Evaluation:
-    return windowed(model, source, TOKENIZER, context_length=length, stride=stride, bf16=False, **{"batch_size": 3, **options})
+    return evaluate_windowed(
+        model, source, TOKENIZER, context_length=length, stride=stride, bf16=False, **{"batch_size": 3, **options}
+    )
 
 
 def test_carried_context_is_one_forward_pass_over_everything(model: CausalLM) -> None:
     source = stream(50)
     expected = losses_by_hand(model, source.tokens.tolist())
     for segment in (1, 7, 50, 99):
-        result = carried(model, source, TOKENIZER, segment=segment, bf16=False)
+        result = evaluate_carried(model, source, TOKENIZER, segment=segment, bf16=False)
         assert result.loss == pytest.approx(sum(expected) / 50, rel=1e-5)
         assert result.tokens == 50
         assert result.perplexity == pytest.approx(math.exp(result.loss))
@@ -75,7 +77,7 @@ def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: 
 
 def test_the_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Evaluation]:
-        return [measure(model, stream(50), 8, 8), carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
+        return [measure(model, stream(50), 8, 8), evaluate_carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
 
     whole, at_once, logits = results(), [], type(model).logits
     monkeypatch.setattr("lineartime.evaluation.perplexity._LOGITS", 5 * TOKENIZER.vocab_size)
@@ -94,12 +96,12 @@ def test_positions_are_powers_of_two_and_cover_the_window(model: CausalLM) -> No
 def test_the_result_says_which_context_it_had(model: CausalLM) -> None:
     assert measure(model, stream(20), 8, 8).context == "windows of 8 tokens, not overlapping"
     assert "one every 2, the last 2 tokens of each counted" in measure(model, stream(20), 8, 2).context
-    assert "carried" in carried(model, stream(20), TOKENIZER, segment=8, bf16=False).context
+    assert "carried" in evaluate_carried(model, stream(20), TOKENIZER, segment=8, bf16=False).context
 
 
 def test_max_tokens_is_the_beginning_of_the_split(model: CausalLM) -> None:
     expected = losses_by_hand(model, stream(50).tokens[:20].tolist())
-    result = carried(model, stream(50), TOKENIZER, segment=8, bf16=False, max_tokens=20)
+    result = evaluate_carried(model, stream(50), TOKENIZER, segment=8, bf16=False, max_tokens=20)
     assert result.tokens == 20
     assert result.loss == pytest.approx(sum(expected) / 20, rel=1e-5)
     assert measure(model, stream(50), 20, 20, max_tokens=20).loss == pytest.approx(result.loss, rel=1e-5)
@@ -118,7 +120,7 @@ def test_the_perplexity_of_a_word_does_not_depend_on_how_many_tokens_it_has(mode
         model.backbone.embedding.weight.zero_()  # every token costs log(258)
     words = TokenStream("the test split of noise", stream(60).tokens, 59, n_words=20)
     assert measure(model, words, 16, 16).word_perplexity == pytest.approx(258**3, rel=1e-4)
-    assert carried(model, words, TOKENIZER, segment=8, bf16=False).word_perplexity == pytest.approx(258**3, rel=1e-4)
+    assert evaluate_carried(model, words, TOKENIZER, segment=8, bf16=False).word_perplexity == pytest.approx(258**3, rel=1e-4)
     assert measure(model, words, 16, 16, max_tokens=30).word_perplexity == pytest.approx(258**3, rel=1e-4)
     assert measure(model, stream(60), 16, 16).word_perplexity is None
     few = TokenStream("the test split of noise", stream(400).tokens, 400, n_words=1)
@@ -129,7 +131,7 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8).eval()
     source = TokenStream("the test split of noise", stream(2000).tokens, 1999, n_words=100)
     results = [
-        windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=batch_size, bf16=False)
+        evaluate_windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=batch_size, bf16=False)
         for batch_size in (8, 3)
     ]
     assert results[0].masked
@@ -139,7 +141,7 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert results[1].tokens == results[0].tokens  # what is masked does not depend on the batch size
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
     with pytest.raises(LineartimeError, match="The model predicts no token of the test split of noise, so there is no loss"):
-        windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=3, bf16=False, max_tokens=1)
+        evaluate_windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=3, bf16=False, max_tokens=1)
 
 
 def test_a_loss_beyond_all_floats_has_an_infinite_perplexity(model: CausalLM) -> None:
@@ -173,7 +175,7 @@ def test_wrong_arguments_are_named(model: CausalLM) -> None:
         measure(model, TokenStream("the test split of noise", np.zeros(0, np.uint16), 0), 8, 8)
     limited = lineartime.build("flash-quad-tiny", d_model=16, n_blocks=1, d_qk=8, max_length=10).eval()
     with pytest.raises(LineartimeError, match=r"There are 20 tokens in .*, but this model reads at most 10 in one sequence"):
-        carried(limited, stream(20), TOKENIZER, segment=8, bf16=False)
+        evaluate_carried(limited, stream(20), TOKENIZER, segment=8, bf16=False)
     with pytest.raises(LineartimeError, match=r"^context_length is 11, but this model reads at most 10 tokens"):
         measure(limited, stream(20), 11, 11)
-    assert carried(limited, stream(20), TOKENIZER, segment=8, bf16=False, max_tokens=10).tokens == 10
+    assert evaluate_carried(limited, stream(20), TOKENIZER, segment=8, bf16=False, max_tokens=10).tokens == 10

@@ -17,7 +17,7 @@ from lineartime import checkpoint as checkpoints
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import LineartimeError
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 from lineartime.training.config import TrainConfig
 
 Config = Callable[..., TrainConfig]

@@ -23,7 +23,7 @@ from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLo
 from lineartime.checkpoint.format import write_files
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
-from lineartime.data.encode import Facts
+from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.folder import PlanOptions, adopted
@@ -110,7 +110,7 @@ FILES = {
     ),
     "run.json": File(Record, {"options": {"seed": 1}, "seed": 1, "processes": [PROCESS]}, "run.json", read_record),
     "facts.json": File(
-        Facts,
+        EncodedTextInfo,
         {
             "dtype": "uint16",
             "n_tokens": 1,
@@ -252,7 +252,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     read_facts(folder)
     folder_of(ReproduceConfig("lm", out=folder)).mkdir()
     for file in FILES.values():
-        if file.content is not Facts and file.content is not ModelConfig:
+        if file.content is not EncodedTextInfo and file.content is not ModelConfig:
             (folder / file.place).write_text(json.dumps(file.example))
     return folder
 
@@ -349,7 +349,7 @@ WHOLE_FILES: dict[str, tuple[bytes, str]] = {
     "deep": (b"[" * 100_000, "lists and objects nested more than 40 levels deep"),
     "deep and whole": (b'{"a": ' * 50 + b"1" + b"}" * 50, "lists and objects nested more than 40 levels deep"),
     "twice": (b'{"step": 3, "step": 4}', "it has the field 'step' twice"),
-    "digits": (b'{"step": ' + b"9" * 5000 + b"}", "it has a whole number of 5,000 digits"),
+    "digits": (b'{"step": ' + b"9" * 5000 + b"}", "it has an integer of 5,000 digits"),
     "pickle": (b"\x80\x04K\x03.", "it is not UTF-8 at byte 0"),
     "zeros": (bytes(4096), "it is not JSON"),
 }

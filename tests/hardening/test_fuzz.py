@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 import lineartime
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
 from lineartime.cli import main
-from lineartime.data.encode import Facts
+from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments.folder import PlanOptions
 from lineartime.experiments.outcome import Outcome
 from lineartime.fields import decode
 from lineartime.json_files import read_file
 from lineartime.models.config import ModelConfig
+from lineartime.models.memory import check_memory
 from lineartime.models.presets import resolve
-from lineartime.models.size import check_memory
 from lineartime.runs.metrics import read_damaged_metrics
 from lineartime.runs.record import Record
 from lineartime.training.config import TrainConfig
@@ -56,7 +56,10 @@ PLAIN = st.recursive(
 EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "training": (TrainingState, {"step": 3, "text": "x", "data": {"rows": 3}, "config": TrainConfig().to_dict()}),
     "record": (Record, {"options": {"data": "x"}, "processes": [{"machine": {"gpus": ["x"]}, "git": {"commit": "x"}}]}),
-    "facts": (Facts, {"dtype": "uint16", "n_tokens": 1, "n_bytes": 1, "n_words": 1, "sha256": {"tokens-00000.bin": "0" * 64}}),
+    "facts": (
+        EncodedTextInfo,
+        {"dtype": "uint16", "n_tokens": 1, "n_bytes": 1, "n_words": 1, "sha256": {"tokens-00000.bin": "0" * 64}},
+    ),
     "outcome": (Outcome, {"kind": "run", "tests": [], "machine": {"cpu": "x"}}),
     "manifest": (Manifest, {"files": {"model.safetensors": "0" * 64, "optimizer/0.safetensors": "f" * 64}}),
     "validation": (ValidationLoss, {"validation_loss": 1.5}),
@@ -152,7 +155,7 @@ def test_any_options_of_a_run_are_options_or_refused(plain: dict[str, Any]) -> N
 
 
 @FUZZED
-@given(st.sampled_from([TrainingState, Record, Facts, Outcome, PlanOptions]), PLAIN)
+@given(st.sampled_from([TrainingState, Record, EncodedTextInfo, Outcome, PlanOptions]), PLAIN)
 def test_any_plain_data_is_decoded_or_refused(content: Any, plain: Any) -> None:
     try:
         found = decode(content, plain)

@@ -19,7 +19,7 @@ from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
-from lineartime.models import size
+from lineartime.models import memory
 from lineartime.models.presets import presets, resolve
 from lineartime.training.loop import train
 
@@ -169,9 +169,9 @@ def test_a_description_that_the_weights_do_not_fit_takes_no_memory(saved: Path, 
 def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
     config = resolve(preset, n_blocks=3)
     tensors = lineartime.build(config).state_dict()
-    found = size.size_of(config)
+    found = memory.model_tensors(config)
     assert found.n_tensors == len(tensors)
-    assert found.numbers == sum(tensor.numel() for tensor in tensors.values())
+    assert found.n_elements == sum(tensor.numel() for tensor in tensors.values())
     assert all(found.tensor(name).shape == tensor.shape for name, tensor in tensors.items())  # type: ignore[union-attr]
     assert found.tensor("backbone.blocks.3.mixer.norm.weight") is None
     assert found.tensor("other") is None
@@ -187,10 +187,10 @@ def test_a_chunk_longer_than_the_context_is_no_memory(text: Path, tmp_path: Path
 
 
 def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 4 * 10**9)
     for name, config in presets("clm").items():
         if name.endswith("-tiny"):
-            size.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
+            memory.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.Mon
 def test_the_option_that_makes_a_model_too_large_is_named(
     values: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=f"^{option}, with which the model has"):
-        size.check_memory(resolve("flash-base", **values))
+        memory.check_memory(resolve("flash-base", **values))
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_the_option_that_makes_a_model_too_large_is_named(
 def test_the_option_that_puts_too_many_tokens_in_memory_is_named(
     tokens: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size, "memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=message):
-        size.check_memory(resolve("flash-tiny"), copies=4, **tokens)
+        memory.check_memory(resolve("flash-tiny"), copies=4, **tokens)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lineartime.errors import ArgumentError
 from lineartime.inspection import Inspection, inspect, write_inspection
 from lineartime.inspection.page import escaped, page
 from lineartime.inspection.pictures import map_pixels
-from lineartime.models.heads import LanguageModel
+from lineartime.models.language_model import LanguageModel
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 

@@ -117,7 +117,7 @@ def test_every_parameter_gets_a_gradient() -> None:
         ({"n_heads": 3, "d_qk": 6}, "n_heads is 3, but must divide expansion \\* d_model = 16"),
         ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
         ({"d_qk": 0}, "d_qk is 0, but must be at least 1"),
-        ({"expansion": 1.5}, "expansion is 1.5, but must be a whole number"),
+        ({"expansion": 1.5}, "expansion is 1.5, but must be an integer"),
         ({"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
         ({"dropout": 1.0}, "dropout is 1.0"),

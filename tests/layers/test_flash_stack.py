@@ -15,7 +15,7 @@ from lineartime.layers.flash_stack import FlashStack, flash_stack
 from lineartime.layers.streams import tensors_of
 from lineartime.machine import using_threads
 from lineartime.native import NATIVE_DTYPES, why_not_native
-from lineartime.ops.dense import MOST_ROWS
+from lineartime.ops.dense import MAX_ROWS
 from lineartime.ops.mixed_chunk import step_native
 from lineartime.ops.mixed_chunk.step import MixedChunkStreams
 
@@ -121,9 +121,9 @@ def test_it_leaves_the_state_that_the_layers_leave_one_by_one(token_shift: bool,
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_many_streams_are_read_as_few(dtype: torch.dtype) -> None:
-    layers, x = flash(dtype=dtype), torch.randn(MOST_ROWS, 9, D_MODEL).to(dtype)
-    streams = [layer.join_streams([layer.init_state(MOST_ROWS)]) for layer in layers]
-    stack = stack_of(layers, MOST_ROWS)
+    layers, x = flash(dtype=dtype), torch.randn(MAX_ROWS, 9, D_MODEL).to(dtype)
+    streams = [layer.join_streams([layer.init_state(MAX_ROWS)]) for layer in layers]
+    stack = stack_of(layers, MAX_ROWS)
     assert stack is not None
     tokens = (x[:, place, None].contiguous() for place in range(x.shape[1]))
     outputs = [stack.step(token, streams, stack.step_layout(streams[0].position)) for token in tokens]
@@ -272,8 +272,8 @@ def test_other_layers_make_no_stack(make: Callable[[], nn.ModuleList]) -> None:
 
 def test_gradients_and_many_streams_are_left_to_the_layers() -> None:
     layers = flash()
-    assert stack_of(layers, MOST_ROWS) is not None
-    assert stack_of(layers, MOST_ROWS + 1) is None
+    assert stack_of(layers, MAX_ROWS) is not None
+    assert stack_of(layers, MAX_ROWS + 1) is None
     with torch.enable_grad():
         assert stack_of(layers) is None
 

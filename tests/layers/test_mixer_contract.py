@@ -257,7 +257,7 @@ def test_a_pack_equals_its_documents_alone(name: str, causal: bool) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Packs of a few tokens are cut as those of thousands are: documents of other lengths apart, in chunks of few slots."""
-    with patch.object(packs, "OVERHEAD", 0), patch.object(packs, "WASTE", 100), patch.object(layouts, "SMALLEST_CHUNK", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layouts, "MIN_CHUNK_SIZE", 1):
         yield
 
 

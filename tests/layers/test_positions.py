@@ -44,7 +44,7 @@ def test_a_bias_of_tokens_side_by_side_is_that_of_their_positions(
     weights = torch.randn(n_queries, n_keys, dtype=torch.float64)
     parameters = list(bias.parameters())
     results = []
-    for out in (bias.side_by_side(n_queries, n_keys, first), bias(queries, keys)):
+    for out in (bias.consecutive(n_queries, n_keys, first), bias(queries, keys)):
         results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), parameters)))
     torch.testing.assert_close(*results, atol=1e-12, rtol=0)
 

@@ -14,7 +14,7 @@ from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import RaggedState, take_streams, tensors_of
-from lineartime.ops.cache import SMALLEST_ROOM
+from lineartime.ops.cache import MIN_ROOM
 
 D_MODEL, CHUNK = 16, 4
 
@@ -182,11 +182,11 @@ def test_streams_joined_or_grown_in_inference_mode_can_be_stepped_outside(kind: 
     with torch.no_grad():
         layer.step(x, joined)
     with torch.inference_mode():
-        for _ in range(SMALLEST_ROOM):  # until there is new room
+        for _ in range(MIN_ROOM):  # until there is new room
             layer.step(x, joined)
     with torch.no_grad():
         layer.step(x, joined)
-    assert joined.position.tolist() == [SMALLEST_ROOM + 3]
+    assert joined.position.tolist() == [MIN_ROOM + 3]
 
 
 def test_no_streams_can_be_joined_and_stepped_but_not_no_states() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 import lineartime
 from lineartime.models import backbone
 from lineartime.models.compiled_step import OneRowProducts, _checked_at_each_step, bmm_row, linear_row
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 
 
 class Quantized(Tensor):

@@ -35,15 +35,15 @@ def test_override_reaches_the_model_and_its_parts() -> None:
     [
         ({"chunk": 32}, r"chunk is not an option of this model, which has task, vocab_size, .*chunk_size"),
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
-        ({"vocab_size": "many"}, "vocab_size is 'many', but must be a whole number"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', but must be an integer"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0, but must be above 0"),
-        ({"chunk_size": 2.5}, "^chunk_size is 2.5, but must be a whole number"),
+        ({"chunk_size": 2.5}, "^chunk_size is 2.5, but must be an integer"),
         ({"activation": "gelu"}, "^activation is 'gelu', but must be one of 'relu2'"),
         ({"mixer": {"kind": "rnn"}}, "mixer.kind is 'rnn', but must be one of 'flash', 'gau', 'attention'"),
         ({"mixer": {"kind": "gau", "chunk_size": 3}}, "mixer.chunk_size is not an option of gau, which has .*d_qk"),
-        ({"mixer": {"kind": "gau", "d_qk": 2.5}}, "mixer.d_qk is 2.5, but must be a whole number"),
+        ({"mixer": {"kind": "gau", "d_qk": 2.5}}, "mixer.d_qk is 2.5, but must be an integer"),
         ({"mixer": None}, "mixer is None"),
         ({"mixer": "flash"}, "mixer is 'flash', but must be a LayerConfig of one of the kinds flash, gau, attention"),
         ({"mixer": LayerConfig("mlp")}, r"mixer is LayerConfig\('mlp', .* must be a LayerConfig of one of the kinds flash"),
@@ -101,7 +101,7 @@ def test_a_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_
         ("flash", {"causal": True}, "causal is not an option of flash"),
         ("flash-global", {"activation": "softmax"}, "activation is not an option of flash-global"),
         ("gau-multi-head", {"max_length": 3}, "max_length is not an option of gau-multi-head"),
-        ("gau", {"max_length": 2.0}, "max_length is 2.0, but must be a whole number or None"),
+        ("gau", {"max_length": 2.0}, "max_length is 2.0, but must be an integer or None"),
     ],
 )
 def test_options_that_a_layer_does_not_have_are_named(kind: str, options: dict[str, Any], message: str) -> None:

@@ -113,7 +113,7 @@ def test_a_batch_is_written_like_its_rows() -> None:
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
         ({"n_encoder_blocks": 0}, "n_encoder_blocks is 0, but must be at least 1"),
         ({"n_decoder_blocks": 0}, "n_decoder_blocks is 0, but must be at least 1"),
-        ({"d_model": 16.0}, "d_model is 16.0, but must be a whole number"),
+        ({"d_model": 16.0}, "d_model is 16.0, but must be an integer"),
         ({"mixer": None}, "mixer is None"),
         ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig of one of the kinds cross-gau"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'"),

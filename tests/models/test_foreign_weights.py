@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lineartime
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 
 
 class Packed(Tensor):

@@ -5,11 +5,12 @@ import pytest
 
 import lineartime
 from lineartime import presets
+from lineartime.choices import BYTE_VOCABULARY
 from lineartime.data import ByteTokenizer
 from lineartime.models.config import Task
 from lineartime.models.cost import count_parameters
 from lineartime.models.layer_config import LayerConfig
-from lineartime.models.presets import BYTE_VOCABULARY, PAPER_MILLIONS, PRESETS, resolve, system_of
+from lineartime.models.presets import PAPER_MILLIONS, PRESETS, resolve, system_of
 from lineartime.models.systems import SYSTEMS
 
 
@@ -61,7 +62,7 @@ def test_tiny_models_are_tiny(name: str) -> None:
 
 
 def test_tiny_models_take_the_vocabulary_of_the_byte_tokenizer() -> None:
-    assert ByteTokenizer.vocab_size == BYTE_VOCABULARY
+    assert ByteTokenizer.vocab_size == BYTE_VOCABULARY == 258
 
 
 def test_norms_follow_the_task() -> None:
@@ -121,7 +122,7 @@ def test_a_recipe_sets_the_chunk_size_of_systems_whose_row_leaves_it_to_the_size
 
 
 def test_only_the_vanilla_transformer_is_not_clipped() -> None:
-    assert [name for name, system in SYSTEMS.items() if not system.clipped] == ["transformer"]
+    assert [name for name, system in SYSTEMS.items() if not system.clips_gradient] == ["transformer"]
 
 
 @pytest.mark.parametrize("wrong", [None, ["flash-tiny"], 3])

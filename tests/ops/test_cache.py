@@ -11,7 +11,7 @@ import torch.multiprocessing  # makes ForkingPickler share the memory of tensors
 from torch import Tensor
 
 from lineartime.ops import KVCache, quadratic_attention_extend
-from lineartime.ops.cache import SMALLEST_ROOM
+from lineartime.ops.cache import MIN_ROOM
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def empty() -> KVCache:
 
 @torch.no_grad()
 def test_token_by_token_memory_is_allocated_only_when_it_has_doubled() -> None:
-    k, v = tokens(5 * SMALLEST_ROOM)
+    k, v = tokens(5 * MIN_ROOM)
     cache, places = empty(), set()
     for place in range(k.shape[1]):
         cache = cache.append(k[:, place : place + 1], v[:, place : place + 1])
@@ -107,7 +107,7 @@ def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() ->
     torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])
 
 
-@pytest.mark.parametrize("count", [1, SMALLEST_ROOM + 1])
+@pytest.mark.parametrize("count", [1, MIN_ROOM + 1])
 def test_a_cache_holds_what_two_pieces_hold(count: int) -> None:
     k, v = tokens(count + 7)
     with torch.no_grad():

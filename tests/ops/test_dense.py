@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lineartime.machine import using_threads
 from lineartime.native import why_not_native
 from lineartime.ops import dense as module
-from lineartime.ops.dense import MOST_ROWS, dense
+from lineartime.ops.dense import MAX_ROWS, dense
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
 
@@ -41,7 +41,7 @@ def make(dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int) -> tuple[Ten
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("rows", "k", "n"),
-    [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MOST_ROWS,), 95, 131)],
+    [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MAX_ROWS,), 95, 131)],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_it_is_the_linear_map(
@@ -95,7 +95,7 @@ def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
         lambda x, weight: torch.func.vmap(dense, (0, None))(x, weight),
         lambda x, weight: dense(x, weight.mT.contiguous().mT),
         lambda x, weight: dense(x, weight.as_subclass(OfOthers)),
-        lambda x, weight: dense(x.expand(MOST_ROWS + 1, -1), weight),
+        lambda x, weight: dense(x.expand(MAX_ROWS + 1, -1), weight),
         lambda x, weight: dense(x[:0], weight),
         lambda x, weight: dense(x.half(), weight.half()),
     ],

@@ -51,7 +51,7 @@ def values_and_gradients(inputs: tuple[Tensor, ...], backend: Any, **options: An
     projected, gamma, beta, bias = inputs
     options = {"chunk_size": CHUNK, "positions": torch.arange(projected.shape[1]), "causal": True} | options
     out = gated_mixed_chunk_attention(projected, gamma, beta, bias=bias, backend=backend, **options)
-    weights = (torch.arange(out.numel()) * 7 % 17 - 8).view_as(out)  # whole numbers, exact in every dtype
+    weights = (torch.arange(out.numel()) * 7 % 17 - 8).view_as(out)  # integers, exact in every dtype
     return [out, *torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)]
 
 

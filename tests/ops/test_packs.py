@@ -13,7 +13,7 @@ from torch import Tensor
 from lineartime.ops import layout, packs
 from lineartime.ops.layout import LayoutPlan, make_layout
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention, mixed_chunk_attention
-from lineartime.ops.packs import MOST_GROUPS, OVERHEAD, similar_documents
+from lineartime.ops.packs import GROUP_COST, MAX_GROUPS, similar_documents
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.quadratic import quadratic_attention
 
@@ -23,22 +23,22 @@ LENGTH = ENDS[-1]
 
 @pytest.fixture
 def small_parts() -> Iterator[None]:
-    with patch.object(packs, "OVERHEAD", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "SMALLEST_CHUNK", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "MIN_CHUNK_SIZE", 1):
         yield
 
 
 def cost(documents: int, longest: int) -> int:
-    return documents * longest * (longest + packs.LINEAR)
+    return documents * longest * (longest + packs.SLOT_COST)
 
 
 @given(st.lists(st.integers(0, 20) | st.integers(0, 3000), max_size=300))
 def test_groups_are_few_hold_each_document_once_and_bound_the_padding(lengths: list[int]) -> None:
     groups = similar_documents(lengths)
-    assert len(groups) <= MOST_GROUPS
+    assert len(groups) <= MAX_GROUPS
     assert sorted(document for group in groups for document in group) == [i for i, tokens in enumerate(lengths) if tokens]
     padded = sum(cost(len(group), max(lengths[i] for i in group)) for group in groups)
     # Lengths of one group by powers of two are a factor of 2 apart, scores one of 4; joining groups adds a quarter, or little.
-    assert padded <= 4 * 1.25**12 * sum(cost(1, tokens) for tokens in lengths) + 12 * OVERHEAD
+    assert padded <= 4 * 1.25**12 * sum(cost(1, tokens) for tokens in lengths) + 12 * GROUP_COST
 
 
 @pytest.mark.parametrize("lengths", [[128] * 64, [100, 120] * 200, [5, 35], [7], [0, 9, 0], [0, 0], []])
@@ -72,7 +72,7 @@ def agree(attend: Any, heads: list[Tensor], **options: Any) -> None:
     """Values and gradients of the pack in parts are those of the pack as one."""
     heads = [x.requires_grad_() for x in heads]
     whole = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
-    with patch.object(packs, "OVERHEAD", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "SMALLEST_CHUNK", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "MIN_CHUNK_SIZE", 1):
         parts = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
     torch.testing.assert_close(parts, whole, atol=1e-10, rtol=1e-10)
     for one, other in zip(*(torch.autograd.grad(out.square().sum(), heads) for out in (parts, whole)), strict=True):

@@ -60,7 +60,7 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         "line 1: loss is 'two', but must be a number",
         "line 2: it is not UTF-8 at byte 0",
         "line 3: it is [1], but must be an object",
-        "line 4: step is '2', but must be a whole number",
+        "line 4: step is '2', but must be an integer",
         "line 5: loss is nan, but must be a finite number",
         "line 6: it is not UTF-8 at byte 0",
     ]

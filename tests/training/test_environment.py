@@ -23,7 +23,7 @@ def test_what_is_no_number_is_named(name: str, value: str, monkeypatch: pytest.M
         read_environment()
     said = str(caught.value)
     assert said.startswith(f"{name} in the environment is {value[:20]!r}"[:-1])
-    assert "must be a whole number from" in said
+    assert "must be an integer from" in said
     assert said.endswith("start the processes with torchrun, which sets it, or unset it.")
 
 
@@ -37,7 +37,7 @@ def test_what_is_no_number_is_named(name: str, value: str, monkeypatch: pytest.M
 def test_what_is_out_of_range_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(name, value)
-    with pytest.raises(LineartimeError, match=f"^{name} in the environment is '{value}', but must be a whole number from"):
+    with pytest.raises(LineartimeError, match=f"^{name} in the environment is '{value}', but must be an integer from"):
         read_environment()
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.claim import claim, is_claimed
+from lineartime.runs.lock import is_locked, lock_run
 from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
-from lineartime.training.folder import claimed
+from lineartime.training.folder import locked_run
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -23,27 +23,27 @@ def trained(config: TrainConfig) -> Path:
 
 def test_a_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
     run = config().run_directory
-    with claimed(config(), World()):
-        assert is_claimed(run)
+    with locked_run(config(), World()):
+        assert is_locked(run)
         with pytest.raises(LineartimeError, match=f"out is {run}, which another run is using"):
             trained(config())
-    assert not is_claimed(run)
+    assert not is_locked(run)
     assert not run.exists()  # nothing came of it
     trained(config(steps=1))
-    assert not is_claimed(run)
+    assert not is_locked(run)
 
 
 def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(config: MakeConfig) -> None:
     run = trained(config(steps=1))
     lock = run / ".lock"
     lock.chmod(0o400)
-    assert not is_claimed(run)
+    assert not is_locked(run)
     with lock.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        assert not is_claimed(run)  # somebody else looks, too
+        assert not is_locked(run)  # somebody else looks, too
         threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
         lock.chmod(0o600)
-        claim(run).close()  # waits for the moment that looking takes
+        lock_run(run).close()  # waits for the moment that looking takes
 
 
 def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,17 +55,17 @@ def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Pat
         flock(file, operation)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", deleted_first)
-    with claim(tmp_path):
-        assert is_claimed(tmp_path)
+    with lock_run(tmp_path):
+        assert is_locked(tmp_path)
         with pytest.raises(LineartimeError, match="which another run is using"):
-            claim(tmp_path)
+            lock_run(tmp_path)
 
 
 def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeConfig) -> None:
     run = trained(config(steps=2))
     (run / "run.json").write_text((run / "run.json").read_text().replace('"steps": 2', '"steps": 9'))
     assert summarize(run, "")[0].state == "stopped"
-    with claimed(config(), World()):
+    with locked_run(config(), World()):
         assert summarize(run, "")[0].state == "running"
 
 

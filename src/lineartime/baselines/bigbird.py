@@ -106,9 +106,8 @@ def bigbird_attention(
     place = cut_blocks(tokens[:, None], block_size)  # [G, S, 1]
     present = cut_blocks(real[:, None, :, None], block_size)  # [R or 1, 1, G, S, 1]
 
-    near_keys = cut_blocks(
-        (real & (tokens >= first_tokens))[:, None, :, None], block_size
-    )  # global tokens are not counted twice
+    local = real & (tokens >= first_tokens)  # global tokens are not counted twice
+    near_keys = cut_blocks(local[:, None, :, None], block_size)
     visible = with_neighbours(near_keys, causal).mT
     if causal:
         visible = visible & (with_neighbours(place, causal).mT <= place)

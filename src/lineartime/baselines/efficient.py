@@ -28,14 +28,14 @@ from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.positions import over_heads, rope, rotate
 from lineartime.ops.precision import acc_dtype
 
-LARGEST_KEY = 20.0
+MAX_KEY = 20.0
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
 
 def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, rotated: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
-    k = k.clamp(-LARGEST_KEY, LARGEST_KEY)
+    k = k.clamp(-MAX_KEY, MAX_KEY)
     position = torch.arange(len(v))
     rows = []
     for t in range(len(v)):
@@ -65,7 +65,7 @@ class Features(NamedTuple):
 
 def efficient_features(q: Tensor, k: Tensor) -> Features:
     """The features of queries and keys [..., T, h], in float32 or better."""
-    weights = k.to(acc_dtype(k)).clamp(-LARGEST_KEY, LARGEST_KEY).exp()
+    weights = k.to(acc_dtype(k)).clamp(-MAX_KEY, MAX_KEY).exp()
     return Features(q.to(acc_dtype(q)).softmax(-1), weights, weights)
 
 

@@ -99,8 +99,8 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         """The relative bias, [C, M C], or None; C is the chunk size of the layout."""
         if self.bias is None:
             return None
-        size = self.slots_of_chunk(layout)
-        return self.bias.side_by_side(size, (2 if self.causal else 3) * size, size, layout.place_rotations)
+        size = self.layout_chunk_size(layout)
+        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, layout.place_rotations)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
         """Attend inside chunks and to their neighbours."""

@@ -37,7 +37,7 @@ class FLASHInParts(ChunkedUnit[State]):
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """Cut into chunks, attend, join and gate: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
-        return self.gate(gate, self._attend(self.parts, maps, v, layout))
+        return self.apply_gate(gate, self._attend(self.parts, maps, v, layout))
 
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """The quadratic or the linear part alone: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""

@@ -31,7 +31,7 @@ from lineartime.ops.linear import continued_sums
 from lineartime.ops.precision import acc_dtype
 
 EPS = 1e-6
-LARGEST_FLOW = 5.0
+MAX_FLOW = 5.0
 """The upper bound of a conserved flow, which is 1 on average, before the competition."""
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     outgoing = torch.stack([flow(b[j], a[so_far[j]].sum(0)) for j in tokens]) / count
     sinks = torch.stack([flow(a[t], (b / outgoing[:, None])[so_far[t]].sum(0)) for t in tokens]) / count
     sources = torch.stack([flow(b[j], (a / incoming[:, None])[so_far[j]].sum(0)) for j in tokens]) / count
-    strength = sources.clamp(max=LARGEST_FLOW).exp()
+    strength = sources.clamp(max=MAX_FLOW).exp()
     share = torch.stack([strength[j] / strength[so_far[j]].mean() for j in tokens])
     rows = []
     for t in tokens:
@@ -98,7 +98,7 @@ def _flow(x: Tensor, total: Tensor) -> Tensor:
 
 def _strength(sources: Tensor) -> Tensor:
     """How strongly a key competes, given its conserved flow."""
-    return sources.clamp(max=LARGEST_FLOW).exp()
+    return sources.clamp(max=MAX_FLOW).exp()
 
 
 def _allot(out: Tensor, sinks: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from lineartime.layers.checks import check_heads
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
-from lineartime.layers.opened import Opened
 from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.checks import check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan
@@ -36,28 +35,18 @@ class GAUMultiHead(GAU):
     name = "gau-multi-head"
 
     def __init__(self, d_model: int, *, n_heads: int = 4, relative_bias: bool = True, **options: Unpack[GatedOptions]) -> None:
-        self.n_heads = 1  # until the widths are known
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(d_model, relative_bias=relative_bias, bias_form="auto", max_length=None, **options)
         check_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
         check_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
-        check_rotary_width(self.rotary_width, self.d_head)
+        check_rotary_width(self.rotary_width, self.head_dim)
         self.init_own()
-
-    @property
-    def d_head(self) -> int:
-        """The width of a head's queries and keys."""
-        return self.d_qk // self.n_heads
-
-    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
-        """The attention of `mix`, split into its parts, with weights for every head."""
-        return super().open_normed(normed, layout)._replace(n_heads=self.n_heads)
 
     def plan(self) -> LayoutPlan:
         """Request what `GAU` needs, with rotations for the width of a head."""
         plan = super().plan()
-        return plan._replace(rotary_width=self.d_head if self.rope else None)
+        return plan._replace(rotary_width=self.head_dim if self.rope else None)
 
     def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
         """Z [B, T, s] -> [B, maps, T, s], with each head rotated separately."""

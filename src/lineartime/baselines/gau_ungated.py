@@ -23,6 +23,6 @@ class GAUUngated(GAU):
         """No gate, and values of width 2e."""
         return 0, 2 * width
 
-    def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+    def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """The output of the attention, unchanged: [B, T, 2e]."""
         return attended

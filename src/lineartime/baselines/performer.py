@@ -15,15 +15,15 @@ from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
 from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import chunked_sums, matmul_sums, prefix_sums
 
-CausalSums = Literal["prefix", "matmul", "chunked"]
+CausalSumsForm = Literal["prefix", "matmul", "chunked"]
 
-SMALLEST_FEATURE = 1e-3
+MIN_FEATURE = 1e-3
 """The published eps. Without it, a query could have no similarity to any key."""
 
 
 def relu_features(x: Tensor) -> Tensor:
     """The features of queries or keys, [..., h] -> [..., h]."""
-    return torch.relu(x) + SMALLEST_FEATURE
+    return torch.relu(x) + MIN_FEATURE
 
 
 class Performer(KernelAttention):
@@ -40,10 +40,10 @@ class Performer(KernelAttention):
 
     name = "performer"
 
-    def __init__(self, d_model: int, *, causal_sums: CausalSums = "prefix", **options: Unpack[KernelOptions]) -> None:
+    def __init__(self, d_model: int, *, causal_sums: CausalSumsForm = "prefix", **options: Unpack[KernelOptions]) -> None:
         super().__init__(d_model, **options)
-        check_choice("causal_sums", causal_sums, get_args(CausalSums))
-        self.causal_sums: CausalSums = causal_sums
+        check_choice("causal_sums", causal_sums, get_args(CausalSumsForm))
+        self.causal_sums: CausalSumsForm = causal_sums
 
     def features(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""

@@ -29,7 +29,7 @@ from lineartime.bench.quality import read_quality
 from lineartime.bench.report import print_results, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prefill_flops_per_token, prepare
-from lineartime.errors import LineartimeError, first_line
+from lineartime.errors import LineartimeError, typed_first_line
 from lineartime.host import freed_memory_kept
 from lineartime.machine import is_out_of_memory, using_threads
 from lineartime.screen import SCREEN
@@ -179,7 +179,7 @@ class _Run:
     def _failed(self, entry: Entry, error: Exception) -> None:
         """Record why an entry has no numbers."""
         entry.seconds.clear()
-        entry.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {first_line(error)}"
+        entry.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {typed_first_line(error)}"
         release(self._device)
 
     def _memory_in_process(self, entry: Entry) -> None:

@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lineartime.choices import LONGEST_CONTEXT, Device, Precision
+from lineartime.choices import MAX_CONTEXT_LENGTH, Device, Precision
 from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, set_plain
 from lineartime.host import Threads
@@ -16,7 +16,7 @@ Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 Peer = Literal["flash-pytorch", "fla"]
 Count = Annotated[int, Between(1)]
-Length = Annotated[int, Between(1, LONGEST_CONTEXT)]
+Length = Annotated[int, Between(1, MAX_CONTEXT_LENGTH)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
 """Measures that continue a stream and therefore need a state."""

@@ -26,7 +26,7 @@ PRODUCTS = {
 """Sizes m, n, k of products of [m, k] and [k, n]: square ones, and shapes that occur in models. The fastest is the peak.
 
 Sorted from small to large, to skip those that would take too long at the speed measured so far."""
-LONGEST_PRODUCT = 1.0
+MAX_PRODUCT_SECONDS = 1.0
 """The longest time, in seconds, that a single product may take."""
 
 
@@ -142,7 +142,7 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
     number = torch.bfloat16 if dtype == "bf16" else torch.float32
     best = 0.0
     for m, n, k in PRODUCTS["cpu" if device.type == "cpu" else "cuda"]:
-        if best and 2 * m * n * k / best > LONGEST_PRODUCT:
+        if best and 2 * m * n * k / best > MAX_PRODUCT_SECONDS:
             continue
         a, b = torch.randn(m, k, dtype=number, device=device), torch.randn(k, n, dtype=number, device=device)
         out = torch.empty(m, n, dtype=number, device=device)

@@ -11,7 +11,7 @@ from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import Argument, ArgumentError, did_you_mean
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import build_model
+from lineartime.models.language_model import build_model
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.shapes import shapes_only
 from lineartime.training.config import TrainConfig

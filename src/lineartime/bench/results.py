@@ -14,7 +14,7 @@ from lineartime.bench.config import RESULTS_FILE
 from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
-from lineartime.errors import reporting
+from lineartime.errors import reporting_file_errors
 from lineartime.files import write_atomically
 from lineartime.host import installed_version, processor_name
 
@@ -153,7 +153,7 @@ class Results:
 
 def write(file: Path, text: str) -> Path:
     """Replace a file as a whole; raises LineartimeError if the system refuses."""
-    with reporting("write", file):
+    with reporting_file_errors("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     return file

@@ -22,7 +22,7 @@ from lineartime.machine import autocast
 from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
-from lineartime.models.heads import CausalLM, LanguageModel, build_model
+from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.shapes import shapes_only
 
 
@@ -194,13 +194,6 @@ def _zeros(shape: Any, like: Any) -> Any:
     return shape
 
 
-def prefill_flops_per_token(subject: Subject, length: int) -> float | None:
-    """The same for reading a prompt, which computes the logits of its last token alone."""
-    forward = forward_flops_per_token(subject, length)
-    of_logits = 2 * subject.config.d_model * subject.config.vocab_size
-    return None if forward is None else forward - of_logits * (length - 1) / length
-
-
 @lru_cache
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
     """FLOPs per token of the matrix products in a forward pass over `length` tokens; None if they cannot be counted."""
@@ -213,3 +206,10 @@ def forward_flops_per_token(subject: Subject, length: int) -> float | None:
         subject.build()(torch.zeros(1, length, dtype=torch.long))
     flops: int = counter.get_total_flops()
     return flops / length
+
+
+def prefill_flops_per_token(subject: Subject, length: int) -> float | None:
+    """FLOPs per token of reading a prompt of `length` tokens, with logits of its last token alone; None if not counted."""
+    forward = forward_flops_per_token(subject, length)
+    of_logits = 2 * subject.config.d_model * subject.config.vocab_size
+    return None if forward is None else forward - of_logits * (length - 1) / length

@@ -24,10 +24,10 @@ from lineartime.checkpoint.format import (
     checkpoint_step,
     damaged,
     has_training_state,
-    hidden,
     is_checkpoint,
     list_checkpoints,
     load_into,
+    partial_path,
     read_model,
     read_model_config,
     read_training_state,
@@ -36,7 +36,7 @@ from lineartime.checkpoint.format import (
 )
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
-from lineartime.errors import ArgumentError, Call, LineartimeError, reporting
+from lineartime.errors import ArgumentError, Call, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
 
     from lineartime.data import Tokenizer
-    from lineartime.models.heads import CausalLM, MaskedLM
+    from lineartime.models.language_model import CausalLM, MaskedLM
 
 __all__ = [
     "Loaded",
@@ -251,7 +251,7 @@ def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:
 def set_aside(checkpoint: Path) -> None:
     """Rename a damaged checkpoint, so that nothing reads it again."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    with reporting("rename", checkpoint):
+    with reporting_file_errors("rename", checkpoint):
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
 
@@ -268,8 +268,9 @@ def prune(run: Path, keep_every: int | None = None) -> None:
             step = checkpoint_step(checkpoint)
             wanted = keep_every is not None and step > 0 and step % keep_every == 0
             if checkpoint not in keep and not wanted:
-                checkpoint.rename(hidden(checkpoint))  # so that a kill during the deletion leaves no incomplete checkpoint
-                shutil.rmtree(hidden(checkpoint), ignore_errors=True)
+                aside = partial_path(checkpoint)
+                checkpoint.rename(aside)  # so that a kill during the deletion leaves no incomplete checkpoint
+                shutil.rmtree(aside, ignore_errors=True)
     except (LineartimeError, OSError):
         return
 

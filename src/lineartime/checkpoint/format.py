@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
-from lineartime.errors import ArgumentError, LineartimeError, reporting
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there, sha256, synchronise, write_atomically, write_synchronised
 from lineartime.json_files import DamagedFileError, decoded, read_plain
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
 
     from lineartime.data import Tokenizer
     from lineartime.models.config import ModelConfig
-    from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
+    from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states. Files without a version have version 0."""
@@ -58,7 +58,7 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     run = Path(run)
     if not is_folder(run):
         return []
-    with reporting("read", run):
+    with reporting_file_errors("read", run):
         found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
     return sorted(found, key=checkpoint_step)
 
@@ -68,7 +68,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return any(is_there(Path(path, name)) for name in (WEIGHTS, _MODEL))
 
 
-def hidden(checkpoint: Path) -> Path:
+def partial_path(checkpoint: Path) -> Path:
     """The name of a checkpoint while it is being written or deleted."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")
 
@@ -85,7 +85,7 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
     """
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
-    from lineartime.models.heads import build_model
+    from lineartime.models.language_model import build_model
 
     verify_model(checkpoint)
     config = read_model_config(checkpoint)
@@ -105,7 +105,7 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
 
 
 def _check_memory(checkpoint: Path, config: "ModelConfig") -> None:
-    from lineartime.models.size import check_memory
+    from lineartime.models.memory import check_memory
 
     try:
         check_memory(config)
@@ -194,7 +194,7 @@ def add_validation_loss(checkpoint: Path, loss: float) -> None:
 
     The loss gets its own file, so that a process killed meanwhile leaves the checkpoint as it was.
     """
-    with reporting("write", checkpoint / _VALIDATION):
+    with reporting_file_errors("write", checkpoint / _VALIDATION):
         write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
 
 
@@ -207,7 +207,7 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         file = checkpoint / name
         if not file.is_file():
             raise damaged(checkpoint, f"{name} is missing")
-        with reporting("read", file):
+        with reporting_file_errors("read", file):
             found = sha256(file)
         if found != manifest.get(name):
             raise damaged(checkpoint, f"{name} is not what was written")
@@ -238,7 +238,7 @@ def _read(file: Path) -> tuple[int, dict[str, Any]]:
         data = read_plain(file)
         version = data.pop("format", 0)
         if type(version) is not int or version < 0:
-            raise DamagedFileError(file, f"format is {shown(version)}, but must be a whole number, at least 0")
+            raise DamagedFileError(file, f"format is {shown(version)}, but must be an integer, at least 0")
     except DamagedFileError as error:
         raise damaged(file.parent, f"{file.name}: {error.what}") from None
     if version > FORMAT:

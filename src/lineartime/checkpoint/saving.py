@@ -13,7 +13,7 @@ from lineartime.files import new_folder
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.data import Tokenizer
-    from lineartime.models.heads import LanguageModel
+    from lineartime.models.language_model import LanguageModel
 
 
 def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> Path:
@@ -35,7 +35,7 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
         LineartimeError: if it cannot be written.
     """
     from lineartime.data.tokenizers import check_vocabulary
-    from lineartime.models.heads import LanguageModel, check_model
+    from lineartime.models.language_model import LanguageModel, check_model
 
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)

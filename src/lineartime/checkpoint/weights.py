@@ -8,7 +8,7 @@ from lineartime.files import utf8_path
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.models.config import ModelConfig
-    from lineartime.models.heads import LanguageModel
+    from lineartime.models.language_model import LanguageModel
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -26,9 +26,9 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    from lineartime.models.size import size_of
+    from lineartime.models.memory import model_tensors
 
-    size = size_of(config)
+    size = model_tensors(config)
     try:
         with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
@@ -46,7 +46,7 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
                 if wanted.is_floating_point() and dtype not in _FLOATS:
                     raise UnfitWeightsError(f"{name} is of type {dtype}, but must be one of {', '.join(_FLOATS)}")
                 if not wanted.is_floating_point() and not dtype.startswith(("I", "U")):
-                    raise UnfitWeightsError(f"{name} is of type {dtype}, but must be whole numbers")
+                    raise UnfitWeightsError(f"{name} is of type {dtype}, but must be integers")
     except (SafetensorError, OSError) as error:
         raise UnfitWeightsError(f"{file.name}: {error}") from None
 

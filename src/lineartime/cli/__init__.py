@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from lineartime.errors import Argument, Call, LineartimeError, ReportedError, cannot, did_you_mean
+from lineartime.errors import Argument, Call, LineartimeError, ReportedError, did_you_mean, file_error
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
 
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard(sys.stdout)
     except OSError as error:
         if error.filename is not None:
-            return _fail(str(cannot("use", error.filename, error)))
+            return _fail(str(file_error("use", error.filename, error)))
         discard(sys.stdout)  # most likely, this is what failed
-        return _fail(str(cannot("write", "the output or a file", error)))
+        return _fail(str(file_error("write", "the output or a file", error)))
     except (RuntimeError, MemoryError) as error:
         from lineartime.machine import is_out_of_memory
 

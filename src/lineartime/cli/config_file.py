@@ -13,11 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, did_you_mean, missing_extra, reporting
+from lineartime.errors import LineartimeError, did_you_mean, missing_extra, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.json_files import parse
 
-_LARGEST = 2**20
+_MAX_BYTES = 2**20
 """The maximum size of an options file in bytes: a larger file was given by mistake."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -33,9 +33,9 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
     Raises:
         LineartimeError: naming the file, if it cannot be read, or has an unknown option. Types are not checked here.
     """
-    with reporting("read", file):
-        if file.stat().st_size > _LARGEST:
-            raise LineartimeError(f"{file} is larger than a file of options can be ({_LARGEST:,} bytes).")
+    with reporting_file_errors("read", file):
+        if file.stat().st_size > _MAX_BYTES:
+            raise LineartimeError(f"{file} is larger than a file of options can be ({_MAX_BYTES:,} bytes).")
         text = file.read_bytes()
     try:
         values = _parse(file, text.decode())

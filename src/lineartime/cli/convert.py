@@ -102,11 +102,11 @@ def _ours(folder: Path) -> str:
 
 
 def _read(item: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, where the value is a whole number, true or false."""
+    """Parse NAME=VALUE, where the value is an integer, true or false."""
     name, _, text = item.partition("=")
     words = {"true": True, "false": False}
     if text.lower() in words:
         return name, words[text.lower()]
     if text.isdecimal() and len(text) < 10:
         return name, int(text)
-    raise ArgumentError("flash_pytorch", f"contains {item!r}, which is not NAME=VALUE with true, false or a whole number.")
+    raise ArgumentError("flash_pytorch", f"contains {item!r}, which is not NAME=VALUE with true, false or an integer.")

@@ -48,7 +48,7 @@ def _export(options: Options) -> str:
     """Export the model; return what was written and how to load it."""
     from lineartime.checkpoint import load
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
-    from lineartime.models.heads import MaskedLM
+    from lineartime.models.language_model import MaskedLM
 
     model = load(options.run, checkpoint=which_checkpoint(options.checkpoint))
     if options.part == "text":

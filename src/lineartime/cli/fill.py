@@ -41,7 +41,7 @@ def run(options: Options) -> None:
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.filling import fill_mask
     from lineartime.machine import choose_device
-    from lineartime.models.heads import MaskedLM, check_model
+    from lineartime.models.language_model import MaskedLM, check_model
 
     loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=which_checkpoint(options.checkpoint))
     masks = fill_mask(check_model(loaded.model, MaskedLM, "fill masks"), loaded.tokenizer, options.text, options.top)

@@ -18,7 +18,7 @@ from lineartime.screen import SCREEN
 if TYPE_CHECKING:
     import torch
 
-    from lineartime.models.heads import CausalLM, LanguageModel
+    from lineartime.models.language_model import CausalLM, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
     import torch
 
     from lineartime.machine import why_not_compile
-    from lineartime.models.heads import CausalLM, check_model
+    from lineartime.models.language_model import CausalLM, check_model
 
     model = check_model(model, CausalLM, "generate")
     if options.precision == "bf16":

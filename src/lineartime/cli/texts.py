@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lineartime.errors import Argument, ArgumentError, reporting
+from lineartime.errors import Argument, ArgumentError, reporting_file_errors
 
 
 def read_text(option: str, text: str, file_option: str, file: Path | None) -> str:
@@ -20,7 +20,7 @@ def read_text(option: str, text: str, file_option: str, file: Path | None) -> st
     try:
         if file == Path("-"):
             return sys.stdin.buffer.read().decode()
-        with reporting("read", file):
+        with reporting_file_errors("read", file):
             return file.read_bytes().decode()
     except UnicodeDecodeError:
         raise ArgumentError(file_option, f"is {file}, which is not UTF-8 text: convert it to UTF-8.") from None

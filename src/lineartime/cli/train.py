@@ -51,38 +51,38 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     from lineartime.training.resuming import complete
 
-    config, left_out = complete(reparse(TrainConfig()), reparse)
+    config, defaults = complete(reparse(TrainConfig()), reparse)
     if options.print_config:
         print(to_toml(config.to_dict()), end="")
     elif options.dry_run:
-        _try(config)
+        _dry_run(config)
     else:
-        _train(config, left_out)
+        _train(config, defaults)
 
 
-def _train(config: TrainConfig, left_out: TrainConfig) -> None:
+def _train(config: TrainConfig, defaults: TrainConfig) -> None:
     from lineartime.training.environment import read_environment
     from lineartime.training.loop import train_completed
 
-    result = train_completed(config, left_out)
+    result = train_completed(config, defaults)
     if read_environment().rank == 0:
         if not result.finished:
             print(f"resume by: {_resume_command(result.run)}", file=SCREEN)
         print(f"best checkpoint: {result.checkpoint}")
 
 
-def _try(config: TrainConfig) -> None:
-    from lineartime.bench.rehearsal import STEPS, rehearse
+def _dry_run(config: TrainConfig) -> None:
+    from lineartime.bench.dry_run import STEPS, dry_run
 
-    tried = rehearse(config)
-    print("\n".join(tried.notes))
-    speed = tried.step_tokens / tried.step_seconds
-    print(f"a step        {tried.step_seconds:.3g} s, {speed:,.0f} tokens/s, the median of {STEPS}")
-    print(f"an evaluation {tried.evaluation_seconds:.3g} s")
-    print(f"the run       {timedelta(seconds=round(tried.seconds))}, without checkpoints")
-    sizes = f"{(tried.weights + tried.moments) / 1e6:,.1f} MB, {tried.weights / 1e6:,.1f} MB of it weights"
+    found = dry_run(config)
+    print("\n".join(found.notes))
+    speed = found.step_tokens / found.step_seconds
+    print(f"a step        {found.step_seconds:.3g} s, {speed:,.0f} tokens/s, the median of {STEPS}")
+    print(f"an evaluation {found.evaluation_seconds:.3g} s")
+    print(f"the run       {timedelta(seconds=round(found.seconds))}, without checkpoints")
+    sizes = f"{(found.weights + found.moments) / 1e6:,.1f} MB, {found.weights / 1e6:,.1f} MB of it weights"
     print(f"a checkpoint  {sizes}")
-    print(f"memory        {tried.peak / 1e6:,.1f} MB at most")
+    print(f"memory        {found.peak / 1e6:,.1f} MB at most")
     print("Nothing was saved.")
 
 

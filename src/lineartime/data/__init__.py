@@ -3,21 +3,21 @@
 from lineartime.data.batches import (
     Batch,
     causal_batch,
+    evaluation_batch,
     masked_batch,
-    measured_batch,
     packed_batch,
     prefix_batch,
     read_window,
     spread_windows,
 )
-from lineartime.data.corpora import Corpus, LocalCorpus, load_corpus, names_corpus, no_text, standard_library
+from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, no_text, standard_library
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.summary import describe_splits
 from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
 from lineartime.data.tokens import TokenStream, token_stream
-from lineartime.data.train_tokenizer import names_tokenizer, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
+from lineartime.data.train_tokenizer import is_tokenizer_name, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
     "Batch",
@@ -35,12 +35,12 @@ __all__ = [
     "Tokenizer",
     "causal_batch",
     "describe_splits",
+    "evaluation_batch",
+    "is_corpus_name",
+    "is_tokenizer_name",
     "load_corpus",
     "masked_batch",
-    "measured_batch",
     "merge_states",
-    "names_corpus",
-    "names_tokenizer",
     "no_text",
     "packed_batch",
     "prefix_batch",

@@ -105,7 +105,7 @@ def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
     return batch._replace(targets=batch.targets.masked_fill(hidden, IGNORED), prefix_lengths=prefix_lengths)
 
 
-def drawn_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor:
+def draw_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor:
     """Draw a prefix length for each row or packed document of n tokens, uniform over 0 to n - 1, so that a target is left.
 
     Args:
@@ -144,7 +144,9 @@ def make_batch(
     return prefix_batch(batch, prefix_lengths(batch)) if task == "prefix-lm" else batch
 
 
-def measured_batch(task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int], *, packed: bool = False) -> Batch:
+def evaluation_batch(
+    task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int], *, packed: bool = False
+) -> Batch:
     """Make a batch for evaluation: as in training, but with the same masks every time, and half of each row as its prefix.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.hub import HUB, datasets_library, mirror
-from lineartime.data.hub_dataset import HubDataset, hub_dataset, names_hub
+from lineartime.data.hub_dataset import HubDataset, hub_dataset, is_hub_dataset
 from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, FilePart
 from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
-from lineartime.errors import ArgumentError, LineartimeError, cannot, did_you_mean
+from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, file_error
 from lineartime.fields import Between, check_limits, check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -164,9 +164,9 @@ def no_text(split: str) -> LineartimeError:
     return LineartimeError(f"There is no text in {split}: give more text, or files called train..., valid... and test...")
 
 
-def names_corpus(data: str) -> bool:
+def is_corpus_name(data: str) -> bool:
     """Whether `load_corpus` reads this as the name of a corpus, not as a path."""
-    return data in HUB or data in _HUTTER or names_hub(data)
+    return data in HUB or data in _HUTTER or is_hub_dataset(data)
 
 
 def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int = MAX_EXPANSION) -> Corpus:
@@ -198,7 +198,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     for name in names:
         if not str(name):
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
-        if isinstance(name, str) and names_corpus(name):
+        if isinstance(name, str) and is_corpus_name(name):
             _only_once(seen, [name])
             sources.append(_corpus_of_name(name, text_column))
             continue
@@ -236,7 +236,7 @@ def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
             files = [file for file in shown if file.is_file()]
         parts = [FilePart(SourceFile(file, column, max_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
-        raise cannot("read", path, error) from None
+        raise file_error("read", path, error) from None
     if not parts:
         raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
     return parts

@@ -44,7 +44,7 @@ def text_batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None
 
 
 @dataclass(frozen=True)
-class Facts:
+class EncodedTextInfo:
     """Facts about an encoded text, stored in facts.json.
 
     Attributes:
@@ -64,7 +64,7 @@ class Facts:
     n_documents: Count | None = None
 
 
-class Writer:
+class ShardWriter:
     """Writes tokens to shards, and counts tokens, documents, bytes and words."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
@@ -77,7 +77,7 @@ class Writer:
         self._in_word = self._in_document = False
         self.n_tokens = self._n_bytes = self._n_words = self._n_documents = 0
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +107,7 @@ class Writer:
         if not self._digests:
             self._open_shard()
             self._close_shard()
-        facts = Facts(
+        facts = EncodedTextInfo(
             dtype="uint16" if self._dtype == np.uint16 else "uint32",
             n_tokens=self.n_tokens,
             n_bytes=self._n_bytes,

@@ -17,7 +17,7 @@ from typing import Any
 from lineartime.choices import Split
 from lineartime.data.hub_files import newest_file
 from lineartime.data.readers import SPLITS, pieces
-from lineartime.errors import LineartimeError, first_line, missing_extra
+from lineartime.errors import LineartimeError, missing_extra, typed_first_line
 
 Example = dict[str, Any]
 
@@ -106,13 +106,13 @@ class HubCorpus:
         if self.lines:
             yield from (article for _, article in groupby(self._lines(split), _ArticleNumber()))
             return
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             for example in self.examples(split):
                 yield from map(pieces, self.texts(example))
 
     def _lines(self, split: Split) -> Iterator[str]:
         """The lines of a split; every error of reading is a LineartimeError, also where an article consumes them."""
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             for example in self.examples(split):
                 yield example["text"] or " \n"  # the hub has "" for an empty line
 
@@ -124,7 +124,7 @@ class HubCorpus:
         options: dict[str, Any] = {"revision": self._revision} if folder is None else {}
         if self.columns is not None:
             options["columns"] = list(self.columns)
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             dataset = datasets.load_dataset(
                 str(folder or self.repository), data_files={split: self.files[split]}, split=split, streaming=True, **options
             )
@@ -167,13 +167,13 @@ def newest_revision(repository: str, name: str) -> str:
         return newest_file(repository, name, "dataset").parent.name  # the cache keeps files in snapshots/COMMIT
     except Exception as error:  # any network error
         raise LineartimeError(
-            f"Cannot reach {repository} on the Hugging Face hub ({first_line(error)}): check the name and the network, or "
-            "set LINEARTIME_MIRROR to a folder with a copy of that repository."
+            f"Cannot reach {repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the network, "
+            "or set LINEARTIME_MIRROR to a folder with a copy of that repository."
         ) from None
 
 
 @contextmanager
-def guarded(name: str) -> Iterator[None]:
+def reporting_read_errors(name: str) -> Iterator[None]:
     """Turn any error while reading a corpus of this name into a LineartimeError."""
     try:
         yield
@@ -181,7 +181,7 @@ def guarded(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # network, compression, Parquet and JSON errors of several libraries
         raise LineartimeError(
-            f"Cannot read {name} ({first_line(error)}): check its files or the network, then try again."
+            f"Cannot read {name} ({typed_first_line(error)}): check its files or the network, then try again."
         ) from None
 
 

@@ -7,7 +7,16 @@ from functools import cached_property
 from typing import Any
 
 from lineartime.choices import Split
-from lineartime.data.hub import HUB, Example, HubCorpus, datasets_library, files_identity, guarded, in_mirror, newest_revision
+from lineartime.data.hub import (
+    HUB,
+    Example,
+    HubCorpus,
+    datasets_library,
+    files_identity,
+    in_mirror,
+    newest_revision,
+    reporting_read_errors,
+)
 from lineartime.data.readers import SPLITS, pieces, split_of
 from lineartime.data.records import missing_column
 from lineartime.data.splits import missing_split, named_split
@@ -16,7 +25,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 _PREFIX = "hub:"
 
 
-def names_hub(data: str) -> bool:
+def is_hub_dataset(data: str) -> bool:
     """Whether `data` names a data set on the hub."""
     return data.startswith(_PREFIX)
 
@@ -95,7 +104,7 @@ class HubDataset:
         yield from self._read(self.examples(split))
 
     def _read(self, examples: Iterable[Example]) -> Iterator[Iterator[str]]:
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             for example in examples:
                 yield from map(pieces, self.texts(example))
 
@@ -125,7 +134,7 @@ class HubDataset:
     def _load(self, names: list[str]) -> Any:
         datasets = datasets_library(f"Reading {self.name}")
         path, options = self._place
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             loaded = [datasets.load_dataset(path, split=name, streaming=True, **options) for name in names]
             return loaded[0] if len(loaded) == 1 else datasets.concatenate_datasets(loaded)
 
@@ -145,7 +154,7 @@ class HubDataset:
         datasets = datasets_library(f"Reading {self.name}")
         path, options = self._place
         revision = options.get("revision")
-        with guarded(self.name):
+        with reporting_read_errors(self.name):
             try:
                 names: list[str] = datasets.get_dataset_split_names(path, options.get("name"), revision=revision)
             except ValueError:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lineartime.choices import Task
 from lineartime.data.batches import (
     Batch,
-    drawn_prefix_lengths,
+    draw_prefix_lengths,
     make_batch,
     read_window,
 )
@@ -124,7 +124,7 @@ class BatchMaker:
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
         """Make the batch of these windows."""
         masks, prefixes = ([(self.seed, purpose, row) for row in rows] for purpose in (_MASKS, _PREFIXES))
-        lengths = partial(drawn_prefix_lengths, keys=prefixes)
+        lengths = partial(draw_prefix_lengths, keys=prefixes)
         return make_batch(self.task, windows, self.tokenizer, masks, lengths, self.packed)
 
 
@@ -161,7 +161,7 @@ class CachedLoader:
         length = self._context_length + 1
         numbers = self._rows.of_step(self._rows_read)
         starts = {row: self._start(row) for row in in_order(numbers)}
-        self._stream.announce([(start, start + length) for start in starts.values()])
+        self._stream.prefetch([(start, start + length) for start in starts.values()])
 
         def windows(rows: list[int]) -> Tensor:
             return torch.stack([read_window(self._stream, starts[row], length) for row in rows])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.errors import ArgumentError, LineartimeError, cannot, message_line, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, missing_extra
 
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
@@ -28,7 +28,7 @@ def file_version(path: Path) -> tuple[int, int]:
     try:
         facts = path.stat()
     except OSError as error:
-        raise cannot("read", path, error) from None
+        raise file_error("read", path, error) from None
     return facts.st_size, facts.st_mtime_ns
 
 
@@ -112,7 +112,7 @@ def _reporting(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
         raise damaged(path, error) from None
     except OSError as error:
-        raise cannot("read", path, error) from None
+        raise file_error("read", path, error) from None
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _open_member(archive: zipfile.ZipFile, name: str, path: Path) -> IO[bytes]:
     try:
         return archive.open(name)
     except (RuntimeError, NotImplementedError) as error:  # a password, or a compression that zipfile cannot read
-        raise LineartimeError(f"{path} cannot be read ({message_line(error)}): unpack it and give the folder.") from None
+        raise LineartimeError(f"{path} cannot be read ({first_line(error)}): unpack it and give the folder.") from None
 
 
 def skip(stream: IO[bytes], count: int) -> None:
@@ -166,7 +166,7 @@ def skip(stream: IO[bytes], count: int) -> None:
 
 def damaged(path: Path, error: Exception) -> LineartimeError:
     """The error for a file that a library cannot decode."""
-    return LineartimeError(f"{path} is damaged or cut off ({message_line(error)}): fetch it again, or leave it out.")
+    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or leave it out.")
 
 
 def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:

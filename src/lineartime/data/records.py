@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from lineartime.data.local_files import COMPRESSED, Expansion, SourceFile, damaged, not_utf8
-from lineartime.errors import ArgumentError, LineartimeError, cannot, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, file_error, missing_extra
 
 Format = Literal["text", "json lines", "json", "parquet"]
 
@@ -181,6 +181,6 @@ def _parquet(file: SourceFile) -> Iterator[str]:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         raise LineartimeError(f"{path}, row {number}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
     except OSError as error:
-        raise (damaged(path, error) if error.errno is None else cannot("read", path, error)) from None
+        raise (damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
     except arrow.ArrowException as error:
         raise damaged(path, error) from None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lineartime.choices import Split
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus, Source
-from lineartime.data.hub import guarded
+from lineartime.data.hub import reporting_read_errors
 from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import SPLITS, pieces
 from lineartime.data.shuffling import shuffled
@@ -70,7 +70,7 @@ def _having(corpus: Corpus, split: Split) -> list[Source]:
 
 
 def _documents(source: Source, split: Split, lane: int, lanes: int, state: State | None) -> Iterator[tuple[list[str], State]]:
-    with guarded(source.name):
+    with reporting_read_errors(source.name):
         dataset = _share(source.examples(split), lane, lanes)
         if state is not None:
             try:

@@ -15,13 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, message_line
+from lineartime.errors import LineartimeError, first_line
 from lineartime.fields import shown
 from lineartime.json_files import parse
 
-LARGEST = 1 << 28
+MAX_BYTES = 1 << 28
 """The maximum size of a definition, in bytes."""
-MOST_GROWTH = 32
+MAX_GROWTH = 32
 """The maximum number of characters that one character may become; U+FDFA becomes 18 in Unicode itself."""
 _SECONDS = 10
 """The time limit of a trial, plus the same again for each 2^24 bytes of the definition."""
@@ -75,7 +75,7 @@ def no_panics(source: str) -> Iterator[None]:
     except BaseException as error:  # a panic is not an Exception
         if type(error).__name__ != "PanicException":
             raise
-        raise _unusable(source, f"the tokenizers library fails on it: {message_line(error):.200}") from None
+        raise _unusable(source, f"the tokenizers library fails on it: {first_line(error):.200}") from None
 
 
 def check_definition(definition: str, source: str) -> None:
@@ -106,8 +106,8 @@ def _problem(definition: str) -> str:
         growth = 1.0
         for part in (part for name in reading for part in stages[name]):
             growth = min(growth * _growth(part), 1e18)
-        if growth > MOST_GROWTH:
-            return f"its {reading[0]} makes up to {growth:,.0f} characters of one, but at most {MOST_GROWTH} are allowed"
+        if growth > MAX_GROWTH:
+            return f"its {reading[0]} makes up to {growth:,.0f} characters of one, but at most {MAX_GROWTH} are allowed"
     if all(map(_is_harmless, (part for parts in stages.values() for part in parts))):
         return ""
     return _try(definition.encode())

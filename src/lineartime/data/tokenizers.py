@@ -10,10 +10,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lineartime.choices import BYTE_VOCABULARY
 from lineartime.data.hub_files import newest_file
 from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder, StreamDecoder
-from lineartime.data.tokenizer_trial import LARGEST, check_definition, no_panics
-from lineartime.errors import ArgumentError, LineartimeError, first_line, missing_extra, reporting, require_packages
+from lineartime.data.tokenizer_trial import MAX_BYTES, check_definition, no_panics
+from lineartime.errors import (
+    ArgumentError,
+    LineartimeError,
+    missing_extra,
+    reporting_file_errors,
+    require_packages,
+    typed_first_line,
+)
 from lineartime.files import TOKENIZER_FILE
 from lineartime.json_files import open_regular
 
@@ -68,7 +76,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token; 256 ends a document and 257 masks a token."""
 
-    vocab_size = 258
+    vocab_size = BYTE_VOCABULARY
     end_of_document = 256
     mask = 257
 
@@ -186,7 +194,7 @@ class JsonTokenizer:
         return self._definition
 
 
-def names_hub_tokenizer(choice: str) -> bool:
+def is_hub_tokenizer(choice: str) -> bool:
     """Whether `choice` names a tokenizer on the hub."""
     return choice.startswith(_HUB)
 
@@ -203,7 +211,7 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
     except Exception as error:  # network and hub errors
         raise ArgumentError(
             "tokenizer",
-            f"is {choice}, which cannot be read from the Hugging Face hub ({first_line(error)}): check the name and the "
+            f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)}): check the name and the "
             "network, or give the path of a tokenizer.json.",
         ) from None
     return JsonTokenizer(_read(file), choice)
@@ -213,7 +221,7 @@ def named_tokenizer(choice: str) -> Tokenizer:
     """The tokenizer "bytes", one on the hub, or one at a path. Raises LineartimeError if there is none."""
     if choice == "bytes":
         return ByteTokenizer()
-    return hub_tokenizer(choice) if names_hub_tokenizer(choice) else read_tokenizer(Path(choice))
+    return hub_tokenizer(choice) if is_hub_tokenizer(choice) else read_tokenizer(Path(choice))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -231,11 +239,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read(file: Path) -> str:
     """Read the text of a definition. Raises LineartimeError if the file cannot be read, is too large or is not UTF-8."""
-    with reporting("read", file), open_regular(file) as opened:
-        content = opened.read(LARGEST + 1)
+    with reporting_file_errors("read", file), open_regular(file) as opened:
+        content = opened.read(MAX_BYTES + 1)
     advice = "give a tokenizer.json of the tokenizers library"
-    if len(content) > LARGEST:
-        raise LineartimeError(f"{file} is not a tokenizer file (it is larger than {LARGEST >> 20} MiB): {advice}.")
+    if len(content) > MAX_BYTES:
+        raise LineartimeError(f"{file} is not a tokenizer file (it is larger than {MAX_BYTES >> 20} MiB): {advice}.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, Facts, Integers, Writer, text_batches
+from lineartime.data.encode import FACTS, EncodedTextInfo, Integers, ShardWriter, text_batches
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer, fingerprint
-from lineartime.errors import LineartimeError, cannot
+from lineartime.errors import LineartimeError, file_error
 from lineartime.files import sha256, write_atomically
 from lineartime.json_files import read_file, read_plain
 
@@ -71,11 +71,11 @@ class TokenStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def announce(self, places: list[tuple[int, int]]) -> None:
+    def prefetch(self, places: list[tuple[int, int]]) -> None:
         """Tell the system to read ahead these ranges of tokens (start, end), all at once instead of one by one."""
         if isinstance(self.tokens, Shards):
             for start, stop in places:
-                self.tokens.announce(start, stop)
+                self.tokens.prefetch(start, stop)
 
 
 class Shards:
@@ -97,7 +97,7 @@ class Shards:
             return found[0]
         return np.concatenate(found) if found else self._shards[0][:0]
 
-    def announce(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         """Tell the system to read these tokens from the disk, without waiting for them."""
         for index, first, last in self._parts(start, min(stop, len(self))):
             shard = self._shards[index]
@@ -150,7 +150,7 @@ def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
 
 
 def _open(folder: Path, name: str) -> TokenStream:
-    facts = read_file(folder / FACTS, Facts, f"delete the folder {folder} to encode the text again")
+    facts = read_file(folder / FACTS, EncodedTextInfo, f"delete the folder {folder} to encode the text again")
     try:
         _verify(folder, facts.sha256)
         dtype = np.dtype(facts.dtype)
@@ -158,7 +158,7 @@ def _open(folder: Path, name: str) -> TokenStream:
     except ValueError:  # a shard that ends within a token, with a matching digest
         raise _damaged(folder, FACTS) from None
     except OSError as error:
-        raise cannot("read", folder, error) from None
+        raise file_error("read", folder, error) from None
     if not shards or sum(map(len, shards)) != facts.n_tokens:
         raise _damaged(folder, FACTS)
     written = "".join(facts.sha256[file] for file in sorted(facts.sha256))
@@ -213,7 +213,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
             shutil.rmtree(folder)
         partial.mkdir()
         try:
-            with Progress(f"encoding {corpus.name}, {split}") as progress, Writer(partial, tokenizer) as writer:
+            with Progress(f"encoding {corpus.name}, {split}") as progress, ShardWriter(partial, tokenizer) as writer:
                 for texts in text_batches(corpus.documents(split)):
                     writer.add(texts, max_tokens)
                     progress.advance(sum(len(text) for text in texts if text is not None))
@@ -228,7 +228,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise cannot("write", folder, error) from None
+        raise file_error("write", folder, error) from None
 
 
 def _remove_abandoned(cache: Path) -> None:

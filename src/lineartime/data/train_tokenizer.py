@@ -15,12 +15,12 @@ from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import (
     JsonTokenizer,
     Tokenizer,
+    is_hub_tokenizer,
     named_tokenizer,
-    names_hub_tokenizer,
     read_tokenizer,
     whole_lines,
 )
-from lineartime.errors import ArgumentError, cannot, missing_extra
+from lineartime.errors import ArgumentError, file_error, missing_extra
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_there, write_atomically
 
@@ -31,10 +31,10 @@ _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
-_SMALLEST: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
-_LARGEST = 2**24
+_MIN_VOCABULARY: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
+_MAX_VOCABULARY = 2**24
 """The largest vocabulary: above the largest in use, and small enough for the library that trains it."""
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 """The maximum number of digits of a size in a name."""
 
 TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
@@ -60,11 +60,11 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     check_type("vocab_size", vocab_size, int)
     check_type("max_bytes", max_bytes, int | None)
     check_limits("max_bytes", max_bytes, [Between(least=1)])
-    check_limits("vocab_size", vocab_size, [Between(_SMALLEST[kind], _LARGEST)])
+    check_limits("vocab_size", vocab_size, [Between(_MIN_VOCABULARY[kind], _MAX_VOCABULARY)])
     try:
         import tokenizers
     except ImportError:
-        raise missing_extra("tokenizers", "data", "Training a tokenizer") from None
+        raise missing_extra("tokenizers", "tokenizers", "Training a tokenizer") from None
     with Progress(f"reading {corpus.name}") as progress:
         texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
         first = next(texts, None)
@@ -118,16 +118,16 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
     return json.dumps(definition, ensure_ascii=False)
 
 
-def names_tokenizer(choice: str) -> bool:
+def is_tokenizer_name(choice: str) -> bool:
     """Whether `tokenizer_for` reads this as a name, not as a path."""
-    return choice == "bytes" or names_hub_tokenizer(choice) or _to_train(choice) is not None
+    return choice == "bytes" or is_hub_tokenizer(choice) or _to_train(choice) is not None
 
 
 def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     """The kind and size of a tokenizer to train, from a name such as bpe-32000; None for other names."""
     name, _, number = choice.partition("-")
     kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
-    return None if kind is None or not number.isdecimal() or len(number) > _MOST_DIGITS else (kind, int(number))
+    return None if kind is None or not number.isdecimal() or len(number) > _MAX_DIGITS else (kind, int(number))
 
 
 def size_to_train(choice: str) -> int | None:
@@ -141,7 +141,7 @@ def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
     name = "bytes" if choice is None else str(choice)
     if not name:
         raise ArgumentError("tokenizer", "is empty: give a name or a path, or leave it out.")
-    if not names_tokenizer(name) and not is_there(name):
+    if not is_tokenizer_name(name) and not is_there(name):
         raise ArgumentError(
             "tokenizer",
             f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
@@ -167,8 +167,8 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     if wanted is None:
         return ready_tokenizer(choice)
     kind, vocab_size = wanted
-    if not _SMALLEST[kind] <= vocab_size <= _LARGEST:
-        sizes = f"from {_SMALLEST[kind]:,} to {_LARGEST:,} tokens"
+    if not _MIN_VOCABULARY[kind] <= vocab_size <= _MAX_VOCABULARY:
+        sizes = f"from {_MIN_VOCABULARY[kind]:,} to {_MAX_VOCABULARY:,} tokens"
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} tokenizers have {sizes}.")
     key = "\n".join([str(_FORMAT), str(choice), str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
@@ -178,5 +178,5 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, definition)
         except OSError as error:
-            raise cannot("write", file, error) from None
+            raise file_error("write", file, error) from None
     return read_tokenizer(file)

@@ -1,6 +1,6 @@
 """How well a model predicts text."""
 
 from lineartime.evaluation.corpus import evaluate
-from lineartime.evaluation.perplexity import Evaluation, Position, carried, windowed
+from lineartime.evaluation.perplexity import Evaluation, PositionLoss, evaluate_carried, evaluate_windowed
 
-__all__ = ["Evaluation", "Position", "carried", "evaluate", "windowed"]
+__all__ = ["Evaluation", "PositionLoss", "evaluate", "evaluate_carried", "evaluate_windowed"]

@@ -12,11 +12,11 @@ from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, S
 from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError
-from lineartime.evaluation.perplexity import Evaluation, carried, windowed
+from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.host import cache_folder
 from lineartime.machine import choose_precision, find_device
-from lineartime.models.heads import CausalLM, LanguageModel, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import check_positive
 
@@ -96,9 +96,9 @@ def evaluate(
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     if context == "carried":
-        evaluation = carried(_causal(model), stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+        evaluation = evaluate_carried(_causal(model), stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
     else:
-        evaluation = windowed(
+        evaluation = evaluate_windowed(
             model,
             stream,
             tokenizer,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import Batch, causal_batch, measured_batch, read_window
+from lineartime.data.batches import Batch, causal_batch, evaluation_batch, read_window
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.prose import is_prose
@@ -21,7 +21,7 @@ from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.machine import autocast
-from lineartime.models.heads import CausalLM, LanguageModel
+from lineartime.models.language_model import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED
 
 _SAMPLES, _SAMPLE = 16, 2048
@@ -31,7 +31,7 @@ _LOGITS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Position:
+class PositionLoss:
     """The mean loss, in nats, of the `count` tokens that have from `first` to `last` tokens before them."""
 
     first: int
@@ -68,7 +68,7 @@ class Evaluation:
     bits_per_byte: float | None
     word_perplexity: float | None
     prose: bool
-    by_position: list[Position]
+    by_position: list[PositionLoss]
     checkpoint: Path | None = field(default=None, compare=False)
 
     @property
@@ -108,7 +108,7 @@ def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
 
 
 @torch.no_grad()
-def windowed(
+def evaluate_windowed(
     model: LanguageModel,
     stream: TokenStream,
     tokenizer: Tokenizer,
@@ -140,7 +140,7 @@ def windowed(
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
-            batch = measured_batch(task, windows, tokenizer, starts, packed=packed)
+            batch = evaluation_batch(task, windows, tokenizer, starts, packed=packed)
             cu_seqlens, prefix = batch.cu_seqlens, None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
             with autocast(device, bf16):
                 hidden = model.backbone(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
@@ -160,7 +160,7 @@ def windowed(
 
 
 @torch.no_grad()
-def carried(
+def evaluate_carried(
     model: CausalLM, stream: TokenStream, tokenizer: Tokenizer, *, segment: int, bf16: bool, max_tokens: int | None = None
 ) -> Evaluation:
     """Evaluate on the stream as one sequence, `segment` tokens at a time: every token has all tokens before it as context.
@@ -263,7 +263,7 @@ class _Positions:
         for power, n in enumerate(self._counts.tolist()):
             if n:
                 last = min((2 << power) - 1, self._longest)
-                by_position.append(Position(1 << power, last, float(self._sums[power] / n), int(n)))
+                by_position.append(PositionLoss(1 << power, last, float(self._sums[power] / n), int(n)))
         # The measured part of the stream is assumed to have a proportional share of its bytes and words.
         n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)

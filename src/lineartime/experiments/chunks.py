@@ -2,7 +2,7 @@
 
 import torch
 
-from lineartime.models.heads import LanguageModel, build_model
+from lineartime.models.language_model import LanguageModel, build_model
 
 
 def with_chunk_size(model: LanguageModel, chunk_size: int) -> LanguageModel | None:

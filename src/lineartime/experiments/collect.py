@@ -15,7 +15,7 @@ from lineartime.experiments.results import Point, Run, Tuning, choose, read_run,
 from lineartime.host import threads_in_words
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 TEXTS = ("data", "code", "books", "wikipedia")
 
 
@@ -102,10 +102,10 @@ def _described(where: object, versions: Mapping[str, object]) -> str:
     return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
 
 
-def _setting(plan: Plan, index: int, state: _State) -> Row:
+def _setting(plan: Plan, index: int, state: _State) -> JsonObject:
     """One setting: a row for each arm, or for each arm and optimiser."""
     setting = plan.settings[index]
-    rows: list[Row] = []
+    rows: list[JsonObject] = []
     for entry in plan.entries_of(setting):
         tunings = [read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers] if plan.tunes else []
         for tuning in tunings:
@@ -129,12 +129,12 @@ def _text(options: Mapping[str, Any]) -> str:
     return ", ".join(_names([data] if isinstance(data, str) else data)) or DEFAULT_TEXT
 
 
-def _without_path(test: Row) -> Row:
+def _without_path(test: JsonObject) -> JsonObject:
     """A test without the path of its text, whose name is in `texts`."""
     return {name: value for name, value in test.items() if name != "text"}
 
 
-def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> Row:
+def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> JsonObject:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer = "adamw" if chosen is None else chosen.optimizer
     runs = [read_run(plan.final_job(entry, optimizer, seed)) for seed in range(plan.seeds(entry.arm))]
@@ -176,7 +176,7 @@ def _cell(run: Run) -> Any:
     return run.final.loss if run.final is not None else run.state
 
 
-def _run(run: Run, seed: int, speed: float | None) -> Row:
+def _run(run: Run, seed: int, speed: float | None) -> JsonObject:
     """The data of a run. Its seconds follow from the speed that was measured alone, if there is one."""
     final = run.final
     tokens_per_batch: int = run.options.get("tokens_per_batch") or 0
@@ -197,7 +197,7 @@ def _run(run: Run, seed: int, speed: float | None) -> Row:
     }
 
 
-def relative(plan: Plan, rows: list[Row]) -> None:
+def relative(plan: Plan, rows: list[JsonObject]) -> None:
     """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
     base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
@@ -208,7 +208,7 @@ def relative(plan: Plan, rows: list[Row]) -> None:
         row["speedups"] = [_speedup(run, other) for run, other in zip(row["runs"], others, strict=False)]  # seed by seed
 
 
-def _relative_loss(row: Row, base: Row | None) -> float | None:
+def _relative_loss(row: JsonObject, base: JsonObject | None) -> float | None:
     """The relative difference of a row's mean loss from the baseline's, over the seeds that both have."""
     pairs = [(run["loss"], other["loss"]) for run, other in zip(row["runs"], base["runs"] if base else [], strict=False)]
     both = [pair for pair in pairs if None not in pair]
@@ -220,7 +220,7 @@ def _over(value: float | None, base: Any) -> float | None:
     return None if value is None or not base else value / base - 1
 
 
-def _speedup(run: Row, baseline: Row) -> float | None:
+def _speedup(run: JsonObject, baseline: JsonObject) -> float | None:
     """The time in which the baseline reaches its final quality, divided by the run's; None if the run does not reach it."""
     quality = baseline["loss"]
     if quality is None:
@@ -229,33 +229,33 @@ def _speedup(run: Row, baseline: Row) -> float | None:
     return None if needed is None or of_baseline is None else of_baseline / needed
 
 
-def _mean(row: Row, name: str) -> float | None:
+def _mean(row: JsonObject, name: str) -> float | None:
     values = [run[name] for run in row["runs"] if run[name] is not None]
     return statistics.fmean(values) if values else None
 
 
-def values_of_row(row: Row, metric: Callable[[Row], float | None]) -> list[float]:
+def values_of_row(row: JsonObject, metric: Callable[[JsonObject], float | None]) -> list[float]:
     """The values of a metric over the seeds of a row that have one."""
     return [value for run in row["runs"] if (value := metric(run)) is not None]
 
 
-def metric_of_test(name: str, metric: str) -> Callable[[Row], float | None]:
+def metric_of_test(name: str, metric: str) -> Callable[[JsonObject], float | None]:
     """A metric of a run: a number of one of its tests."""
 
-    def value(run: Row) -> float | None:
+    def value(run: JsonObject) -> float | None:
         return next((test[metric] for test in run["tests"] if test["name"] == name), None)
 
     return value
 
 
-def _latency(plan: Plan, index: int, state: _State) -> Row:
+def _latency(plan: Plan, index: int, state: _State) -> JsonObject:
     """The time of a step of all arms at a context."""
     setting = plan.settings[index]
     run = read_run(plan.latency_job(setting))
     state.note(plan, run)
     measured = {entry.subject: entry for entry in run.outcome.entries}
     entries = plan.entries_of(setting)
-    rows: list[Row] = []
+    rows: list[JsonObject] = []
     for entry in entries:
         found = measured.get(entry.options["preset"])
         seconds = None if found is None else found.median_seconds
@@ -283,7 +283,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def within_tolerance(row: Row) -> bool:
+def within_tolerance(row: JsonObject) -> bool:
     """Whether the parameters of a row are within 3 % of the first one's."""
     off: float = abs(row["parameters_over_first"])
     return off <= TOLERANCE

@@ -65,13 +65,13 @@ class ReproduceConfig:
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
 
     def __post_init__(self) -> None:
-        from lineartime.data import names_corpus
+        from lineartime.data import is_corpus_name
 
         for name in ("data", "code", "books", "wikipedia"):
             value = getattr(self, name)
             given = [value] if isinstance(value, (str, Path)) else value
             if isinstance(given, (list, tuple)):  # anything else is refused by `check`
-                object.__setattr__(self, name, tuple(absolute_path(text, names_corpus) for text in given))
+                object.__setattr__(self, name, tuple(absolute_path(text, is_corpus_name) for text in given))
         set_plain(self)
 
     def check(self) -> None:

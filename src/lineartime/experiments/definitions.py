@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lineartime.choices import ScaleName, Task, TextName
-from lineartime.models.presets import BYTE_VOCABULARY
+from lineartime.choices import BYTE_VOCABULARY, ScaleName, Task, TextName
 from lineartime.models.systems import Size
 from lineartime.training.config import RecipeName
 
 Kind = Literal["quality", "latency"]
 
-FEWEST_STEPS = 60
+MIN_TRIAL_STEPS = 60
 """The fewest steps after which trials rank learning rates as longer runs do: see docs/experiments.md."""
-LONGEST_TRIAL = 4
+MAX_TRIAL_RATIO = 4
 """The maximum duration of a trial that needs more time for these steps, as a multiple of its planned seconds."""
 
 

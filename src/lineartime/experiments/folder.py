@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import Argument, ArgumentError, reporting
+from lineartime.errors import Argument, ArgumentError, reporting_file_errors
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
 from lineartime.fields import Between
@@ -68,7 +68,7 @@ def begin(plan: Plan) -> None:
     if file.exists():
         check_options(plan)
         return
-    with reporting("write", file):
+    with reporting_file_errors("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(identity(plan), indent=1) + "\n")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, reporting
-from lineartime.experiments.collect import Row, collect, metric_of_test, values_of_row, within_tolerance
+from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.experiments.collect import JsonObject, collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.folder import PLAN_FILE, check_options, identity
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
@@ -34,7 +34,7 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
         )
     check_options(plan)
     report = collect(plan)
-    with reporting("write", plan.folder / JSON_FILE):
+    with reporting_file_errors("write", plan.folder / JSON_FILE):
         write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
     file, notes = render(plan, report)
     return file, report, notes
@@ -52,7 +52,7 @@ def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
     except LineartimeError as error:
         pictures, notes = [], [f"no pictures: {error}"]
     file = plan.folder / MARKDOWN_FILE
-    with reporting("write", file):
+    with reporting_file_errors("write", file):
         write_atomically(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n")
     return file, notes
 
@@ -170,7 +170,7 @@ def _positions_table(report: dict[str, Any]) -> Iterator[str]:
             yield table(columns)
 
 
-def _by_position(row: Row) -> dict[str, float]:
+def _by_position(row: JsonObject) -> dict[str, float]:
     """The loss by position at the context of training, from the fourth token on; empty if the first run is not finished."""
     parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
     return {f"{first:,.0f} to {last:,.0f}": loss for first, last, loss in parts if 4 <= first < last}
@@ -255,24 +255,24 @@ def _values(values: Sequence[float], form: str = ".4f") -> str:
     return " / ".join(format(value, form) for value in values) or NOT_THERE
 
 
-def _each(row: Row, name: str, form: str) -> str:
+def _each(row: JsonObject, name: str, form: str) -> str:
     return _values([run[name] for run in row["runs"] if run[name] is not None], form)
 
 
-def _parameters_of(row: Row) -> str:
+def _parameters_of(row: JsonObject) -> str:
     mark = "" if within_tolerance(row) else " (!)"
     millions = row["parameters"] / 1e6
     count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
     return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
 
 
-def _rate(row: Row) -> str:
+def _rate(row: JsonObject) -> str:
     if row["rate"] is None:
         return NOT_THERE
     return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
 
 
-def _paper(row: Row, name: str, form: str) -> str:
+def _paper(row: JsonObject, name: str, form: str) -> str:
     return NOT_THERE if row["paper"].get(name) is None else format(row["paper"][name], form)
 
 
@@ -280,12 +280,12 @@ def _percent(value: float | None) -> str:
     return NOT_THERE if value is None else f"{100 * value:+.2f} %"
 
 
-def _final_losses(rows: Sequence[Row], baseline: str | None) -> list[float | None]:
+def _final_losses(rows: Sequence[JsonObject], baseline: str | None) -> list[float | None]:
     """The final losses of the baseline by seed, which speed-ups refer to."""
     return [run["loss"] for row in rows if row["arm"] == baseline for run in row["runs"]]
 
 
-def _speedups(row: Row, reached: Sequence[float | None]) -> str:
+def _speedups(row: JsonObject, reached: Sequence[float | None]) -> str:
     cells = []
     for run, speedup, loss in zip(row["runs"], row["speedups"], reached, strict=False):
         if run["loss"] is not None and loss is not None:

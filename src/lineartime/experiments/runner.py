@@ -15,14 +15,14 @@ import lineartime
 from lineartime.data import load_corpus
 from lineartime.data.splits import missing_split
 from lineartime.errors import ArgumentError
-from lineartime.experiments.definitions import FEWEST_STEPS, LONGEST_TRIAL
+from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.folder import begin
 from lineartime.experiments.plan import Entry, Job, Plan
 from lineartime.experiments.results import Run, Tuning, choose, read_run, read_speed, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing
-from lineartime.runs.claim import claim
+from lineartime.runs.lock import lock_run
 
 LOG_FILE = "log.txt"
 
@@ -56,7 +56,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
     """
     check_machine(plan)
     check_texts(plan)
-    with claim(plan.folder):
+    with lock_run(plan.folder):
         begin(plan)
         return _Runner(plan, say, perform or in_own_process).run()
 
@@ -132,7 +132,7 @@ class _Runner:
         if speed is None:
             return
         steps = _trial_steps(plan, speed, plan.tuning_job(entry, optimizer, 1.0))
-        if steps < FEWEST_STEPS and plan.config.scale != "trial":
+        if steps < MIN_TRIAL_STEPS and plan.config.scale != "trial":
             self._say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
         for rate in plan.rates(optimizer):
             job = plan.tuning_job(entry, optimizer, rate, steps)
@@ -205,7 +205,7 @@ def _steps(tokens_per_second: float, job: Job) -> int:
 def _trial_steps(plan: Plan, tokens_per_second: float, job: Job) -> int:
     """The steps of a trial: those of its planned seconds, or the fewest, if these do not take many times as long."""
     planned = _steps(tokens_per_second, job)
-    return planned if plan.config.scale == "trial" else max(planned, min(FEWEST_STEPS, LONGEST_TRIAL * planned))
+    return planned if plan.config.scale == "trial" else max(planned, min(MIN_TRIAL_STEPS, MAX_TRIAL_RATIO * planned))
 
 
 def _why(job: Job, status: int) -> str:

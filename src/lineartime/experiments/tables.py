@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from lineartime.experiments.collect import Row
+from lineartime.experiments.collect import JsonObject
 from lineartime.markdown import markdown_table
 
 NOT_THERE = "-"
 
 
-def begun(report: dict[str, Any]) -> list[Row]:
+def begun(report: dict[str, Any]) -> list[JsonObject]:
     """The settings of which anything has run, each with the systems that have."""
     found = [{**setting, "rows": list(filter(_has_begun, setting["rows"]))} for setting in report["settings"]]
     return [setting for setting in found if setting["rows"]]
 
 
-def _has_begun(row: Row) -> bool:
+def _has_begun(row: JsonObject) -> bool:
     tried = [cell for grid in row["grid"].values() for cell in grid.values()]
     return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
 

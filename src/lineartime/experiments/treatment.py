@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lineartime.experiments.collect import Row, within_tolerance
-from lineartime.experiments.definitions import FEWEST_STEPS, LONGEST_TRIAL
+from lineartime.experiments.collect import JsonObject, within_tolerance
+from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.tables import NOT_THERE, begun, table
 
@@ -70,7 +70,7 @@ def _scores(plan: Plan) -> str:
     return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}." if said else ""
 
 
-def _tried(row: Row, optimizer: str, rate: str) -> str:
+def _tried(row: JsonObject, optimizer: str, rate: str) -> str:
     grid = row["grid"][optimizer]
     cell = grid[rate]
     if not isinstance(cell, float):
@@ -87,17 +87,17 @@ def _trials(plan: Plan, report: dict[str, Any]) -> str:
     said = ""
     if any(row.get("trial_steps") for _, row in rows):
         said = (
-            f"Where that is less than {FEWEST_STEPS} steps, a trial lasts until it has them, "
-            f"but at most {LONGEST_TRIAL} times as long. "
+            f"Where that is less than {MIN_TRIAL_STEPS} steps, a trial lasts until it has them, "
+            f"but at most {MAX_TRIAL_RATIO} times as long. "
         )
     steps = {f"{row['arm']} ({name})": _trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
-    short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < FEWEST_STEPS]
+    short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < MIN_TRIAL_STEPS]
     if short and plan.config.scale != "trial":
-        said += f"**Fewer than {FEWEST_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "
+        said += f"**Fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "
     return said
 
 
-def _trial_steps(plan: Plan, row: Row, optimizer: str) -> int | None:
+def _trial_steps(plan: Plan, row: JsonObject, optimizer: str) -> int | None:
     """The steps of a trial; those of older reports, which do not hold them, from the speed that was measured."""
     if "trial_steps" in row:
         found: int | None = row["trial_steps"].get(optimizer)

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, first_line
+from lineartime.errors import LineartimeError, typed_first_line
 from lineartime.experiments.definitions import FinalTest
 from lineartime.experiments.outcome import OUTCOME_FILE
 from lineartime.files import write_atomically
@@ -64,7 +64,7 @@ def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
         elif not _train(folder, job):
             return None
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
-        sentence = first_line(error)
+        sentence = typed_first_line(error)
         if _steps_in(folder) == steps:  # it has nothing to do with how the run trains
             raise LineartimeError(sentence) from error
         outcome = {"error": sentence}
@@ -108,7 +108,7 @@ def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> lis
     """Measure the last model of a run on the beginning of its test split."""
     from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
     from lineartime.data import load_corpus, token_stream
-    from lineartime.evaluation import windowed
+    from lineartime.evaluation import evaluate_windowed
     from lineartime.experiments.chunks import with_chunk_size
     from lineartime.host import cache_folder
     from lineartime.machine import choose_device, using_threads
@@ -129,7 +129,7 @@ def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> lis
             tokens = None if most_tokens is None else max(most_tokens, length)
             stream = token_stream(corpus, "test", tokenizer, config.cache or cache_folder(), tokens)
             batch = max(1, config.batch_size * config.context_length // length)
-            result = windowed(
+            result = evaluate_windowed(
                 changed,
                 stream,
                 tokenizer,

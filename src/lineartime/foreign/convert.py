@@ -16,7 +16,7 @@ from lineartime.foreign.flash_pytorch import from_flash_pytorch, is_model
 from lineartime.foreign.gau_alpha import MODEL_TYPE, VOCABULARY, from_gau_alpha, read_vocabulary
 from lineartime.foreign.weights import SUFFIXES, read_weights
 from lineartime.json_files import read_plain
-from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM
+from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

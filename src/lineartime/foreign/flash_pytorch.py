@@ -20,7 +20,7 @@ from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU
 from lineartime.layers.norms import Norm
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.activations import Activation
 from lineartime.ops.checks import check_positive

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lineartime.data.tokenizers import JsonTokenizer
-from lineartime.errors import LineartimeError, missing_extra, reporting
+from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.foreign.weights import StateDict, interleaved_order
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.activations import Activation
 
@@ -143,9 +143,7 @@ def _check(values: Mapping[str, Any]) -> None:
     ):
         value = values[name]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise LineartimeError(
-                f"{name} is {value!r} in the configuration of {PACKAGE}, but must be a whole number from 1 on."
-            )
+            raise LineartimeError(f"{name} is {value!r} in the configuration of {PACKAGE}, but must be an integer from 1 on.")
     sizes = {
         "hidden_act": values["hidden_act"] in ("swish", "silu"),
         "normalization": values["normalization"] in list(_ACTIVATIONS),  # a list, for unhashable values
@@ -169,7 +167,7 @@ def read_vocabulary(file: Path, lowercase: bool = True) -> JsonTokenizer:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError:
         raise missing_extra("tokenizers", "tokenizers", f"The vocabulary {file}") from None
-    with reporting("read", file):
+    with reporting_file_errors("read", file):
         try:
             pieces = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # a piece may be U+2028
         except UnicodeDecodeError:

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError, LineartimeError, first_line
+from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
 from lineartime.files import new_file
 from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
 from lineartime.foreign.weights import interleaved_order
 from lineartime.layers.flash import FLASH
 from lineartime.layers.norms import Norm, RMSNorm, ScaleNorm
 from lineartime.layers.positions import BucketBias
-from lineartime.models.heads import LanguageModel, check_model
+from lineartime.models.language_model import LanguageModel, check_model
 from lineartime.ops.positions import N_BUCKETS
 
 ADVICE = ": docs/converting.md has the options to train with"
@@ -81,7 +81,9 @@ def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any
         try:
             torch.save(weights, partial)
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full
-            raise LineartimeError(f"Cannot write {file} ({first_line(error)}): free some space, then try again.") from None
+            raise LineartimeError(
+                f"Cannot write {file} ({typed_first_line(error)}): free some space, then try again."
+            ) from None
     return arguments
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lineartime.errors import LineartimeError, first_line, reporting
+from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.fields import shown
 from lineartime.files import utf8_path
 
@@ -24,7 +24,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     Raises:
         LineartimeError: if the file cannot be read, or does not hold weights.
     """
-    with reporting("read", file):
+    with reporting_file_errors("read", file):
         size = file.stat().st_size
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file, size)
     if isinstance(found, Mapping):
@@ -68,7 +68,7 @@ def _read_pickle(file: Path, size: int) -> object:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise any error
-        reason = "it holds objects besides tensors" if "weights_only" in str(error) else first_line(error)
+        reason = "it holds objects besides tensors" if "weights_only" in str(error) else typed_first_line(error)
         raise LineartimeError(f"{file} cannot be read safely ({reason}): save the state_dict() of the model alone.") from None
 
 

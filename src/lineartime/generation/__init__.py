@@ -14,13 +14,13 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.generation.sampling import Sampling, chosen, draw
 from lineartime.generation.streams import drawing, prefill
-from lineartime.models.heads import CausalLM, check_model
+from lineartime.models.language_model import CausalLM, check_model
 from lineartime.ops.checks import check_positive
 
 __all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
 
 Ids = Iterable[int] | Tensor
-"""Token ids: any sequence of whole numbers, a numpy array [N], or a tensor [N]."""
+"""Token ids: any sequence of integers, a numpy array [N], or a tensor [N]."""
 
 
 def generate(
@@ -137,11 +137,11 @@ def _checked(
 
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
-    """Convert token ids to whole numbers. Raises ArgumentError, naming the argument and the id, for anything else.
+    """Convert token ids to integers. Raises ArgumentError, naming the argument and the id, for anything else.
 
     Args:
         argument: the name of the argument.
-        given: a sequence of whole numbers, a numpy array [N] or a tensor [N].
+        given: a sequence of integers, a numpy array [N] or a tensor [N].
         vocab_size: the ids must be below this.
     """
     if isinstance(given, str):
@@ -159,7 +159,7 @@ def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
                 raise TypeError
             ids.append(index(value))
         except TypeError:
-            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are whole numbers.") from None
+            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are integers.") from None
         if not 0 <= ids[-1] < vocab_size:
             raise ArgumentError(
                 argument,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lineartime.generation.sampling import Sampling, draw, pick
 from lineartime.layers.streams import tensors_of
-from lineartime.models.backbone import BackboneState, JoinedStates
+from lineartime.models.backbone import BackboneState, BackboneStreams
 from lineartime.models.grouped import GroupedStreams
-from lineartime.models.heads import CausalLM
+from lineartime.models.language_model import CausalLM
 
 PREFILL = {"cpu": 1024, "cuda": 16_384}
 """Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
@@ -86,7 +86,7 @@ def drawing(
     return lambda tokens: step(tokens, torch.rand(len(tokens), generator=generator))
 
 
-def step_and_pick(model: CausalLM, streams: JoinedStates, sampling: Sampling, tokens: Tensor, uniform: Tensor) -> Tensor:
+def step_and_pick(model: CausalLM, streams: BackboneStreams, sampling: Sampling, tokens: Tensor, uniform: Tensor) -> Tensor:
     """Continue joined streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
     return pick(model.step(tokens[:, None], streams)[:, 0], sampling, uniform)
 
@@ -107,7 +107,7 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def recorded_step(model: CausalLM, streams: JoinedStates) -> Callable[[Tensor], Tensor]:
+def recorded_step(model: CausalLM, streams: BackboneStreams) -> Callable[[Tensor], Tensor]:
     """`model.step` in place as a CUDA graph."""
     assert not isinstance(streams, GroupedStreams)
     ids = torch.zeros_like(streams[0].position[:, None])

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from lineartime.choices import Task
+from lineartime.choices import VOCAB_SIZE, Task
 from lineartime.errors import ArgumentError
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
@@ -29,7 +29,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     task: str = "clm"
-    vocab_size: int = 32_000
+    vocab_size: int = VOCAB_SIZE
     d_model: int = 768
     n_blocks: int = 12
     mixer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"kind": "flash"})

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer
 from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
 from lineartime.data.tokenizers import Tokenizer
-from lineartime.errors import ArgumentError, LineartimeError, message_line, reporting
+from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS, LineartimeConfig
@@ -21,7 +21,7 @@ from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.json_files import read_plain
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import LanguageModel, build_model
+from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.shapes import shapes_only
 
 CARD = "README.md"
@@ -92,7 +92,7 @@ def _failing_to_write(destination: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, SafetensorError) and "os error" not in str(error):
             raise
-        raise LineartimeError(f"Cannot write {destination} ({message_line(error)}): free some space, then try again.") from None
+        raise LineartimeError(f"Cannot write {destination} ({first_line(error)}): free some space, then try again.") from None
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     config = _read_config(source)
     files = _read_headers(source, config)
-    with reporting("read", source / TOKENIZER_FILE):
+    with reporting_file_errors("read", source / TOKENIZER_FILE):
         definition = (source / TOKENIZER_FILE).read_text(encoding="utf-8", errors="replace")
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if tokenizer.vocab_size != config.vocab_size:
@@ -181,7 +181,7 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
         with shapes_only():
             wanted = {name: list(tensor.shape) for name, tensor in build_model(config).state_dict().items()}
     except (RuntimeError, OverflowError) as error:
-        raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {message_line(error)}.") from None
+        raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {first_line(error)}.") from None
     problems = [f"lacks {name}" for name in wanted if name not in shapes]
     problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
     problems += [

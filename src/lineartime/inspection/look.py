@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.data.batches import Batch, measured_batch
+from lineartime.data.batches import Batch, evaluation_batch
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
@@ -18,11 +18,11 @@ from lineartime.fields import Between, check_limits
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.opened import OpenMixer, Part
 from lineartime.layers.prefix import PrefixMixer
-from lineartime.models.heads import LanguageModel, check_model
+from lineartime.models.language_model import LanguageModel, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
 
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """The maximum number of tokens shown: an attention map has a point for each pair of tokens."""
 _STATES = 64
 """The maximum number of places along the text at which the state of a layer is measured."""
@@ -119,7 +119,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     config = check_model(model, LanguageModel, "be inspected").config
     check_vocabulary(tokenizer, config.vocab_size)
     check_positive(max_tokens=max_tokens)
-    check_limits("max_tokens", max_tokens, [Between(most=MOST_TOKENS)])
+    check_limits("max_tokens", max_tokens, [Between(most=MAX_TOKENS)])
     ids = encode_given(tokenizer, "text", text)
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
@@ -133,7 +133,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
         )
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]])
-    batch = _on_device(measured_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
+    batch = _on_device(evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
     prefix = 0 if batch.prefix_lengths is None else max(0, int(batch.prefix_lengths) - 1)  # the first is the end of a document
 
     inputs: list[Tensor] = []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lineartime.inspection.look import Inspection, LayerView, Piece
 from lineartime.inspection.pictures import NEGATIVE, POSITIVE, map_png
-from lineartime.runs.ticks import FEWEST, round_ticks, tick_labels
+from lineartime.runs.ticks import MIN_TICKS, round_ticks, tick_labels
 
 _WORST = 8.0
 """The loss in nats that is shown in the strongest colour."""
@@ -130,7 +130,7 @@ def _chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], top:
     """Draw curves as an SVG in the colours of the page."""
     width, height, left, bottom = 460, 220, 52, 24
     points = [point for curve in curves.values() for point in curve]
-    end = max(FEWEST - 1.0, max(x for x, _ in points))
+    end = max(MIN_TICKS - 1.0, max(x for x, _ in points))
     high = max(y for _, y in points) if top is None else top
     high = high if high > 0 else 1.0
 

@@ -66,7 +66,7 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
         """Softmax attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return _attend(q, k, v, real, self.causal)
 
-    def attend_both_ways(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Bidirectional `attend`, for prefixes."""
         return _attend(q, k, v, real, causal=False)
 

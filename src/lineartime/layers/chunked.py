@@ -76,10 +76,10 @@ class ChunkedUnit(GatedUnit[State]):
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the layout."""
         if self.bias is None:
             return None
-        slots = self.slots_of_chunk(layout)
-        return self.bias.side_by_side(slots, slots, rotations=layout.place_rotations)
+        slots = self.layout_chunk_size(layout)
+        return self.bias.consecutive(slots, slots, rotations=layout.place_rotations)
 
-    def slots_of_chunk(self, layout: Layout) -> int:
+    def layout_chunk_size(self, layout: Layout) -> int:
         """C, or less if the layout contains only short documents."""
         return self.chunk_size if layout.chunks is None else layout.chunks.chunk_size
 

@@ -77,9 +77,9 @@ class FLASH(
         tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
         if torch.compiler.is_exporting() and layout.context is None:
             attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.backend)
-            both_ways = self.options.both_ways
+            bidirectional = self.options.bidirectional
             return layout.with_prefix(
-                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, both_ways, self.backend)
+                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, bidirectional, self.backend)
             )
         return attend_projected(tokens, bias, layout, self.options, self.backend)
 
@@ -104,10 +104,10 @@ class FLASH(
         """Attend with a state of constant size; return the outputs and the new state."""
         return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
 
-    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Bidirectional attention within each prefix: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
         backend: Backend = "torch" if self.backend == "tiled" else self.backend  # tiles begin with the projected tokens
-        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.both_ways, backend)
+        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options.bidirectional, backend)
 
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions."""

@@ -19,7 +19,7 @@ from lineartime.layers.norms import NormParts, norm_parts
 from lineartime.layers.positions import TableBias
 from lineartime.layers.streams import ShiftedState
 from lineartime.native import native_functions
-from lineartime.ops.dense import MOST_ROWS
+from lineartime.ops.dense import MAX_ROWS
 from lineartime.ops.layout import Layout, step_layout
 from lineartime.ops.mixed_chunk.step import MixedChunkStreams, check_streams
 from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
@@ -54,7 +54,7 @@ class FlashStack:
         found = map(dict.get, self._dictionaries, self._keys)
         if any(self._hooks) or torch_module._has_any_global_hook() or not all(map(is_, found, self._values)):
             return False
-        return self._native.are_where_they_were
+        return self._native.addresses_unchanged
 
     def step_layout(self, positions: Tensor) -> Layout:
         """The layout that `step` needs for one more token of streams at these positions, int64 [B]."""
@@ -94,7 +94,7 @@ def flash_stack(blocks: nn.Module, find_layers: Callable[[], Sequence[nn.Module]
         find_layers: returns the layers in order, or nothing if there is anything else between them.
         n_streams: B; for many streams, matrix libraries are faster.
     """
-    if is_traced() or torch.is_grad_enabled() or n_streams > MOST_ROWS or native_functions(SOURCE) is None:
+    if is_traced() or torch.is_grad_enabled() or n_streams > MAX_ROWS or native_functions(SOURCE) is None:
         return None
     stack = _STACKS.get(blocks)
     if stack is None or not stack.is_current:

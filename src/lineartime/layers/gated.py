@@ -61,6 +61,8 @@ class GatedUnit(OpenMixer[State]):
 
     n_maps: ClassVar[int] = 2
     """The number of queries and keys that are made from Z, each with its own gamma and beta."""
+    n_heads: int = 1
+    """The number of heads that divide the width of queries, keys and values among them."""
     normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
     """The values of `normalization` that it supports."""
 
@@ -99,9 +101,9 @@ class GatedUnit(OpenMixer[State]):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
     @property
-    def d_head(self) -> int:
+    def head_dim(self) -> int:
         """The width of the queries and keys whose products are scores."""
-        return self.d_qk
+        return self.d_qk // self.n_heads
 
     def init_own(self) -> None:
         """Initialise gamma and beta: see `initial_scores`."""
@@ -109,12 +111,12 @@ class GatedUnit(OpenMixer[State]):
         nn.init.zeros_(self.beta)
         if self.initial_scores == "unit":  # the queries and keys of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
-            nn.init.constant_(self.beta[:2], self.d_head**-0.25)
+            nn.init.constant_(self.beta[:2], self.head_dim**-0.25)
 
     def plan(self) -> LayoutPlan:
         """Request rotations of queries and keys."""
         width = self.d_qk if self.rope else None
-        return super().plan()._replace(rotary_width=width, rotated=self.rotary_width, dtype=acc_dtype(self.gamma))
+        return super().plan()._replace(rotary_width=width, rotary_features=self.rotary_width, dtype=acc_dtype(self.gamma))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """The widths of U and V, given e = expansion * d."""
@@ -132,7 +134,7 @@ class GatedUnit(OpenMixer[State]):
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Compute one part of the attention over whole sequences: [B, maps, T, s], values [B, T, w] -> [B, T, w], for any w."""
 
-    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Bidirectional attention within prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], if the layer `reads_prefix`."""
         raise NotImplementedError
 
@@ -148,14 +150,16 @@ class GatedUnit(OpenMixer[State]):
         def read(part: Part) -> Callable[[Tensor], Tensor]:
             return lambda values: self.attend_part(part, maps, values, layout)
 
-        return Opened(v, 1, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.gate(gate, read)))
+        return Opened(
+            v, self.n_heads, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.apply_gate(gate, read))
+        )
 
     def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
         attended, state = self.attend_next(maps, v, state, layout)
-        attended = layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
-        return self.to_output(self.gate(gate, attended)), state
+        attended = layout.with_prefix(attended, partial(self.attend_bidirectional, maps, v))
+        return self.to_output(self.apply_gate(gate, attended)), state
 
     def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
@@ -166,7 +170,7 @@ class GatedUnit(OpenMixer[State]):
         """Z [B, T, s] -> rope(Z * gamma + beta), [B, maps, T, s]."""
         return queries_and_keys(base, self.gamma, self.beta, rotations)
 
-    def gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+    def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """Multiply the output of the attention by the gate U."""
         return gate * attended
 
@@ -196,7 +200,7 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
             fastest that can run.
 
     Raises:
-        ValueError: if the backend is unknown. A known backend that cannot run raises an error when the layer reads
+        ArgumentError: if the backend is unknown. A known backend that cannot run raises an error when the layer reads
             whole sequences.
     """
     check_choice("backend", backend, BACKENDS)

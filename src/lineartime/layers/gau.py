@@ -87,21 +87,21 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
         plan = super().plan()
         return plan._replace(
             bias_width=self.d_qk if isinstance(self.bias, RotaryBias) else None,
-            longest=self.longest_sequence,
+            max_length=self.longest_sequence,
         )
 
     def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
         """Attend within each document and apply the gate: [B, T, 2 e + s] -> [B, T, e]."""
         gate, v, maps = self.split(projected, layout)
-        return self.gate(gate, self.attend_part("attention", maps, v, layout))
+        return self.apply_gate(gate, self.attend_part("attention", maps, v, layout))
 
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """The whole attention, its only part: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
         attend = partial(self.attend_rows, layout=layout, causal=self.causal)
         attended = layout.by_row(attend, *maps.unbind(1), v)
-        return layout.with_prefix(attended, partial(self.attend_both_ways, maps, v))
+        return layout.with_prefix(attended, partial(self.attend_bidirectional, maps, v))
 
-    def attend_both_ways(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Bidirectional attention within each prefix: [B, 2, T, s] and [B, T, e] -> [B, T, e]."""
         return layout.by_row(partial(self.attend_rows, layout=layout, causal=False), *maps.unbind(1), v)
 
@@ -134,7 +134,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
         self._check_length(n_keys)
         if self.bias is None:
             return None
-        return self._divided(self.bias.side_by_side(n_queries, n_keys, first_query, layout.place_rotations))
+        return self._divided(self.bias.consecutive(n_queries, n_keys, first_query, layout.place_rotations))
 
     def _bias_of_step(self, streams: KVStreams) -> Tensor | None:
         """The bias of the next token of each stream for all tokens of the longest one, [B, T]."""
@@ -182,7 +182,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
     def mix_step(self, normed: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
         """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
-        out: Tensor = self.to_output(self.gate(gate, self.attend_step(maps, v, streams)))
+        out: Tensor = self.to_output(self.apply_gate(gate, self.attend_step(maps, v, streams)))
         return out
 
     def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams) -> Tensor:

@@ -111,7 +111,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             [B, T, d].
 
         Raises:
-            ValueError: if shapes do not match, or a sequence is longer than the mixer allows.
+            ArgumentError: if shapes do not match, or a sequence is longer than the mixer allows.
             LineartimeError: if prefixes are given and the mixer does not support them.
         """
         self.check_input(x)
@@ -133,8 +133,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         See `make_layout` for `whole_chunks`.
 
         Raises:
-            ValueError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split sequences
-                over the processes of a `context`.
+            ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split
+                sequences over the processes of a `context`.
             LineartimeError: if prefixes are given and this mixer does not support them.
         """
         if prefix_lengths is not None:

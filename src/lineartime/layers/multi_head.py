@@ -68,7 +68,7 @@ class MultiHeadMixer(OpenMixer[State]):
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` is not modified."""
 
-    def attend_both_ways(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class MultiHeadMixer(OpenMixer[State]):
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         q, k, v = self.project(normed, layout)
         attended = self._by_row(self.attend, q, k, v, layout)
-        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v)))
+        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v)))
 
     def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
         """The attention of `mix`, split into its parts."""
@@ -91,7 +91,7 @@ class MultiHeadMixer(OpenMixer[State]):
             def attend(values: Tensor) -> Tensor:
                 v = self.split_heads(values)
                 attended = self._by_row(partial(self.attend_part, part), q, k, v, layout)
-                return layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))
+                return layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v))
 
             return attend
 
@@ -105,7 +105,9 @@ class MultiHeadMixer(OpenMixer[State]):
         with without_autocast(v):
             attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
         attended = merge_heads(attended.to(output_dtype(v, compute)))
-        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_both_ways, q, k, v))), state
+        return self.combine(
+            normed, layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v))
+        ), state
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
         """Apply the output projection: normed tokens and the attention's output, [B, T, d] each -> [B, T, d]."""
@@ -159,7 +161,7 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[B, H, T, h] -> [B, T, d]."""
+    """[B, H, T, h] -> [B, T, H * h]."""
     return x.transpose(1, 2).flatten(2)
 
 

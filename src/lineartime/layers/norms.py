@@ -10,6 +10,7 @@ from typing_extensions import Unpack, override
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.activations import check_choice
+from lineartime.ops.precision import acc_dtype
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
@@ -45,7 +46,7 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d], computed in float32 or better: the square of 1,000 does not fit float16."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(acc_dtype(x))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale * self.g).to(x.dtype)
 
@@ -69,7 +70,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d], computed in float32 or better."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(acc_dtype(x))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale * self.weight).to(x.dtype)
 

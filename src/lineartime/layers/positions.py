@@ -27,7 +27,7 @@ from lineartime.ops.positions import (
 BiasForm = Literal["auto", "buckets"]
 BIAS_FORMS: tuple[str, ...] = get_args(BiasForm)
 
-LARGEST_TABLE = 512
+MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
 
 
@@ -52,7 +52,7 @@ class TableBias(nn.Module):
         """The bias [Q, K] for positions [Q] and [K] within `max_length`; only the rotary form uses `rotations`."""
         return table_bias(self.table, query_positions, key_positions)
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
@@ -80,7 +80,7 @@ class RotaryBias(nn.Module):
         """The bias [Q, K] for positions [Q] and [K]; `rotations` may be precomputed."""
         return self.factors(query_positions, key_positions, rotations).dense()
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; `rotations` may be precomputed."""
         places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
         return self.forward(places[first_query : first_query + n_queries], places[:n_keys], rotations)
@@ -107,7 +107,7 @@ class BucketBias(nn.Module):
         """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `rotations`."""
         return bucket_bias(self.values, query_positions, key_positions, self.causal)
 
-    def side_by_side(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
         offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
         return by_distance(bucket_values(self.values, offsets, self.causal), n_queries, n_keys)
@@ -122,7 +122,7 @@ def build_relative_bias(
     """Build a relative bias: "auto" is a table if `max_length` is given and at most 512, and the rotary form otherwise."""
     if form == "buckets":
         return BucketBias(causal, **factory)
-    if max_length is not None and max_length <= LARGEST_TABLE:
+    if max_length is not None and max_length <= MAX_TABLE_LENGTH:
         return TableBias(max_length, **factory)
     return RotaryBias(d_qk, **factory)
 
@@ -151,7 +151,7 @@ class ScaledSin(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector for each of `max_positions` positions, as in the first Transformers for masked language models."""
+    """One learned vector for each of `max_positions` positions, as in BERT (arXiv 1810.04805)."""
 
     tables = ("table",)
 

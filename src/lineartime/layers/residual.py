@@ -39,7 +39,7 @@ class ResidualLayer(nn.Module):
         device, dtype: the device and dtype of the parameters, as in torch.nn; None for PyTorch's defaults.
 
     Raises:
-        ValueError: if an argument has a value that is not allowed.
+        ArgumentError: if an argument has a value that is not allowed.
     """
 
     name: ClassVar[str]

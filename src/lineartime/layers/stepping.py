@@ -77,7 +77,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.
 
         Raises:
-            ValueError: if x is not one token for each stream, or the streams belong to another layer.
+            ArgumentError: if x is not one token for each stream, or the streams belong to another layer.
         """
         self.check_input(x)
         self.check_streams(streams)

@@ -2,7 +2,7 @@
 
 from lineartime.models.config import ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
-from lineartime.models.heads import CausalLM, LanguageModel, MaskedLM, build_model
+from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import build, presets
 

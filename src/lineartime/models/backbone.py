@@ -26,7 +26,7 @@ from lineartime.ops.layout import Layout
 
 BackboneState = tuple[Any, ...]
 """One mixer state for each block."""
-JoinedStates = BackboneState | GroupedStreams
+BackboneStreams = BackboneState | GroupedStreams
 """What `join_streams` returns."""
 
 
@@ -214,7 +214,7 @@ class Backbone(nn.Module):
     def _steps_together(self) -> bool:
         return all(isinstance(block.mixer, SteppingMixer) for block in self.blocks)
 
-    def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
+    def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
         """Join streams at different positions, for `step`. Raises ArgumentError unless they are states of this model."""
         if not states:
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
@@ -231,7 +231,7 @@ class Backbone(nn.Module):
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
-    def check_step(self, ids: Tensor, streams: JoinedStates) -> None:
+    def check_step(self, ids: Tensor, streams: BackboneStreams) -> None:
         """Raise ArgumentError unless `ids` [B, 1] holds one token per stream, and this model joined the `streams`."""
         self.check_ids(ids)
         if isinstance(streams, GroupedStreams):
@@ -246,7 +246,7 @@ class Backbone(nn.Module):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
         _check_one_each(tokens, streams[0].position.shape[0])
 
-    def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
+    def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
         """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d]. Updates `streams` in place."""
         self.check_step(ids, streams)
         embedded = self.embedding(ids)

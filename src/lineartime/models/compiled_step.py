@@ -20,7 +20,7 @@ from lineartime.ops.precision import acc_dtype, autocast_dtype
 
 if TYPE_CHECKING:
     from lineartime.models.backbone import BackboneState
-    from lineartime.models.heads import CausalLM
+    from lineartime.models.language_model import CausalLM
 
 CompiledStep = Callable[["CausalLM", Tensor, "BackboneState"], Tensor]
 _numbers = count()

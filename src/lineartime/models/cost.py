@@ -3,18 +3,19 @@
 Shapes: T tokens of context.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.choices import LONGEST_CONTEXT
+from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.layers.streams import tensors_of
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, LanguageModel, build_model
+from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.ops.checks import check_positive
 from lineartime.shapes import shapes_only
 
@@ -37,16 +38,20 @@ class Cost(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
-    # All blocks are identical: models with one and with two blocks show what each block adds.
+    return _over_blocks(config, lambda model: model.n_parameters)
+
+
+def _over_blocks(config: ModelConfig, measure: Callable[[LanguageModel], int]) -> int:
+    """A measure of the whole model, from models of one and two blocks: all blocks are identical."""
     with shapes_only():
-        one, two = (build_model(config.override(n_blocks=n)).n_parameters for n in (1, 2))
+        one, two = (measure(build_model(config.override(n_blocks=n))) for n in (1, 2))
     return one + (config.n_blocks - 1) * (two - one)
 
 
 def check_context_length(context_length: int) -> None:
     """Raise ArgumentError unless the context length is an integer from 1 to 2^30."""
     check_positive(context_length=context_length)
-    check_limits("context_length", context_length, [Between(most=LONGEST_CONTEXT)])
+    check_limits("context_length", context_length, [Between(most=MAX_CONTEXT_LENGTH)])
 
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
@@ -56,16 +61,8 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    # All blocks are identical: models with one and with two blocks show what each block adds.
-    with shapes_only():
-        one, two = (build_model(config.override(n_blocks=n)) for n in (1, 2))
-
-    def total(of_one: int, of_two: int) -> int:
-        return of_one + (config.n_blocks - 1) * (of_two - of_one)
-
-    parameters = total(one.n_parameters, two.n_parameters)
-    flops = total(*(_forward_flops(model, ids) for model in (one, two)))
-    return Cost(parameters, flops / context_length, stream_bytes(config, context_length))
+    flops = _over_blocks(config, lambda model: _forward_flops(model, ids))
+    return Cost(count_parameters(config), flops / context_length, stream_bytes(config, context_length))
 
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:

@@ -18,7 +18,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import check_evaluates
+from lineartime.models.language_model import check_evaluates
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.dense import dense
@@ -153,14 +153,14 @@ class EncoderDecoder(nn.Module):
         Args:
             source_ids: [B, S] token ids.
             target_ids: [B, T] token ids, usually the target after a start token.
-            source_mask: bool [B, S], True for real tokens; padding may be anywhere.
-            target_mask: bool [B, T], the same for the target.
+            source_mask: [B, S], bool or integers 0 and 1, True for real tokens. Padding may be anywhere.
+            target_mask: [B, T], the same for the target.
 
         Returns:
             Logits [B, T, V].
 
         Raises:
-            ValueError: if shapes do not match.
+            ArgumentError: if shapes do not match.
         """
         sources = self._read(source_ids, source_mask)
         self.encoder.check_ids(target_ids, "target_ids")
@@ -233,7 +233,7 @@ def greedy(
     Args:
         model: an encoder-decoder in evaluation mode.
         source_ids: [B, S] token ids.
-        source_mask: bool [B, S], True for real tokens.
+        source_mask: [B, S], bool or integers 0 and 1, True for real tokens.
         start_token: the token before every target.
         stop_token: the token that ends a target, and is not returned; None for targets of `max_tokens` tokens.
         max_tokens: the maximum number of tokens to generate, including the stop token.
@@ -242,8 +242,8 @@ def greedy(
         The token ids of B targets.
 
     Raises:
-        ValueError: if shapes do not match, a token is outside the vocabulary, `max_tokens` is below 1 or more than the decoder
-            can read, or the model is in training mode with dropout.
+        ArgumentError: if shapes do not match, a token is outside the vocabulary, `max_tokens` is below 1 or more than the
+            decoder can read, or the model is in training mode with dropout.
     """
     check_positive(max_tokens=max_tokens)
     for name, token in (("start_token", start_token), ("stop_token", stop_token)):

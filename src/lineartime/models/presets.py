@@ -3,16 +3,13 @@
 import dataclasses
 from typing import Any, Literal, get_args, overload
 
-from lineartime.choices import Task
+from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import CausalLM, MaskedLM, build_model
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.ops.activations import check_choice
-
-BYTE_VOCABULARY = 258
-"""The vocabulary size of the tiny presets: 256 bytes, the end of a document and the mask."""
 
 # Our own size, for laptops. GAU starts with large scores: with the published initialisation, attention would take longer to
 # become useful than such runs last.

@@ -36,6 +36,7 @@ from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer
 from lineartime.baselines.sparse import Sparse
+from lineartime.choices import VOCAB_SIZE
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
@@ -67,7 +68,7 @@ class Size:
     n_heads: int
     d_qk: int = 128
     chunk_size: int = 256
-    vocab_size: int = 32_000
+    vocab_size: int = VOCAB_SIZE
     initial_scores: InitialScores = "small"
 
 
@@ -86,7 +87,7 @@ class System:
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
         fields: fields of the model that differ from the usual ones.
-        clipped: whether the paper's recipes clip its gradient.
+        clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
 
@@ -95,7 +96,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict)
     scaled: Mapping[str, Callable[[Size], int | str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    clipped: bool = True
+    clips_gradient: bool = True
     description: str = ""
 
     @property
@@ -145,7 +146,7 @@ SYSTEMS: dict[str, System] = {
         MLP,
         options={"rope": False},
         fields={"norm": "layernorm", "absolute_position": "learned", "max_positions": 1024},
-        clipped=False,
+        clips_gradient=False,
         description="The vanilla Transformer, with 1,024 learned positions",
     ),
     "transformer+": System(Attention, MLP, description="Transformer+: rotary positions, MLP"),

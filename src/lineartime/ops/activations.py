@@ -24,6 +24,8 @@ QUADRATIC_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_bias")
 
 _LAPLACE_MEAN = math.sqrt(1 / 2)
 _LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
+_SOFTMAX_PLUS_LENGTH = 512
+"""The number of visible keys at which `softmax_plus` is a softmax: the length that GAU-alpha was trained with."""
 
 
 def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -47,7 +49,7 @@ def attention_weights_oracle(
     if activation == "softmax":
         return score.softmax(0)
     if activation == "softmax_plus":
-        return (score * math.log(n, 512)).softmax(0)
+        return (score * math.log(n, _SOFTMAX_PLUS_LENGTH)).softmax(0)
     if published_length is not None:
         score = products / published_length + offset
     weights: Tensor = laplace(score) if activation == "laplace" else torch.relu(score).square()
@@ -91,7 +93,7 @@ def attention_weights(
         scores = scores + bias
     if is_softmax:
         if activation == "softmax_plus":
-            scores = scores * (_visible_count(visible, scores).log() / math.log(512))
+            scores = scores * (_visible_count(visible, scores).log() / math.log(_SOFTMAX_PLUS_LENGTH))
         if visible is None:
             return torch.softmax(scores, -1)
         # The second mask is for rows without visible keys: there, a softmax of equal scores is uniform, not zero.

@@ -33,7 +33,7 @@ def choose_backend(
         activation: the activation of the quadratic attention.
 
     Raises:
-        ValueError: if the op does not have the backend, or it cannot run here; the message gives the reason.
+        ArgumentError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
     check_choice("backend", backend, ("auto", *available))
     if backend == "auto":

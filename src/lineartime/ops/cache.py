@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.operator import is_traced, under_transform
 
-SMALLEST_ROOM = 64
+MIN_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""
 
 
@@ -43,7 +43,7 @@ class KVCache(_KeysAndValues):
         start, stop = self.position, self.position + k.shape[-2]
         room = self._room
         if room is None or not room.claim(self.k, start, stop):
-            capacity = max(SMALLEST_ROOM, stop, 2 * start)
+            capacity = max(MIN_ROOM, stop, 2 * start)
             room = _Room(_with_capacity(self.k, capacity), _with_capacity(self.v, capacity), stop)
         for memory, new in ((room.k, k), (room.v, v)):
             memory.narrow(-2, start, stop - start).copy_(new)
@@ -76,7 +76,7 @@ class KVStreams:
 
     def __init__(self, states: Sequence[KVCache]) -> None:
         self.longest = max((state.position for state in states), default=0)
-        room = max(SMALLEST_ROOM, 2 * self.longest)
+        room = max(MIN_ROOM, 2 * self.longest)
         self._k, self._v = (torch.cat([_with_zeros(x, room) for x in parts]) for parts in zip(*states, strict=True))
         self._features = _features(self._k), _features(self._v)
         positions = [state.position for state in states for _ in range(len(state.k))]

@@ -151,7 +151,7 @@ def check_rotary_width(rotary_width: int | None, width: int) -> None:
     if rotary_width is None:
         return
     if not isinstance(rotary_width, int) or isinstance(rotary_width, bool):
-        raise ArgumentError("rotary_width", f"is {rotary_width!r}, but must be a whole number, or None for all.")
+        raise ArgumentError("rotary_width", f"is {rotary_width!r}, but must be an integer, or None for all.")
     if rotary_width % 2 or not 2 <= rotary_width <= width:
         raise ArgumentError(
             "rotary_width", f"is {rotary_width}, but must be an even number from 2 to {width}, or None for all."

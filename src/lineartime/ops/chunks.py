@@ -45,7 +45,7 @@ class Chunks(NamedTuple):
         length: T.
         chunk_size: C.
         n_chunks: G, the chunks of all documents of a row.
-        longest: the number of chunks of the longest document, or an upper bound of it.
+        max_chunks: the number of chunks of the longest document, or an upper bound of it.
         slots: the slots of the tokens; None if all tokens are already contiguous.
         real: bool [B, G, C], whether a slot holds a token; None if all do. Empty slots come after a document's tokens.
         document_starts: int64 [D + 1], the boundaries of the documents, counted in chunks.
@@ -55,7 +55,7 @@ class Chunks(NamedTuple):
     length: int
     chunk_size: int
     n_chunks: int
-    longest: int
+    max_chunks: int
     slots: Slots | None
     real: Tensor | None
     document_starts: Tensor
@@ -106,7 +106,7 @@ def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:
 
 
 def count_before(counts: Tensor, chunks: Chunks) -> Tensor:
-    """For each chunk, sum whole numbers over the chunks before it in its document, exactly: int64 [B, G]."""
+    """For each chunk, sum integers over the chunks before it in its document, exactly: int64 [B, G]."""
     before = exclusive_cumsum(counts.long())
     return before if chunks.document is None else before - before[:, chunks.document_starts[chunks.document]]
 
@@ -118,7 +118,7 @@ def _sum_before(x: Tensor, chunks: Chunks) -> Tensor:
     infinity in one document would spread to all later ones.
     """
     total, reach = shift_chunks(x, chunks, 1), 1
-    while reach < chunks.longest:
+    while reach < chunks.max_chunks:
         total = total + shift_chunks(total, chunks, reach)
         reach *= 2
     return total
@@ -142,15 +142,15 @@ def split_documents(x: Tensor, chunks: Chunks) -> Tensor:
     if chunks.document is None:
         return x[:, None]
     n_documents = len(chunks.document_starts) - 1
-    split = x.new_zeros(x.shape[0], n_documents * chunks.longest, *x.shape[2:])
-    split = split.index_copy(1, chunks.document * chunks.longest + chunks.places(), x)
-    return split.view(x.shape[0], n_documents, chunks.longest, *x.shape[2:])
+    split = x.new_zeros(x.shape[0], n_documents * chunks.max_chunks, *x.shape[2:])
+    split = split.index_copy(1, chunks.document * chunks.max_chunks + chunks.places(), x)
+    return split.view(x.shape[0], n_documents, chunks.max_chunks, *x.shape[2:])
 
 
 def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
     """The inverse of `split_documents`: [B, D, longest, ...] -> [B, G, ...]."""
     x = x.flatten(1, 2)
-    return x if chunks.document is None else x[:, chunks.document * chunks.longest + chunks.places()]
+    return x if chunks.document is None else x[:, chunks.document * chunks.max_chunks + chunks.places()]
 
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:

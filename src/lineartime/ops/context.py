@@ -46,7 +46,7 @@ def check_equal_slices(shape: torch.Size, group: ContextGroup, device: torch.dev
         )
 
 
-Elsewhere = Literal["before", "just before", "after", "just after", "others"]
+OtherProcesses = Literal["before", "just before", "after", "just after", "others"]
 """Other processes: all that hold earlier slices, the previous one, all that hold later slices, the next one, or all."""
 
 _TRANSPOSED = {"before": "after", "just before": "just after", "others": "others"}
@@ -54,7 +54,7 @@ _TRANSPOSED |= {after: before for before, after in _TRANSPOSED.items()}
 """The processes whose gradients a process sums in the backward pass: those that read its x."""
 
 
-def sum_elsewhere(x: Tensor, group: ContextGroup, reach: Elsewhere) -> Tensor:
+def sum_elsewhere(x: Tensor, group: ContextGroup, reach: OtherProcesses) -> Tensor:
     """Sum x over other processes; zeros if there are none. Every process must call it. Gradients flow back across processes.
 
     Raises:

@@ -56,7 +56,7 @@ def cross_attention(
         [B, ..., T, e], with zeros for rows whose source has no real token. float16 is computed in float32.
 
     Raises:
-        ValueError: if shapes do not match, or the activation is unknown.
+        ArgumentError: if shapes do not match, or the activation is unknown.
     """
     source_mask = _check(q, k, v, source_mask, activation)
     visible: Tensor | None = None

@@ -13,7 +13,7 @@ from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.operator import is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("dense.cpp")
-MOST_ROWS = 32
+MAX_ROWS = 32
 """The maximum number of rows for which the C++ function is at least as fast as matrix libraries."""
 
 
@@ -22,7 +22,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_traced():  # which would specialise the recorded program to the number of rows
         return F.linear(x, weight, bias)
     width = x.shape[-1]
-    few = 0 < x.numel() <= MOST_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES
+    few = 0 < x.numel() <= MAX_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES
     fits = weight.shape[1:] == (width,) and weight.dtype == x.dtype
     if bias is not None:
         fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype

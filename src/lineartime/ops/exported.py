@@ -29,7 +29,7 @@ def mixed_chunk(
 ) -> Tensor:
     """`gated_mixed_chunk_attention` as one operator: [B, T, 2 e + s] -> [B, T, e]; the layout needs no chunks."""
     positions = None if layout.rotations is None else layout.positions
-    rotary_width = None if layout.plan is None else layout.plan.rotated
+    rotary_width = None if layout.plan is None else layout.plan.rotary_features
     out: Tensor = _mixed_chunk_operator(
         *projected[:3], positions, bias, layout.mask, layout.document_starts, rotary_width or projected.d_qk,
         options.chunk_size, options.causal, options.activation, options.normalization, backend,

@@ -107,15 +107,15 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
     "exported_mixed_chunk": _exported_mixed_chunk,
     "exported_quadratic": _quadratic,
     "linear_cross_entropy": _linear_cross_entropy,
-    "mixed_chunk_attention": _triton_mixed_chunk,
-    "mixed_chunk_attention_backward": _triton_mixed_chunk_backward,
-    "gated_mixed_chunk": _gated_mixed_chunk,
-    "gated_mixed_chunk_extend": _gated_mixed_chunk,
-    "gated_mixed_chunk_backward": _gated_mixed_chunk_backward,
-    "quadratic_attention": _quadratic,
-    "quadratic_attention_backward": _triton_quadratic_backward,
+    "triton_mixed_chunk": _triton_mixed_chunk,
+    "triton_mixed_chunk_backward": _triton_mixed_chunk_backward,
+    "triton_gated_mixed_chunk": _gated_mixed_chunk,
+    "triton_gated_mixed_chunk_extend": _gated_mixed_chunk,
+    "triton_gated_mixed_chunk_backward": _gated_mixed_chunk_backward,
+    "triton_quadratic": _quadratic,
+    "triton_quadratic_backward": _triton_quadratic_backward,
 }
-"""The formulas by the name of the operator in torch.ops.lineartime; the last seven are for the Triton kernels."""
+"""The formulas by the name of the operator in torch.ops.lineartime."""
 
 
 # 2. How they reach the counter ----------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ class Layout(NamedTuple):
         """
         if self.prefix is None:
             return causal
-        both_ways, mask = attend(self.prefix), self.prefix.mask
-        return both_ways if mask is None else torch.where(mask[..., None], both_ways, causal)
+        bidirectional, mask = attend(self.prefix), self.prefix.mask
+        return bidirectional if mask is None else torch.where(mask[..., None], bidirectional, causal)
 
     def by_row(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply an attention to every document as a separate row: [B, T, f] each -> [B, T, e].
@@ -140,29 +140,29 @@ class LayoutPlan(NamedTuple):
 
     Attributes:
         rotary_width: s, the width of the vectors that are rotated; None for no rotation.
-        rotated: the number of their features that are rotated; None for all.
+        rotary_features: the number of their features that are rotated; None for all.
         bias_width: the width of the vectors of a rotary relative bias; None without one.
         bias_places: the number of places that such a bias spans; None for the length of a row.
         chunk_size: C of a mixer with chunks; None for a mixer over whole rows.
         normalization: how a mixer with chunks divides scores and sums, for its steps; None for others.
-        longest: the maximum number of tokens in a row; None for no limit.
+        max_length: the maximum number of tokens in a row; None for no limit.
         token_shift: whether tokens take half of their features from the previous token.
         dtype: the dtype of the rotations.
     """
 
     rotary_width: int | None = None
-    rotated: int | None = None
+    rotary_features: int | None = None
     bias_width: int | None = None
     bias_places: int | None = None
     chunk_size: int | None = None
     normalization: Normalization | None = None
-    longest: int | None = None
+    max_length: int | None = None
     token_shift: bool = False
     dtype: torch.dtype = torch.float32
 
 
 NO_PLAN = LayoutPlan()
-SMALLEST_CHUNK = 16
+MIN_CHUNK_SIZE = 16
 """The minimum size of the chunks of short documents or rows. Sizes are powers of two: few sizes need few kernels."""
 
 
@@ -236,7 +236,7 @@ def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
     """The plan with chunks no larger than the longest document needs, rounded up to a power of two."""
     if plan.chunk_size is None:
         return plan
-    needed = max(SMALLEST_CHUNK, 1 << (max([1, *lengths]) - 1).bit_length())
+    needed = max(MIN_CHUNK_SIZE, 1 << (max([1, *lengths]) - 1).bit_length())
     return plan._replace(chunk_size=min(plan.chunk_size, needed))
 
 
@@ -272,7 +272,7 @@ def _arranged(layout: Layout, prefix: Tensor | None, batch: int, lengths: list[i
     if plan.chunk_size is not None:
         layout = layout._replace(chunks=cut_documents(batch, plan.chunk_size, lengths, layout))
     elif layout.mask is not None or layout.document is not None:
-        n_places = longest_row(lengths, layout, plan.longest)
+        n_places = longest_row(lengths, layout, plan.max_length)
         layout = layout._replace(rows=document_rows(batch, n_places, layout))
     layout = _with_rotations(layout, plan, plan.bias_places or n_places, device)
     if prefix is None:
@@ -305,7 +305,7 @@ def step_layout(positions: Tensor, *, plan: LayoutPlan = NO_PLAN) -> Layout:
 def _with_rotations(layout: Layout, plan: LayoutPlan, n_places: int, device: torch.device) -> Layout:
     layout = layout._replace(plan=plan)
     if plan.rotary_width is not None:
-        layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype, plan.rotated)
+        layout = rotated_by(layout, layout.positions, plan.rotary_width, plan.dtype, plan.rotary_features)
     if plan.bias_width is not None:
         places = torch.arange(n_places, device=device)
         layout = layout._replace(place_rotations=rotary_table(places, plan.bias_width // 2, plan.dtype))

@@ -22,7 +22,7 @@ from lineartime.ops.checks import check_continues
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
 
-SMALLEST_SUM = 1e-18
+MIN_DIVISOR = 1e-18
 """The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
 gradient, is still nonzero in float32."""
 
@@ -92,12 +92,13 @@ def linear_attention(
         raise ArgumentError("k", f"has shape {list(k.shape)}, but must be [..., T, f] to match {shapes}.")
     sums = causal_sums if causal else _total
 
-    def read(k: Tensor) -> Tensor:
+    def without_padding(k: Tensor) -> Tensor:
         return k if real is None else k.masked_fill(~real[..., None], 0.0)
 
     if plain is None:
-        return normalized(sums(q, read(k), with_ones(v)))
-    numerator, denominator = sums(q, read(k), v), sums(plain[0], read(plain[1]), torch.ones_like(v[..., :1]))
+        return normalized(sums(q, without_padding(k), with_ones(v)))
+    numerator = sums(q, without_padding(k), v)
+    denominator = sums(plain[0], without_padding(plain[1]), torch.ones_like(v[..., :1]))
     return normalized(torch.cat([numerator, denominator], -1))
 
 
@@ -108,7 +109,7 @@ def with_ones(v: Tensor) -> Tensor:
 
 def normalized(sums: Tensor) -> Tensor:
     """Divide sums of values by the sum of ones in their last place: [..., h + 1] -> [..., h]."""
-    return sums[..., :-1] / sums[..., -1:].clamp(min=SMALLEST_SUM)
+    return sums[..., :-1] / sums[..., -1:].clamp(min=MIN_DIVISOR)
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -105,10 +105,11 @@ def has_plain_memory(x: Tensor) -> bool:
     return type(x) in (Tensor, Parameter) and x.device.type == "cpu" and x.is_contiguous()
 
 
-def refuse_second_derivative(gradient: Tensor, what: str, instead: str) -> None:
+def refuse_second_derivative(
+    gradient: Tensor, what: str, instead: str = "use backend='torch', or set_backend(model, 'torch')"
+) -> None:
     """Raise RuntimeError if the backward pass of this gradient must be differentiable (create_graph=True)."""
-    traced = (
-        type(gradient) is not Tensor
-    )  # the compiler records a backward pass with gradients on, and does not differentiate it
+    # The compiler records a backward pass with gradients on, and does not differentiate it.
+    traced = type(gradient) is not Tensor
     if torch.is_grad_enabled() and not traced and not torch.compiler.is_compiling():
         raise RuntimeError(f"{what} can be differentiated only once: for second derivatives, {instead}.")

@@ -7,13 +7,13 @@ ones would make thousands of long rows, nearly all padding. The documents of suc
 from itertools import pairwise
 from typing import NamedTuple
 
-MOST_GROUPS = 4
+MAX_GROUPS = 4
 """The maximum number of groups in a pack. Code is compiled for each number of groups."""
 WASTE = 4
 """Two groups are merged if the padding adds at most 1 / WASTE to the cost of the pack."""
-OVERHEAD = 2**18
+GROUP_COST = 2**18
 """The cost of the operations of one more group, in scores: about a millisecond on a CPU."""
-LINEAR = 128
+SLOT_COST = 128
 """The cost of the other computations for each slot of a row, padding included, in scores."""
 
 
@@ -26,7 +26,7 @@ class _Group(NamedTuple):
     @property
     def cost(self) -> int:
         """The cost in scores of an attention in which every slot of a row attends to every slot."""
-        return len(self.documents) * self.longest * (self.longest + LINEAR)
+        return len(self.documents) * self.longest * (self.longest + SLOT_COST)
 
     def joined(self, other: "_Group") -> "_Group":
         return _Group(self.documents + other.documents, max(self.longest, other.longest))
@@ -47,7 +47,7 @@ def similar_documents(lengths: list[int]) -> list[list[int]]:
     while len(groups) > 1:
         padding = [one.joined(other).cost - one.cost - other.cost for one, other in pairwise(groups)]
         added = min(padding)
-        if len(groups) <= MOST_GROUPS and added > max(OVERHEAD, least // WASTE):
+        if len(groups) <= MAX_GROUPS and added > max(GROUP_COST, least // WASTE):
             break
         at = padding.index(added)
         groups[at : at + 2] = [groups[at].joined(groups[at + 1])]

@@ -205,7 +205,8 @@ def rotary_bias(
 ) -> FactoredBias:
     """Relative bias of any length from two vectors a, b in R^s: bias[t, j] = rope(a)_t . rope(b)_j.
 
-    `table`, if given, holds the rotations [2, n, s / 2] of positions 0 to n - 1.
+    Source: arXiv 2202.10447, appendix, `rel_pos_bias`. `table`, if given, holds the rotations [2, n, s / 2] of positions 0 to
+    n - 1.
     """
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -216,7 +217,11 @@ def rotary_bias(
 
 
 def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """The sinusoid table of the Transformer, sines before cosines: [..., d_model] for positions [...]; d_model is even."""
+    """The sinusoids of the Transformer (arXiv 1706.03762, section 3.5), sines before cosines: [...] -> [..., d_model].
+
+    Raises:
+        ArgumentError: if d_model is odd.
+    """
     if d_model % 2:
         raise ArgumentError("d_model", f"is {d_model}, but must be even: every angle has a sine and a cosine.")
     cos, sin = _rotary_table(positions, d_model // 2, dtype).unbind(0)

@@ -21,7 +21,7 @@ REPORT = "A picture of the losses"
 """What `draw_report` makes, in errors."""
 COMPARISON = "A plot of runs"
 """What `draw_comparison` makes, in errors."""
-_MOST_POINTS = 2000
+_MAX_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
 
@@ -99,7 +99,7 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
     training = [line for line in lines if "loss" in line]
     values = _trailing_means([line["loss"] for line in training])
     means = [{**line, "loss": mean} for line, mean in zip(training[len(training) - len(values) :], values, strict=True)]
-    every = -(-len(means) // _MOST_POINTS) or 1
+    every = -(-len(means) // _MAX_POINTS) or 1
     return [*means[::-every][::-1], *(line for line in lines if "validation_loss" in line)]
 
 

@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, missing_extra, reporting
+from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
 from lineartime.files import is_there
 
 
@@ -25,7 +25,7 @@ def check_picture(purpose: str, file: Path) -> None:
     """
     _check_suffix(new_figure(purpose, 1, 1), file)
     existed = is_there(file)
-    with reporting("write", file):
+    with reporting_file_errors("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
         if not existed:
@@ -35,7 +35,7 @@ def check_picture(purpose: str, file: Path) -> None:
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
     """Write a figure and return the file. Raises LineartimeError if that fails or the suffix is not an image format."""
     _check_suffix(figure, file)
-    with reporting("write", file), warnings.catch_warnings():
+    with reporting_file_errors("write", file), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
         figure.savefig(file, dpi=dots_per_inch)
     return file

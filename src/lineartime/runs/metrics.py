@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lineartime.checkpoint.contents import Step
-from lineartime.errors import reporting
+from lineartime.errors import reporting_file_errors
 from lineartime.fields import Between, decode, shown
 from lineartime.files import write_atomically
 from lineartime.json_files import open_regular, parse
@@ -44,7 +44,7 @@ class MetricsLog:
 
     def __init__(self, run: Path, first_step: int) -> None:
         self._file = run / METRICS_FILE
-        with reporting("write", self._file):
+        with reporting_file_errors("write", self._file):
             run.mkdir(parents=True, exist_ok=True)
             kept = [line for line in read_metrics(run) if line["step"] <= first_step] if self._file.exists() else []
             write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
@@ -57,14 +57,14 @@ class MetricsLog:
         """Append one line and return its numbers, without those that JSON cannot express: infinities and NaN."""
         totals = {"tokens": self.tokens, "seconds": round(time.perf_counter() - self._begin, 3)}
         finite = {name: value for name, value in {**numbers, **totals}.items() if math.isfinite(value)}
-        with reporting("write", self._file):
+        with reporting_file_errors("write", self._file):
             self._opened.write(json.dumps({"step": step, **finite}) + "\n")
             self._opened.flush()
         return finite
 
     def close(self) -> None:
         """Close the file."""
-        with reporting("write", self._file):
+        with reporting_file_errors("write", self._file):
             self._opened.close()
 
 
@@ -83,7 +83,7 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
     """
     lines, problems = [], []
     path = Path(run, METRICS_FILE)
-    with reporting("read", path), open_regular(path) as file:
+    with reporting_file_errors("read", path), open_regular(path) as file:
         number = 0
         while content := file.readline(_LONGEST):
             number += 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
-from lineartime.errors import LineartimeError, first_line, reporting
+from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import write_atomically
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
@@ -119,7 +119,7 @@ def _write(run: Path, record: Record) -> None:
     for process in plain["processes"]:
         if process["error"] is None:
             del process["error"]
-    with reporting("write", run / RECORD_FILE):
+    with reporting_file_errors("write", run / RECORD_FILE):
         run.mkdir(parents=True, exist_ok=True)
         write_atomically(run / RECORD_FILE, json.dumps(plain, indent=2) + "\n")
 
@@ -150,7 +150,7 @@ class RunRecord:
     def _add_error(self, entry: int, error: Exception) -> None:
         record = read_record(self._run)
         processes = list(record.processes)
-        processes[entry] = dataclasses.replace(processes[entry], error=first_line(error))
+        processes[entry] = dataclasses.replace(processes[entry], error=typed_first_line(error))
         _write(self._run, dataclasses.replace(record, processes=tuple(processes)))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints, read_from, read_training_state
-from lineartime.errors import LineartimeError, reporting
+from lineartime.errors import LineartimeError, reporting_file_errors
 from lineartime.files import is_there
-from lineartime.runs.claim import is_claimed
 from lineartime.runs.curve import thinned
+from lineartime.runs.lock import is_locked
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
 from lineartime.runs.record import RECORD_FILE, Record, last_error, read_record
 
@@ -68,7 +68,7 @@ class RunSummary:
 def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
     """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
     try:
-        with reporting("read", folder):
+        with reporting_file_errors("read", folder):
             is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
             within = [] if is_run else [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != "."]
     except LineartimeError as error:
@@ -161,10 +161,10 @@ def _waiting(lines: list[dict[str, float]]) -> float | None:
 def _state(path: Path, steps: object, error: str | None, step: float | None, seconds: float | None, silent: float) -> str:
     """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
     if error is not None:
-        return "running" if is_claimed(path) else "failed"  # it is being resumed, or not
+        return "running" if is_locked(path) else "failed"  # it is being resumed, or not
     if isinstance(steps, int) and step is not None and step >= steps:
         return "finished"
-    if is_claimed(path):
+    if is_locked(path):
         return "running"
     checkpoints = list_checkpoints(path)
     if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):

@@ -13,7 +13,7 @@ from lineartime.files import is_there
 from lineartime.runs.curve import counted
 from lineartime.runs.summary import RunSummary, find_runs
 
-_MOST_OPTIONS = 4
+_MAX_OPTIONS = 4
 """The maximum number of columns for options that differ."""
 _NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "steps", "out", "resume", "like", "cache", "track")
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
@@ -118,7 +118,7 @@ def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
     """
     runs = [run for group in groups for run in group.runs]
     options = [name for name in differing_options(runs) if name not in _GROUPED_BY]
-    most = len(options) if width is None else _MOST_OPTIONS
+    most = len(options) if width is None else _MAX_OPTIONS
     shown, more = options[:most], options[most:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
     columns |= {name: _cells([run.options.get(name) for run in runs]) for name in ("data", *shown)}

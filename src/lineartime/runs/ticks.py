@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-FEWEST = 4
+MIN_TICKS = 4
 """The minimum number of labels on an axis: with fewer, values between them are hard to read."""
 _CHARACTER = 0.083
 """The width of a digit in a label, in inches."""
-_SMALLEST_RANGE = 1e-9
+_MIN_RANGE = 1e-9
 """The smallest range of an axis, as a share of its values: labels have twelve digits."""
 
 
@@ -18,7 +18,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
 
     Args:
         axes: matplotlib axes, whose data and scales are already set.
-        whole_x: whether only whole numbers make sense on the horizontal axis.
+        whole_x: whether only integers make sense on the horizontal axis.
         x_values: ticks of the horizontal axis, if there are at least four; otherwise, values that round ticks should include.
     """
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
@@ -31,7 +31,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
         if (low, high) != limits:
             limit(low, high)
         wanted = sorted(set(x_values)) if is_x else []
-        ticks = wanted if len(wanted) >= FEWEST else round_ticks(low, high, base=base, whole=whole_x and is_x, among=wanted)
+        ticks = wanted if len(wanted) >= MIN_TICKS else round_ticks(low, high, base=base, whole=whole_x and is_x, among=wanted)
         labels = tick_labels(ticks)
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_major_formatter(FixedFormatter(labels))
@@ -44,11 +44,11 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
 
 def enough_room(low: float, high: float, whole: bool = False) -> tuple[float, float]:
     """The limits of an axis, extended if four ticks do not fit between them."""
-    if whole and math.floor(high) - math.ceil(low) + 1 < FEWEST:
-        return math.floor(low), max(high, math.floor(low) + FEWEST - 1)
+    if whole and math.floor(high) - math.ceil(low) + 1 < MIN_TICKS:
+        return math.floor(low), max(high, math.floor(low) + MIN_TICKS - 1)
     largest = max(abs(low), abs(high))
-    if high - low < _SMALLEST_RANGE * largest:
-        return low - _SMALLEST_RANGE * largest, high + _SMALLEST_RANGE * largest
+    if high - low < _MIN_RANGE * largest:
+        return low - _MIN_RANGE * largest, high + _MIN_RANGE * largest
     return low, high
 
 
@@ -61,18 +61,18 @@ def round_ticks(
         low: the lower end of the axis.
         high: the upper end; `enough_room` makes the two far enough apart.
         base: of a logarithmic axis; None for a linear one.
-        whole: whether to take only whole numbers.
+        whole: whether to take only integers.
         among: numbers that the ticks of a logarithmic axis should include, if possible.
     """
-    spread = [] if base is None else [ticks for ticks in _log_ticks(low, high, base) if len(ticks) >= FEWEST]
+    spread = [] if base is None else [ticks for ticks in _log_ticks(low, high, base) if len(ticks) >= MIN_TICKS]
     spread.sort(key=lambda ticks: not set(among) <= set(ticks))
-    return spread[0] if spread else next(ticks for ticks in _linear_ticks(low, high, whole) if len(ticks) >= FEWEST)
+    return spread[0] if spread else next(ticks for ticks in _linear_ticks(low, high, whole) if len(ticks) >= MIN_TICKS)
 
 
 def _log_ticks(low: float, high: float, base: float) -> Iterator[list[float]]:
     """Increasingly dense ticks on a logarithmic axis: every n-th power of the base, then numbers between the powers."""
     powers = range(math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2)
-    for every in range(max(1, len(powers) // FEWEST), 0, -1):
+    for every in range(max(1, len(powers) // MIN_TICKS), 0, -1):
         yield _between(low, high, (base**power for power in powers if power % every == 0))
     for steps in [(1.0, 1.5)] if base == 2 else [(1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)]:
         yield _between(low, high, (step * base**power for power in powers for step in steps))

@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, message_line, missing_extra
+from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, missing_extra
 from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
@@ -73,7 +73,7 @@ class Trackers:
                 if first_step == 0:
                     self.close()
                     raise LineartimeError(
-                        f"The tracker {name} cannot start: {message_line(error).rstrip('.')}; fix that, or leave it out of ",
+                        f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of ",
                         Argument("track"),
                         ".",
                     ) from None
@@ -97,7 +97,7 @@ class Trackers:
                 self._say_failed(name, error)
 
     def _say_failed(self, name: str, error: Exception) -> None:
-        self._say(f"The tracker {name} failed, and training continues without it: {message_line(error).rstrip('.')}.")
+        self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
 
 
 def _start(name: str, run: Path, first_step: int, options: Mapping[str, Any]) -> Tracker:

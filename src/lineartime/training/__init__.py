@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainConfig", "TrainingResult", "train"]
 
-_HOMES = {"TrainConfig": "config", "TrainingResult": "result", "train": "loop"}
+_MODULE_OF = {"TrainConfig": "config", "TrainingResult": "result", "train": "loop"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported at first use: the command line reads the options of training without PyTorch.
-    if name in _HOMES:
-        return getattr(import_module(f"lineartime.training.{_HOMES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"lineartime.training.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -107,7 +107,7 @@ class TrainConfig:
     eval_every: Steps = 100
     """Steps between evaluations on held-out text; a checkpoint is written after each."""
     eval_windows: Size = 64
-    """Sequences of held-out text in each evaluation."""
+    """Windows of held-out text in each evaluation."""
     keep_every: Steps | None = None
     """Interval in steps, a multiple of `eval_every`, at which checkpoints are kept besides the best and the last two."""
     max_time: Positive | None = None
@@ -138,7 +138,7 @@ class TrainConfig:
     """Resume the run in its folder from the last checkpoint, with the options it was started with."""
 
     def __post_init__(self) -> None:
-        from lineartime.data import names_corpus, names_tokenizer
+        from lineartime.data import is_corpus_name, is_tokenizer_name
 
         given: dict[str, Any] = dict(vars(self))  # Python callers may pass a mapping, lists, and a str or a Path for each path
         override = given["override"]
@@ -157,7 +157,7 @@ class TrainConfig:
         if isinstance(given["data"], (str, Path)):
             given["data"] = [given["data"]]
         if isinstance(given["data"], (list, tuple)):
-            given["data"] = [absolute_path(item, names_corpus) for item in given["data"]]
+            given["data"] = [absolute_path(item, is_corpus_name) for item in given["data"]]
         elif given["data"] is None:
             given["data"] = []
         for name in ("override", "track", "data"):
@@ -166,7 +166,7 @@ class TrainConfig:
         # A resumed run has to find its text from any working directory.
         if isinstance(self.cache, Path):
             object.__setattr__(self, "cache", self.cache.absolute())
-        object.__setattr__(self, "tokenizer", absolute_path(self.tokenizer, names_tokenizer))
+        object.__setattr__(self, "tokenizer", absolute_path(self.tokenizer, is_tokenizer_name))
         check_fields(self)
 
     @property

@@ -40,7 +40,7 @@ def read_environment() -> Environment:
     """Read the environment. A single process has ranks of 0, whatever other programs have set.
 
     Raises:
-        LineartimeError: naming the variable, if it is not a whole number or out of range.
+        LineartimeError: naming the variable, if it is not an integer or out of range.
     """
     size = _number("WORLD_SIZE", 1, 1, _MOST)
     restarts = _number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9)
@@ -65,7 +65,7 @@ def _number(name: str, default: int, least: int, most: int) -> int:
         return default
     number = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", text) else None
     if number is None or not least <= number <= most:
-        allowed = f"must be a whole number from {least:,} to {most:,}"
+        allowed = f"must be an integer from {least:,} to {most:,}"
         advice = "start the processes with torchrun, which sets it, or unset it"
         raise LineartimeError(f"{name} in the environment is {shown(text)}, but {allowed}: {advice}.")
     return number

@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting
+from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.files import is_folder, is_there
-from lineartime.runs.claim import LOCK_FILE, claim
+from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
@@ -24,7 +24,7 @@ def check_folder(config: TrainConfig) -> None:
 
 
 @contextmanager
-def claimed(config: TrainConfig, world: World) -> Iterator[None]:
+def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
     """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
     run = config.run_directory
     lock = None
@@ -33,7 +33,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[None]:
         if config.resume and not is_there(run):
             raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
-            lock = claim(run)
+            lock = lock_run(run)
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def check_shared(run: Path, world: World) -> None:
     if world.size == 1:
         return
     sign = run / world.share(lambda: f".seen-by-all-{os.getpid()}")
-    with world.raise_on_all_ranks(), reporting("write", run):
+    with world.raise_on_all_ranks(), reporting_file_errors("write", run):
         if world.is_main:
             run.mkdir(parents=True, exist_ok=True)
             sign.touch()

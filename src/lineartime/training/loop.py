@@ -25,7 +25,7 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.contention import Contention
 from lineartime.training.distributed import World, join_world
 from lineartime.training.environment import read_environment
-from lineartime.training.folder import check_shared, claimed, starting_point
+from lineartime.training.folder import check_shared, locked_run, starting_point
 from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.optimizers import build_optimizer, learning_rate
 from lineartime.training.parallel import parallelize
@@ -76,19 +76,19 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
 
 
-def train_completed(config: TrainConfig, left_out: TrainConfig) -> TrainingResult:
-    """Train with a complete set of options. `left_out` holds the defaults, the values of options that were not given."""
+def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResult:
+    """Train with a complete set of options. `defaults` holds the values of options that were not given."""
     device = choose_device(config.device, read_environment().local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
-    with record.errors(), using_threads(config.threads), together as world, claimed(config, world):
+    with record.errors(), using_threads(config.threads), together as world, locked_run(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
             exists = bool(checkpoints.list_checkpoints(config.run_directory))
             config = dataclasses.replace(config, resume=config.resume or exists)
         start, notes = world.share(lambda: starting_point(config))
         check_shared(config.run_directory, world)
-        return prepare(config, world, start, notes, left_out, record).run()
+        return prepare(config, world, start, notes, defaults, record).run()
 
 
 def prepare(
@@ -96,7 +96,7 @@ def prepare(
     world: World | None = None,
     start: Path | None = None,
     notes: Sequence[str] = (),
-    left_out: TrainConfig | None = None,
+    defaults: TrainConfig | None = None,
     record: RunRecord | None = None,
 ) -> "Trainer":
     """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
@@ -107,7 +107,7 @@ def prepare(
     if start is not None:
         with world.raise_on_all_ranks():
             started = saved_config(start)
-            config = resumed_config(config, started, left_out or TrainConfig())
+            config = resumed_config(config, started, defaults or TrainConfig())
             config.check()
     setup = set_up(config, world, start)
     if start is not None:

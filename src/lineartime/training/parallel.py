@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
-from lineartime.models.heads import LanguageModel
+from lineartime.models.language_model import LanguageModel
 from lineartime.ops.arrange import to_device
 from lineartime.ops.context import context_group
 from lineartime.training.config import TrainConfig

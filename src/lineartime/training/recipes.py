@@ -65,6 +65,6 @@ def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
     system = system_of(preset)
     if system.takes_chunk_size and recipe in _CHUNK_SIZES:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
-    if not system.clipped and recipe in _CHUNK_SIZES:
+    if not system.clips_gradient and recipe in _CHUNK_SIZES:
         values["clip_norm"] = 0.0
     return TrainConfig(**values)

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lineartime.checkpoint import best_checkpoint, load
-from lineartime.models.heads import CausalLM, MaskedLM
+from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import losses, read_metrics
 

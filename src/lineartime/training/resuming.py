@@ -64,18 +64,18 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     return config
 
 
-def resumed_config(asked: TrainConfig, started: TrainConfig, left_out: TrainConfig) -> TrainConfig:
+def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConfig) -> TrainConfig:
     """The options of a resumed run: those it was `started` with, replaced by those now `asked` for if they may differ.
 
-    `left_out` holds the defaults, the values of options that were not given now. Raises ArgumentError if a given option differs
+    `defaults` holds the values of options that were not given now. Raises ArgumentError if a given option differs
     and must not.
     """
     values = {}
     for field in dataclasses.fields(TrainConfig):
         new, old = getattr(asked, field.name), getattr(started, field.name)
-        if field.name in ("out", "resume") or (new != getattr(left_out, field.name) and field.name in _MAY_CHANGE):
+        if field.name in ("out", "resume") or (new != getattr(defaults, field.name) and field.name in _MAY_CHANGE):
             values[field.name] = new
-        elif new not in (old, getattr(left_out, field.name)):
+        elif new not in (old, getattr(defaults, field.name)):
             raise ArgumentError(
                 field.name,
                 f"is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: leave the option out "

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
-from lineartime.checkpoint.format import OPTIMIZER_FOLDER, hidden, write_files
+from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import Argument, LineartimeError, message_line, reporting
+from lineartime.errors import Argument, LineartimeError, first_line, reporting_file_errors
 from lineartime.files import synchronise, utf8_path
-from lineartime.models.heads import LanguageModel
+from lineartime.models.language_model import LanguageModel
 from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer
 
@@ -63,7 +63,7 @@ class CheckpointWriter:
         """Copy the contents of a checkpoint and write it in the background. Raises as `finish` for the previous checkpoint."""
         self.finish()
         target = checkpoint_path(self._run, state.step)
-        partial = hidden(target)
+        partial = partial_path(target)
         with self._world.raise_on_all_ranks(), self._reporting(target):
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -87,7 +87,7 @@ class CheckpointWriter:
                     raise error
         except Exception:
             if self._world.is_main:
-                shutil.rmtree(hidden(self._target), ignore_errors=True)
+                shutil.rmtree(partial_path(self._target), ignore_errors=True)
             raise
 
     def wait(self) -> None:
@@ -97,7 +97,7 @@ class CheckpointWriter:
 
     def _reporting(self, target: Path) -> AbstractContextManager[None]:
         then = ("resume the run with ", Argument("resume", True)) if list_checkpoints(self._run) else ("train again",)
-        return reporting("write", f"the checkpoint {target}", *then)
+        return reporting_file_errors("write", f"the checkpoint {target}", *then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
         moments = self._optimizer.moments()
@@ -149,11 +149,9 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
             dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=world.size == 1)
     except dist.DistError:  # another process is lost
         raise
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # damaged files make PyTorch and safetensors raise many kinds of errors
-        raise _unusable(checkpoint, message_line(_cause(error))) from None
+    # Damaged files make PyTorch and safetensors raise many kinds of errors.
+    except (Exception, CheckpointException) as error:
+        raise _unusable(checkpoint, first_line(_cause(error))) from None
     for name, moment in moments.items():
         own = moment.to_local() if isinstance(moment, DTensor) else moment
         if not own.isfinite().all():

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Rows, Tokenizer, load_corpus, names_tokenizer, read_tokenizer, tokenizer_for
+from lineartime.data import Corpus, Rows, Tokenizer, is_tokenizer_name, load_corpus, read_tokenizer, tokenizer_for
 from lineartime.errors import Argument, ArgumentError
 from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import LanguageModel, build_model
-from lineartime.models.size import check_memory
+from lineartime.models.language_model import LanguageModel, build_model
+from lineartime.models.memory import check_memory
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Objective
@@ -143,7 +143,7 @@ def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, de
 
 def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """The tokenizer of a name or a path, which may be the folder of another run."""
-    if choice is not None and not names_tokenizer(choice) and is_folder(choice):
+    if choice is not None and not is_tokenizer_name(choice) and is_folder(choice):
         return checkpoints.load_tokenizer(choice)
     return tokenizer_for(choice, corpus, cache)
 

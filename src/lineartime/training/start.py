@@ -8,8 +8,8 @@ from lineartime.data import ready_tokenizer, size_to_train
 from lineartime.errors import Argument, ArgumentError
 from lineartime.files import is_folder
 from lineartime.models.config import ModelConfig
+from lineartime.models.memory import model_tensors
 from lineartime.models.presets import nearest_preset, values_of
-from lineartime.models.size import size_of
 from lineartime.training.config import TrainConfig, errors_in_override
 
 
@@ -53,7 +53,7 @@ def _vocab_size(choice: str | None) -> int:
 
 def _shapes(config: ModelConfig) -> Any:
     """What two models have in common if, and only if, the weights of one fit the other."""
-    size = size_of(config)
+    size = model_tensors(config)
     return size.n_blocks, *({name: tensor.shape for name, tensor in part.items()} for part in (size.block, size.rest))
 
 

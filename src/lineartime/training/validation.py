@@ -6,7 +6,7 @@ Shapes: B batch, T tokens of context.
 import torch
 from torch import nn
 
-from lineartime.data import Batch, measured_batch, read_window, spread_windows
+from lineartime.data import Batch, evaluation_batch, read_window, spread_windows
 from lineartime.errors import Argument, LineartimeError
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
@@ -78,4 +78,4 @@ class Validation:
         setup = self._setup
         text, length = setup.text.validation, self._length + 1
         windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])
-        return measured_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)
+        return evaluation_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)

@@ -210,8 +210,8 @@ def test_it_counts_the_products_it_computes() -> None:
     inside, across = 2 * 15 * CHUNK**2, 2 * 15 * CHUNK * D_QK * D_VALUE
     rest = (tokens, table, table, None, None, None, *scales, 1.0, True, "relu2")
     with FlopCounterMode(display=False) as counter:
-        out, attended, states = torch.ops.lineartime.gated_mixed_chunk(*rest, True)
+        out, attended, states = torch.ops.lineartime.triton_gated_mixed_chunk(*rest, True)
     assert counter.get_total_flops() == inside * (D_QK + D_VALUE) + 2 * across
     with FlopCounterMode(display=False) as counter:
-        torch.ops.lineartime.gated_mixed_chunk_backward(out, attended, states, *rest, False)
+        torch.ops.lineartime.triton_gated_mixed_chunk_backward(out, attended, states, *rest, False)
     assert counter.get_total_flops() == inside * (3 * D_QK + 2 * D_VALUE) + 4 * across

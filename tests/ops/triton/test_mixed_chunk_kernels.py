@@ -225,7 +225,7 @@ def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) 
     *inputs, bias = [x.requires_grad_() for x in inputs] + [None] * (not with_bias)
     scales = (options["row_scale"], options["state_scale"], options["document_starts"], SCALE)
     arguments = (*inputs, bias, *scales, True, "relu2")
-    torch.library.opcheck(torch.ops.lineartime.mixed_chunk_attention.default, arguments)
+    torch.library.opcheck(torch.ops.lineartime.triton_mixed_chunk.default, arguments)
 
 
 def test_a_compiled_graph_holds_it_whole(device: str) -> None:

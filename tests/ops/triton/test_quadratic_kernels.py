@@ -198,7 +198,7 @@ def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) 
     for x in (q, k, v, *bias):
         x.requires_grad_()
     arguments = (q, k, v, bias[0] if bias else None, options["row_scale"], SCALE, True, "relu2")
-    torch.library.opcheck(torch.ops.lineartime.quadratic_attention.default, arguments)
+    torch.library.opcheck(torch.ops.lineartime.triton_quadratic.default, arguments)
 
 
 def test_a_compiled_graph_holds_it_whole(device: str) -> None:

@@ -44,7 +44,7 @@ def _with_prefix(
 ) -> Tensor:
     """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the layout."""
     causal = attend(inputs, bias, layout, options)
-    return layout.with_prefix(causal, lambda prefix: attend(inputs, bias, prefix, options.both_ways))
+    return layout.with_prefix(causal, lambda prefix: attend(inputs, bias, prefix, options.bidirectional))
 
 
 _FORMS: dict[str, _Form] = {
@@ -99,8 +99,8 @@ def mixed_chunk_attention(
         float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
-            here.
+        ArgumentError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot
+            run here.
     """
     options = MixedChunkOptions(chunk_size, causal, activation, normalization)
     heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
@@ -150,8 +150,8 @@ def gated_mixed_chunk_attention(
         [B, T, e].
 
     Raises:
-        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
-            here.
+        ArgumentError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot
+            run here.
     """
     options, tokens = MixedChunkOptions(chunk_size, causal, activation, normalization), Projected(projected, gamma, beta)
     check_projected(tokens)
@@ -206,7 +206,7 @@ def attend_projected(
             less for the backward pass.
 
     Raises:
-        ValueError: if the backend is unknown or cannot run here, or the processes of the layout's context cannot split the
+        ArgumentError: if the backend is unknown or cannot run here, or the processes of the layout's context cannot split the
             batch.
     """
     compute = matmul_dtype(projected.tokens, projected.gamma)

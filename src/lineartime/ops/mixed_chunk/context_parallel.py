@@ -42,7 +42,7 @@ def attend(
         [B, T, e].
 
     Raises:
-        ValueError: if a slice does not consist of whole chunks.
+        ArgumentError: if a slice does not consist of whole chunks.
     """
     _check_slice(projected.tokens.shape[1], options.chunk_size)
     gated = here(projected, bias, layout, options)

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 import torch
@@ -42,9 +42,9 @@ class MixedChunkOptions:
         check_positive(chunk_size=self.chunk_size)
 
     @property
-    def both_ways(self) -> "MixedChunkOptions":
+    def bidirectional(self) -> "MixedChunkOptions":
         """The same options for bidirectional attention."""
-        return MixedChunkOptions(self.chunk_size, False, self.activation, self.normalization)
+        return replace(self, causal=False)
 
     @property
     def published_length(self) -> float | None:
@@ -57,19 +57,19 @@ class MixedChunkOptions:
         return self.normalization == "paper"
 
     @property
-    def adds_up(self) -> bool:
+    def divides_by_chunk_size(self) -> bool:
         """Whether the linear part divides by C, however many chunks it sums over."""
         return self.normalization == "paper_sum" and self.causal
 
     @overload
-    def linear_divisor(self, read: Tensor) -> Tensor: ...
+    def linear_divisor(self, n_tokens: Tensor) -> Tensor: ...
     @overload
-    def linear_divisor(self, read: int) -> int: ...
-    def linear_divisor(self, read: Tensor | int) -> Tensor | int:
-        """The divisor of the linear part for a sum of k v^T over `read` tokens."""
-        if isinstance(read, int):
-            return self.chunk_size if self.adds_up else max(1, read)
-        return torch.full_like(read, self.chunk_size) if self.adds_up else read.clamp(min=1)
+    def linear_divisor(self, n_tokens: int) -> int: ...
+    def linear_divisor(self, n_tokens: Tensor | int) -> Tensor | int:
+        """The divisor of the linear part for a sum of k v^T over `n_tokens` tokens."""
+        if isinstance(n_tokens, int):
+            return self.chunk_size if self.divides_by_chunk_size else max(1, n_tokens)
+        return torch.full_like(n_tokens, self.chunk_size) if self.divides_by_chunk_size else n_tokens.clamp(min=1)
 
 
 def group_size(chunk_size: int) -> int:

@@ -24,7 +24,7 @@ struct Attention {
   int64_t turns;
   const T* bias;  // or null
   int64_t bias_first, bias_by_stream, bias_by_slot;
-  int64_t published, adds_up;  // what sums are divided by: see `share` and `summary_share`
+  int64_t published, divides_by_chunk_size;  // what sums are divided by: see `share` and `summary_share`
   A score_scale;
   A* sums;
   T *keys, *values;
@@ -37,7 +37,7 @@ struct Attention {
   A share(int64_t slot) const { return published ? A(1) : A(1) / A(slot + 1); }
 
   // The factor of the sum over the `read` tokens of the previous chunks.
-  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(adds_up ? c : read); }
+  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(divides_by_chunk_size ? c : read); }
 
   // The output of stream b's token in some columns, from the sums of k_lin v^T and from its chunk. A group that is now full is
   // added to the sums. A number of columns that the compiler knows, `known`, lets it keep the output in registers.
@@ -227,11 +227,11 @@ void layers_step(const int64_t* addresses, int64_t layers, Attention<T> attentio
 }  // namespace
 
 #define SHARED(A)                                                                                                              \
-  const A *rotations, int64_t turns, int64_t published, int64_t adds_up, double score_scale, int64_t streams, int64_t group,   \
+  const A *rotations, int64_t turns, int64_t published, int64_t divides_by_chunk_size, double score_scale, int64_t streams, int64_t group,   \
       int64_t c, int64_t s, int64_t bias_first, int64_t bias_by_stream, int64_t bias_by_slot, int64_t e
 #define ATTENTION(T, A, GAMMA, BETA, BIAS, SUMS, KEYS, VALUES, POSITION)                                                       \
   Attention<T> {                                                                                                               \
-    GAMMA, BETA, rotations, turns, BIAS, bias_first, bias_by_stream, bias_by_slot, published, adds_up, A(score_scale), SUMS,   \
+    GAMMA, BETA, rotations, turns, BIAS, bias_first, bias_by_stream, bias_by_slot, published, divides_by_chunk_size, A(score_scale), SUMS,   \
         KEYS, VALUES, POSITION, streams, group, c, e, s                                                                        \
   }
 

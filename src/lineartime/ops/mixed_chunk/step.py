@@ -2,7 +2,7 @@
 
 Their state keeps its shapes and is updated in place, so that a step can be compiled, or recorded as a CUDA graph.
 
-Shapes: B streams, C chunk size, s query/key width, e value width.
+Shapes: B streams, C chunk size, F tokens of a group (see `group_size`), s query/key width, e value width.
 The definition is the causal one of reference.py.
 """
 

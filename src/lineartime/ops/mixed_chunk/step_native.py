@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.dense import MOST_ROWS
+from lineartime.ops.dense import MAX_ROWS
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, group_size
 from lineartime.ops.operator import has_plain_memory, is_plain, is_traced
 from lineartime.ops.precision import acc_dtype
@@ -93,15 +93,15 @@ class NativeLayers:
         self._options, self._dtype = options, first.gamma.dtype
         self._d_qk, (self._d_model, self._d_value) = first.gamma.shape[1], first.to_output.shape
         self._norm = (int(len(first.norm_weight) > 1), int(norm_is_centred), float(norm_eps))
-        self._bias_places = (0, 0, 0) if first.bias is None else (options.chunk_size - 1, 0, -1)
-        self._places = self._places_now()
+        self._bias_offsets = (0, 0, 0) if first.bias is None else (options.chunk_size - 1, 0, -1)
+        self._addresses = self._current_addresses()
         self._rows = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers]
         self.can_run: Final = all(map(self._fits, layers)) and self._dtype in NATIVE_DTYPES
 
     @property
-    def are_where_they_were(self) -> bool:
+    def addresses_unchanged(self) -> bool:
         """Whether the parameters are still at the same addresses."""
-        return self._places_now() == self._places
+        return self._current_addresses() == self._addresses
 
     def step(
         self,
@@ -122,7 +122,7 @@ class NativeLayers:
         Returns:
             [B, 1, d].
         """
-        if is_traced() or torch.is_grad_enabled() or not self.can_run or not 0 < len(x) <= MOST_ROWS:
+        if is_traced() or torch.is_grad_enabled() or not self.can_run or not 0 < len(x) <= MAX_ROWS:
             return None
         shifted = last[0].shape[-1] if last else 0
         if x.dtype != self._dtype or x.shape[1:] != (1, self._d_model) or shifted > self._d_model:
@@ -143,12 +143,12 @@ class NativeLayers:
         addresses = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, device="cpu")  # whatever the default is
         out = torch.empty_like(x)
         functions.call(
-            "layers_step", self._dtype, *shared, *self._bias_places, self._d_value,
+            "layers_step", self._dtype, *shared, *self._bias_offsets, self._d_value,
             addresses, len(streams), *self._norm, shifted, self._d_model, x, out,
         )  # fmt: skip
         return out
 
-    def _places_now(self) -> list[tuple[int, int]]:
+    def _current_addresses(self) -> list[tuple[int, int]]:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
 
     def _fits(self, layer: LayerTensors) -> bool:
@@ -160,7 +160,7 @@ class NativeLayers:
             (width, d_model), (width,), (d_model, d_value), (d_model,),
         )  # fmt: skip
         fit = (x is None or (x.shape == shape and x.dtype == self._dtype) for x, shape in zip(layer, wanted, strict=True))
-        has_bias = self._bias_places != (0, 0, 0)
+        has_bias = self._bias_offsets != (0, 0, 0)
         return all(fit) and (layer.bias is not None) == has_bias and all(x is None or has_plain_memory(x) for x in layer)
 
 
@@ -190,6 +190,6 @@ def _shared(
         return None
     length = options.published_length
     score_scale = d_qk**-0.5 if length is None else 1 / length
-    published, adds_up = int(length is not None), int(options.adds_up)
+    published, divides_by_chunk_size = int(length is not None), int(options.divides_by_chunk_size)
     group = group_size(options.chunk_size)
-    return rotations, turns, published, adds_up, score_scale, n_streams, group, options.chunk_size, d_qk
+    return rotations, turns, published, divides_by_chunk_size, score_scale, n_streams, group, options.chunk_size, d_qk

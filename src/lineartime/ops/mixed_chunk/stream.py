@@ -75,7 +75,7 @@ def mixed_chunk_attention_extend(
         ArgumentError: if shapes do not match, or the activation or normalization is unknown.
     """
     heads = Heads(q_quad, k_quad, q_lin, k_lin, v)
-    options = MixedChunkOptions(state.v.shape[1], True, activation, normalization)
+    options = MixedChunkOptions(state.v.shape[1], causal=True, activation=activation, normalization=normalization)
     check_heads(heads)
     check_continues(k_quad=(k_quad, state.k_quad), k_lin=(k_lin, state.k_lin), v=(v, state.v))
     check_bias(bias, options.chunk_size, "C")
@@ -111,8 +111,8 @@ def extend_projected(
         projected: the new tokens, [B, N, 2 e + s], with gamma and beta.
         bias, options, state: as for `extend`.
         rotations: [2, N, s / 2], or None.
-        backend: that of the layer. "triton" and "tiled", of which "auto" chooses the one for the device, read whole chunks in
-            their own form if it can run and no gradient is needed. Everything else is plain PyTorch.
+        backend: the form that reads whole chunks, if it can run and no gradient is needed: "triton", "tiled", or "auto", which
+            takes the one for the device. Plain PyTorch reads everything else.
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state; `state` is not modified.

@@ -192,7 +192,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_out, "backend 'tiled'", "use backend='torch', or set_backend(model, 'torch')")
+    refuse_second_derivative(d_out, "backend 'tiled'")
     saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
     _, _, projected, projection_bias, gamma, beta, bias, *_, output = saved
     gradients = _backward_operator(d_out, *saved, *ctx.rest)

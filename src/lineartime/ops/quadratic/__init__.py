@@ -76,8 +76,8 @@ def quadratic_attention(
         [B, T, e], with zeros where no key is visible. float16 is computed in float32.
 
     Raises:
-        ValueError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot run
-            here.
+        ArgumentError: if shapes do not match, the activation or normalization is unknown, or the backend is unknown or cannot
+            run here.
     """
     options = QuadraticOptions(causal, activation, normalization)
     check_queries_keys_values({"q": q, "k": k}, v)
@@ -150,7 +150,7 @@ def attend_rows(
     `prefix`, bool [R, L], marks the tokens of prefixes, or is None if there are none.
 
     Raises:
-        ValueError: if the backend is unknown or cannot run here.
+        ArgumentError: if the backend is unknown or cannot run here.
     """
     available: tuple[Backend, ...] = ("torch", "oracle") if options.divides_bias else ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, v, matmul_dtype(q, k, v), options.activation)
@@ -158,7 +158,7 @@ def attend_rows(
         return reference.attend(q, k, v, bias, real, options, prefix)
     if prefix is not None:
         causal = attend_rows(q, k, v, bias, real, options, form)
-        return torch.where(prefix[..., None], attend_rows(q, k, v, bias, prefix, options.both_ways, form), causal)
+        return torch.where(prefix[..., None], attend_rows(q, k, v, bias, prefix, options.bidirectional, form), causal)
     if real is None:
         return _FORMS[form](q, k, v, bias, real, options)
     q, k, v = (x.masked_fill(~real[..., None], 0.0) for x in (q, k, v))  # 0 * inf, at padding, would be NaN

@@ -3,7 +3,7 @@
 Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,9 +38,9 @@ class QuadraticOptions:
             check_choice("normalization", self.normalization, QUADRATIC_NORMALIZATIONS)
 
     @property
-    def both_ways(self) -> "QuadraticOptions":
+    def bidirectional(self) -> "QuadraticOptions":
         """The same options for bidirectional attention."""
-        return QuadraticOptions(False, self.activation, self.normalization)
+        return replace(self, causal=False)
 
     def published_length(self, length: int, real: Tensor | None) -> float | Tensor | None:
         """The n of the published q.k / n for rows of `length` slots, a number or [R, 1, 1]; None for "count"."""

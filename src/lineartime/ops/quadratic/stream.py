@@ -40,7 +40,7 @@ def quadratic_attention_extend(
     Raises:
         ArgumentError: if shapes do not match, the activation is unknown, or the normalization is neither "count" nor a number.
     """
-    options = QuadraticOptions(True, activation, normalization)
+    options = QuadraticOptions(causal=True, activation=activation, normalization=normalization)
     if isinstance(normalization, str) and normalization != "count":
         raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
     check_continues(k=(k, state.k), v=(v, state.v), q=(q, state.k))
@@ -70,7 +70,7 @@ def quadratic_attention_step(
     Returns:
         The outputs, [B, 1, e].
     """
-    options = QuadraticOptions(True, activation, normalization)
+    options = QuadraticOptions(causal=True, activation=activation, normalization=normalization)
     keys, values, visible = streams.append(k, v)
     shape = (len(visible), *[1] * (q.dim() - 2), visible.shape[1])  # the same for all heads
     out = _attend(q, keys, values, visible.view(shape), None if bias is None else bias.view(shape), options)

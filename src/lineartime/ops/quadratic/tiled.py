@@ -106,7 +106,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_out, "backend 'tiled'", "use backend='torch', or set_backend(model, 'torch')")
+    refuse_second_derivative(d_out, "backend 'tiled'")
     saved = ctx.saved_tensors  # Unpack once: checkpointing forbids a second read.
     bias = saved[3]
     *gradients, d_bias = _backward_operator(d_out, *saved, *ctx.rest)

@@ -113,20 +113,20 @@ def chunk_weights(
         (64, 32, 64, 4, 3),
         (32, 32, 32, 4, 2),
     ),
-    key=["bucket", "tokens", "S", "E", "CAUSAL", "HAS_GATE", "KEEPS", "TRANSPOSED", "PRECISION"],
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "HAS_GATE", "KEEP", "TRANSPOSED", "PRECISION"],
     interpreted={"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_E": 32},
     unfit=read_chunks_is_unfit,
 )
 @jit
 def read_chunks_kernel(
     weights, values, readers, states, gate, attended, out, T, bucket, tokens,
-    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, KEEPS: tl.constexpr,
+    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, HAS_GATE: tl.constexpr, KEEP: tl.constexpr,
     TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """P values or P^T values, + readers states, times silu(gate) where given; a program: some rows and columns of a chunk.
+    """P values or P^T values, + readers states, times silu(gate) if given. One program computes a tile of one chunk.
 
-    The gate is the first E columns of a matrix of 2 E + S. Where it KEEPS, `attended` gets what it multiplies.
+    The gate is the first E columns of a matrix of 2 E + S. If KEEP, `attended` receives what the gate multiplies.
     """
     # Programs side by side have the same rows, whose weights they find in the cache.
     column_blocks = (E + BLOCK_E - 1) // BLOCK_E
@@ -157,7 +157,7 @@ def read_chunks_kernel(
         value = load_tile(values, others, columns, T, E, COMPUTE)
         acc = add_product(acc, as_operand(tile, COMPUTE, PRECISION), value, PRECISION)
 
-    if KEEPS:
+    if KEEP:
         store_tile(attended + chunk * T * E, acc, rows, columns, T, E)
     if HAS_GATE:
         gate += (chunk * T + block * BLOCK_M) * (2 * E + S)
@@ -198,7 +198,7 @@ def read_chunks(
         read_chunks_kernel[grid](
             weights, values, readers, states, tokens, attended, out, length, length_bucket(length),
             token_bucket(n_chunks * length),
-            S=width, E=n_columns, CAUSAL=causal, HAS_GATE=gate is not None, KEEPS=attended is not None, TRANSPOSED=transposed,
+            S=width, E=n_columns, CAUSAL=causal, HAS_GATE=gate is not None, KEEP=attended is not None, TRANSPOSED=transposed,
             BLOCK_S=min(32, triton.next_power_of_2(max(width, 16))), **number_formats(values.dtype),
         )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ def cross_entropy_kernel(
     logits, targets, losses, V,
     IGNORED: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one token and, if KEEP, its gradient in place of the logits; a program: a row."""
+    """The loss of one token; if KEEP, its logits are overwritten with their gradient. One program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)

@@ -6,10 +6,10 @@ Shapes: B batch, G chunks of all documents, C chunk size, R = B G C rows, e valu
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                       i = 1 ... 4
     gated = U * attention(q_quad, k_quad, q_lin, k_lin, V)                          as in mixed_chunk.py
 
-Forward, one kernel writes V and the four maps, and the kernel that reads the chunks multiplies by U before it writes. Streams
-have an operator of their own, which starts from a sum and returns it, without a gradient. Backward, one
-kernel takes the gradient of the gate and one that of V and the maps. The backward pass keeps the tokens, the attention's output
-and the states of the chunks, and makes V and the maps again.
+Forward: one kernel computes V and the four maps; the kernel that reads the chunks multiplies its output by U.
+Backward: one kernel computes the gradient of the gate, and one those of V and the maps. The forward pass keeps the tokens, the
+attention's output and the states of the chunks; V and the maps are computed again.
+Streams: an operator of their own takes the sum of the chunks so far and returns the new one. It has no gradient.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from lineartime.ops.triton.mixed_chunk import Constants, Summary, backward, forw
 # keep: whether a backward pass will follow.
 
 
-def _gated_mixed_chunk(
+def _triton_gated_mixed_chunk(
     tokens: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, real: Tensor | None,
     row_scale: Tensor, state_scale: Tensor, document_starts: Tensor,
     score_scale: float, causal: bool, activation: str, keep: bool,
@@ -50,7 +50,7 @@ def _gated_mixed_chunk(
     return (out, tokens.new_empty(0), tokens.new_empty(0)) if attended is None else (out, attended, states)
 
 
-def _gated_mixed_chunk_backward(
+def _triton_gated_mixed_chunk_backward(
     d_out: Tensor, attended: Tensor, states: Tensor,
     tokens: Tensor, gamma: Tensor, beta: Tensor, bias: Tensor | None, rotations: Tensor | None, real: Tensor | None,
     row_scale: Tensor, state_scale: Tensor, document_starts: Tensor,
@@ -119,9 +119,9 @@ def _differentiate(ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple
 
 
 _forward_operator = register_operator(
-    _gated_mixed_chunk, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+    _triton_gated_mixed_chunk, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
 )
-_backward_operator = register_operator(_gated_mixed_chunk_backward, _fake_backward)
+_backward_operator = register_operator(_triton_gated_mixed_chunk_backward, _fake_backward)
 
 
 def attend(
@@ -142,7 +142,7 @@ def attend(
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
-def _gated_mixed_chunk_extend(
+def _triton_gated_mixed_chunk_extend(
     tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, bias: Tensor | None, rotations: Tensor | None,
     row_scale: Tensor, state_scale: Tensor, document_starts: Tensor, score_scale: float, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -160,7 +160,7 @@ def _fake_extend(tokens: Tensor, gamma: Tensor, beta: Tensor, summary: Tensor, *
     return tokens.new_empty(*tokens.shape[:3], d_value), torch.empty_like(summary)
 
 
-_extend_operator = register_operator(_gated_mixed_chunk_extend, _fake_extend)
+_extend_operator = register_operator(_triton_gated_mixed_chunk_extend, _fake_extend)
 
 
 def extend(

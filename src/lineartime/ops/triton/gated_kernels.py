@@ -62,9 +62,9 @@ def open_kernel(
     S: tl.constexpr, E: tl.constexpr, HAS_ROTATIONS: tl.constexpr, HAS_REAL: tl.constexpr, ACC: tl.constexpr,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, H_BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """V [R, e], or the maps [4, R, s]; a program: some rows x some columns of V, or of all maps.
+    """V [R, e] and the maps [4, R, s]. One program computes a tile of V, or the same tile of all maps.
 
-    The columns of a map have two halves, which rotations turn into each other. A program has the same columns of both.
+    The columns of a map have two halves, which rotations turn into each other. A program computes the same columns of both.
     """
     WIDTH: tl.constexpr = 2 * E + S
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -102,7 +102,7 @@ def gate_gradient_kernel(
     d_out, tokens, attended, d_attended, d_tokens, R,
     S: tl.constexpr, E: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the attention's output, [R, e], and of the first e columns of the tokens; a program: one tile."""
+    """The gradients of the attention's output, [R, e], and of the first e columns of the tokens. One program, one tile."""
     WIDTH: tl.constexpr = 2 * E + S
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -170,7 +170,7 @@ def open_gradient_kernel(
 
 
 def _sizes(tokens: Tensor, gamma: Tensor, rotations: Tensor | None) -> dict[str, Any]:
-    """The constants of the kernels. Of an odd s, which has no rotations, the lower half is the larger one."""
+    """The constants of the kernels. An odd s has no rotations; its lower half has one column more than its upper half."""
     width, d_qk = tokens.shape[-1], gamma.shape[1]
     half = (d_qk + 1) // 2
     block = min(64, triton.next_power_of_2(half))

@@ -61,7 +61,7 @@ def add_up_kernel(
     CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SUMMARY: tl.constexpr, ACC: tl.constexpr,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """M, or, TRANSPOSED, N of the sums of every chunk; a program: some numbers of a state, over the chunks of one document.
+    """M, or, TRANSPOSED, N of the sums of every chunk. One program computes BLOCK elements of the states of one document.
 
     If it HAS_SUMMARY, every row of the batch is one document, whose sum starts from `before` and ends as `after`.
     """
@@ -197,7 +197,7 @@ def attend(
     return out
 
 
-def _mixed_chunk_attention(
+def _triton_mixed_chunk(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, score_scale: float, causal: bool, activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -227,7 +227,7 @@ def _shape_of_states(x: Tensor, values: Tensor) -> tuple[int, ...]:
     return (*values.shape[:2], x.shape[-1], values.shape[-1])
 
 
-def _mixed_chunk_attention_backward(
+def _triton_mixed_chunk_backward(
     q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor,
     state_scale: Tensor, document_starts: Tensor, states: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
@@ -294,13 +294,13 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _of_states: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_out, "backend 'triton'", "use backend 'torch'")
+    refuse_second_derivative(d_out, "backend 'triton'")
     with_d_bias = ctx.needs_input_grad[5]
     *d_inputs, d_bias = _backward_operator(*ctx.saved_tensors, d_out, ctx.score_scale, ctx.causal, ctx.activation, with_d_bias)
     return *d_inputs, d_bias if with_d_bias else None, None, None, None, None, None, None
 
 
 _forward_operator = register_operator(
-    _mixed_chunk_attention, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+    _triton_mixed_chunk, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
 )
-_backward_operator = register_operator(_mixed_chunk_attention_backward, _fake_backward)
+_backward_operator = register_operator(_triton_mixed_chunk_backward, _fake_backward)

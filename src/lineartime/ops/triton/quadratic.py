@@ -16,7 +16,7 @@ from lineartime.ops.triton.common import workspace
 from lineartime.ops.triton.quadratic_kernels import score_gradient, score_input_gradient, weigh
 
 
-def _quadratic_attention(
+def _triton_quadratic(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool,
     activation: str,
 ) -> Tensor:  # fmt: skip
@@ -31,7 +31,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-def _quadratic_attention_backward(
+def _triton_quadratic_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -87,9 +87,9 @@ def _differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_operator = register_operator(
-    _quadratic_attention, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+    _triton_quadratic, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
 )
-_backward_operator = register_operator(_quadratic_attention_backward, _fake_backward)
+_backward_operator = register_operator(_triton_quadratic_backward, _fake_backward)
 
 
 def attend(

@@ -67,7 +67,7 @@ def weigh_kernel(
     TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """P values or P^T values; a program: some rows and columns."""
+    """P values or P^T values. One program computes a tile of the output of one sequence."""
     # Programs side by side have the same rows, whose queries and keys they find in the cache.
     column_blocks = (E + BLOCK_E - 1) // BLOCK_E
     blocks = (T + BLOCK_M - 1) // BLOCK_M
@@ -139,7 +139,7 @@ def score_input_gradient_kernel(
     TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """`dq` = c dX k, or dk = c dX^T q; a program: rows of one sequence x columns of y."""
+    """`dq` = c dX k, or dk = c dX^T q. One program computes a block of rows of one sequence."""
     blocks = (T + BLOCK_M - 1) // BLOCK_M
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
@@ -214,7 +214,7 @@ def score_gradient_kernel(
     HAS_WEIGHTS: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each; a program: one tile of one g.
+    """out[g] = sum of dX over the g-th n_summed of the sequences, and P of each. One program computes one tile of one g.
 
     SUMS, whether n_summed > 1, is for the autotuner, so that it does not time another number of sequences again.
     """

@@ -9,13 +9,13 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.machine import memory_bytes
 from lineartime.models.config import ModelConfig
-from lineartime.models.heads import build_model
+from lineartime.models.language_model import build_model
 from lineartime.models.presets import values_of
 from lineartime.shapes import shapes_only
 
-_WEIGHT = 4
+_WEIGHT_BYTES = 4
 """Bytes per weight; weights are always fp32."""
-_IDS = 16
+_ID_BYTES = 16
 """Bytes per token of a step: its id among the inputs and among the targets."""
 _BLOCKS = "backbone.blocks."
 _EMBEDDED = ("vocab_size", "max_positions")
@@ -41,9 +41,9 @@ class ModelTensors(NamedTuple):
         return len(self.rest) + self.n_blocks * len(self.block)
 
     @property
-    def numbers(self) -> int:
+    def n_elements(self) -> int:
         """The number of elements in all tensors."""
-        return _numbers(self.rest) + self.n_blocks * _numbers(self.block)
+        return _n_elements(self.rest) + self.n_blocks * _n_elements(self.block)
 
     @property
     def features(self) -> int:
@@ -60,18 +60,18 @@ class ModelTensors(NamedTuple):
         return None
 
 
-def size_of(config: ModelConfig) -> ModelTensors:
+def model_tensors(config: ModelConfig) -> ModelTensors:
     """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
         with shapes_only():
             tensors = build_model(config.override(n_blocks=1)).state_dict()
-        numbers = _numbers(tensors)
+        n_elements = _n_elements(tensors)
     except (RuntimeError, OverflowError, MemoryError):
         raise too_large(config, "which no tensor can have") from None
     first = f"{_BLOCKS}0."
     block = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
-    if numbers > 2**60:
+    if n_elements > 2**60:
         raise too_large(config, "which no tensor can have")
     return ModelTensors(block, rest, config.n_blocks)
 
@@ -103,35 +103,35 @@ def check_memory(
         number_bytes: bytes per activation value.
         step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
     """
-    size = size_of(config)
+    size = model_tensors(config)
     memory = memory_bytes(device or torch.device("cpu"))
     if memory is None:
         return
-    weights = size.numbers * _WEIGHT * copies // processes
+    weights = size.n_elements * _WEIGHT_BYTES * copies // processes
     if weights > memory:
-        needed = f"with which the model has {size.numbers:,} parameters and needs at least {_gigabytes(weights)}"
-        in_blocks = 2 * _numbers(size.rest) < size.numbers
+        needed = f"with which the model has {size.n_elements:,} parameters and needs at least {_gigabytes(weights)}"
+        in_blocks = 2 * _n_elements(size.rest) < size.n_elements
         raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory", _EMBEDDED if in_blocks else ())
     token = size.features * kept_blocks * number_bytes
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
-    for blamed, count, least in (
+    for option, count, least in (
         ("context_length", tokens // sequences, one),
         ("batch_size", tokens, at_once),
-        ("tokens_per_batch", step_tokens, at_once + step_tokens * _IDS),
+        ("tokens_per_batch", step_tokens, at_once + step_tokens * _ID_BYTES),
     ):
         if least > memory:
             what = f"puts {count:,} tokens in memory at once, for which the model needs at least {_gigabytes(least)}"
-            raise ArgumentError(blamed, f"{what}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
+            raise ArgumentError(option, f"{what}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
 
 
-def too_large(config: ModelConfig, why: str, innocent: Collection[str] = ()) -> ArgumentError:
-    """The error for a model that is too large. It names the largest number in the model's config that is not `innocent`."""
-    numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in innocent}
+def too_large(config: ModelConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
+    """The error for a model that is too large. It names the largest number in the model's config that is not `excluded`."""
+    numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in excluded}
     name = max(numbers, key=numbers.__getitem__)
     return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
 
 
-def _numbers(tensors: dict[str, Any]) -> int:
+def _n_elements(tensors: dict[str, Any]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 from typing import IO
 
-from lineartime.errors import ArgumentError, reporting
+from lineartime.errors import ArgumentError, reporting_file_errors
 
 LOCK_FILE = ".lock"
 _PAUSES = (0.05, 0.1, 0.2, 0.0)
-"""Seconds after each attempt to lock: `is_claimed` may hold the lock for a moment."""
+"""Seconds after each attempt to lock: `is_locked` may hold the lock for a moment."""
 
 
-def is_claimed(run: Path) -> bool:
+def is_locked(run: Path) -> bool:
     """Whether a process of this machine is training in a folder now."""
     try:
         import fcntl
@@ -28,13 +28,13 @@ def is_claimed(run: Path) -> bool:
     return False
 
 
-def claim(run: Path) -> IO[str]:
+def lock_run(run: Path) -> IO[str]:
     """Lock a run's folder, created if missing, until the returned file is closed.
 
     Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
     """
     for seconds in _PAUSES:
-        with reporting("write", run):
+        with reporting_file_errors("write", run):
             run.mkdir(parents=True, exist_ok=True)
             file = (run / LOCK_FILE).open("w", encoding="utf-8")
         try:

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """The findings of a dry run.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rehearsal:
     peak: int
 
 
-def rehearse(config: TrainConfig) -> Rehearsal:
+def dry_run(config: TrainConfig) -> DryRun:
     """Take a few steps of a new run, in one process.
 
     Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run.
@@ -69,7 +69,7 @@ def rehearse(config: TrainConfig) -> Rehearsal:
             trainer.text.loader.close()
 
 
-def _measured(trainer: Trainer) -> Rehearsal:
+def _measured(trainer: Trainer) -> DryRun:
     config, setup = trainer.config, trainer.setup
 
     def step() -> None:
@@ -80,7 +80,7 @@ def _measured(trainer: Trainer) -> Rehearsal:
     evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
     evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
     cuda = setup.device.type == "cuda"
-    return Rehearsal(
+    return DryRun(
         trainer.notes,
         step_seconds,
         setup.tokens_per_step,

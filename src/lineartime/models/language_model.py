@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError
 from lineartime.layers.dense import Dense, is_untouched
-from lineartime.models.backbone import Backbone, BackboneState, JoinedStates
+from lineartime.models.backbone import Backbone, BackboneState, BackboneStreams
 from lineartime.models.compiled_step import CompiledStep, compiled_step
 from lineartime.models.config import ModelConfig
 from lineartime.models.grouped import GroupedStreams
@@ -22,7 +22,7 @@ from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 from lineartime.ops.dense import dense
 
-MOST_STRUCTURES = 32
+MAX_STRUCTURES = 32
 """The structures of packs that a compiled block may be compiled for; 150 random packs had 14."""
 
 
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
 
         Args:
             ids: [B, T] token ids.
-            mask: bool, or 0 and 1, [B, T], True for real tokens; padding may be anywhere.
+            mask: [B, T], bool or integers 0 and 1, True for real tokens. Padding may be anywhere.
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
             prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal model: the number of first real tokens of each row,
                 or document, that attend to each other bidirectionally. Later tokens attend causally.
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
             Logits [B, T, V].
 
         Raises:
-            ValueError: if shapes do not match, or the mixer cannot split sequences over processes.
+            ArgumentError: if shapes do not match, or the mixer cannot split sequences over processes.
             LineartimeError: if there are prefixes and the mixer cannot read any.
         """
         return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types))
@@ -93,7 +93,7 @@ class LanguageModel(nn.Module):
             A scalar, in nats; zero if there are no targets.
 
         Raises:
-            ValueError: as for the logits.
+            ArgumentError: as for the logits.
         """
         total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
         return total / (targets != IGNORED).sum().clamp(min=1)
@@ -143,7 +143,7 @@ class LanguageModel(nn.Module):
         # By default, packs of a ninth structure would be read without the compiler. Older versions of PyTorch lack the option.
         allowed = "recompile_limit" in signature(torch.compile).parameters
         for block in self.backbone.blocks:
-            block.compile(**({"recompile_limit": MOST_STRUCTURES} if allowed else {}))
+            block.compile(**({"recompile_limit": MAX_STRUCTURES} if allowed else {}))
 
     def recompute_blocks(self) -> None:
         """Recompute each block in the backward pass from its input, the only tensor that is kept (activation checkpointing).
@@ -204,7 +204,7 @@ class CausalLM(LanguageModel):
         """Whether a single C++ function computes the `step` of all blocks, for a small number of streams."""
         return self.backbone.steps_in_native
 
-    def join_streams(self, states: Sequence[BackboneState]) -> JoinedStates:
+    def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
         """Join streams at different positions, to continue them token by token with `step`.
 
         Args:
@@ -224,7 +224,7 @@ class CausalLM(LanguageModel):
         if self.steps_in_place:
             self._compiled_step = compiled_step()
 
-    def step(self, ids: Tensor, streams: JoinedStates) -> Tensor:
+    def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
         """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V]. Updates `streams` in place."""
         if self._compiled_step is None or isinstance(streams, GroupedStreams):
             return self.logits(self.backbone.step(ids, streams))
