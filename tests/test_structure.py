@@ -164,7 +164,7 @@ def test_no_file_grows_into_several() -> None:
 
 # Where values of tensors may be looked at, with the reason.
 READS_VALUES = {
-    "ops/layout.py": "the boundary of a batch, once for all layers",
+    "ops/make_layout.py": "the boundary of a batch, once for all layers",
     "ops/checks.py": "the boundaries of packed documents, once for all layers",
     "ops/prefix.py": "shows lengths that do not fit, on a CPU alone",
     "ops/context.py": "compares the shapes of slices, once a forward pass",

@@ -88,6 +88,12 @@ def require_packages(*packages: str, extra: str, purpose: str) -> None:
             raise missing_extra(package, extra, purpose)
 
 
+def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ArgumentError unless `value` is one of the `allowed` names of `argument`."""
+    if value not in allowed:
+        raise ArgumentError(argument, f"is {value!r}, but must be one of {', '.join(map(repr, allowed))}.")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known names that are most similar to a wrong one, in parentheses for a message; empty if none is similar."""
     like = get_close_matches(name, list(known), n=3, cutoff=0.75)

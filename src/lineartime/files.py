@@ -26,6 +26,18 @@ def write_atomically(file: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def write_file(file: Path, text: str) -> Path:
+    """Write or replace a file as `write_atomically` does, in a folder that is created if missing.
+
+    Raises:
+        LineartimeError: naming the file, if it cannot be written.
+    """
+    with reporting_file_errors("write", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    return file
+
+
 def _partial(file: Path) -> Path:
     """A temporary name, which no other process has that writes the same file."""
     return file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")

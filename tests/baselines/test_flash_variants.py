@@ -15,7 +15,7 @@ from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overl
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
 from lineartime.layers import FLASH, GAU
-from lineartime.ops.layout import cut_chunks
+from lineartime.ops.make_layout import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions

@@ -17,7 +17,7 @@ from lineartime.machine import using_threads
 from lineartime.native import NATIVE_DTYPES, why_not_native
 from lineartime.ops.dense import MAX_ROWS
 from lineartime.ops.mixed_chunk import step_native
-from lineartime.ops.mixed_chunk.step import MixedChunkStreams
+from lineartime.ops.mixed_chunk.inputs import MixedChunkStreams
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
 

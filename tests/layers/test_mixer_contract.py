@@ -22,7 +22,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
 from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
-from lineartime.ops import layout as layouts
+from lineartime.ops import make_layout as maker
 from lineartime.ops import packs
 from lineartime.ops.cache import KVCache
 from lineartime.ops.linear import LinearState
@@ -257,7 +257,7 @@ def test_a_pack_equals_its_documents_alone(name: str, causal: bool) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Packs of a few tokens are cut as those of thousands are: documents of other lengths apart, in chunks of few slots."""
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layouts, "MIN_CHUNK_SIZE", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(maker, "MIN_CHUNK_SIZE", 1):
         yield
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from lineartime.machine import using_threads
 from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.mixed_chunk import attend_projected, chunked, tiled, tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 

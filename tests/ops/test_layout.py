@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.chunks import Chunks, Reach, Slots, shift_chunks, sum_chunks
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout
 
 CPU = torch.device("cpu")
 

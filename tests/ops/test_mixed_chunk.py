@@ -18,7 +18,8 @@ from lineartime.ops import (
 )
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import LayoutPlan, make_layout
+from lineartime.ops.layout import LayoutPlan
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.mixed_chunk import chunked, reference
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 

@@ -11,8 +11,8 @@ from lineartime.machine import using_threads
 from lineartime.native import why_not_native
 from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.mixed_chunk import step, step_native
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.step import MixedChunkStreams, mixed_chunk_streams
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, MixedChunkStreams, Projected
+from lineartime.ops.mixed_chunk.step import mixed_chunk_streams
 from lineartime.ops.mixed_chunk.stream import mixed_chunk_state
 from lineartime.ops.positions import rotary_table
 

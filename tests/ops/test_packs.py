@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.ops import layout, packs
-from lineartime.ops.layout import LayoutPlan, make_layout
+from lineartime.ops import make_layout as maker
+from lineartime.ops import packs
+from lineartime.ops.layout import LayoutPlan
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention, mixed_chunk_attention
 from lineartime.ops.packs import GROUP_COST, MAX_GROUPS, similar_documents
 from lineartime.ops.positions import FactoredBias
@@ -23,7 +25,7 @@ LENGTH = ENDS[-1]
 
 @pytest.fixture
 def small_parts() -> Iterator[None]:
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "MIN_CHUNK_SIZE", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(maker, "MIN_CHUNK_SIZE", 1):
         yield
 
 
@@ -72,7 +74,7 @@ def agree(attend: Any, heads: list[Tensor], **options: Any) -> None:
     """Values and gradients of the pack in parts are those of the pack as one."""
     heads = [x.requires_grad_() for x in heads]
     whole = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(layout, "MIN_CHUNK_SIZE", 1):
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(maker, "MIN_CHUNK_SIZE", 1):
         parts = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
     torch.testing.assert_close(parts, whole, atol=1e-10, rtol=1e-10)
     for one, other in zip(*(torch.autograd.grad(out.square().sum(), heads) for out in (parts, whole)), strict=True):

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.documents import by_document
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens
 
 CPU, LENGTH = torch.device("cpu"), 9

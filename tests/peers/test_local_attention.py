@@ -14,7 +14,8 @@ from torch import Tensor
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.sparse import sparse_attention
 from lineartime.ops import mixed_chunk_attention
-from lineartime.ops.layout import LayoutPlan, make_layout
+from lineartime.ops.layout import LayoutPlan
+from lineartime.ops.make_layout import make_layout
 
 WINDOW = 4
 

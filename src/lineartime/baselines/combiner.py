@@ -25,7 +25,8 @@ from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import Layout, cut_chunks
+from lineartime.ops.layout import Layout
+from lineartime.ops.make_layout import cut_chunks
 from lineartime.ops.positions import rope
 
 KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]

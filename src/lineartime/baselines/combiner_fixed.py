@@ -18,7 +18,7 @@ from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import cut_chunks
+from lineartime.ops.make_layout import cut_chunks
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 

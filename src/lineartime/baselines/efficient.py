@@ -21,9 +21,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import Rotated
+from lineartime.errors import check_choice
 from lineartime.layers.checks import check_heads
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.positions import over_heads, rope, rotate
 from lineartime.ops.precision import acc_dtype

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.errors import check_choice
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.ops.activations import check_choice
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.ops.precision import acc_dtype
 

@@ -21,7 +21,7 @@ from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.layers.multi_head import fold_heads
 from lineartime.layers.opened import Part
 from lineartime.ops.chunks import Reach
-from lineartime.ops.layout import cut_chunks
+from lineartime.ops.make_layout import cut_chunks
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_attention_extend

@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Column, Table
 
 from lineartime.bench.config import Measure
-from lineartime.bench.results import Entry, Results, write
+from lineartime.bench.results import Entry, Results
+from lineartime.files import write_file
 from lineartime.host import threads_in_words
 from lineartime.markdown import markdown_table
 from lineartime.screen import output_console
@@ -79,7 +80,7 @@ def write_report(results: Results) -> Path:
     for section in sections(results):
         blocks.append(f"## {section.title[0].upper()}{section.title[1:]}\n\n" + _markdown(section))
     blocks += [_markdown(_models(results)), *_notes(results)]
-    return write(results.folder / REPORT_FILE, "\n".join(blocks))
+    return write_file(results.folder / REPORT_FILE, "\n".join(blocks))
 
 
 def print_results(results: Results) -> None:

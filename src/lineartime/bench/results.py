@@ -14,8 +14,7 @@ from lineartime.bench.config import RESULTS_FILE
 from lineartime.bench.measure import median_and_spread
 from lineartime.bench.memory import Memory
 from lineartime.bench.subjects import Case, Subject
-from lineartime.errors import reporting_file_errors
-from lineartime.files import write_atomically
+from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name
 
 
@@ -148,15 +147,7 @@ class Results:
 
     def save(self) -> Path:
         """Write results.json."""
-        return write(self.folder / RESULTS_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
-
-
-def write(file: Path, text: str) -> Path:
-    """Replace a file as a whole; raises LineartimeError if the system refuses."""
-    with reporting_file_errors("write", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, text)
-    return file
+        return write_file(self.folder / RESULTS_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import SPLITS, pieces
 from lineartime.data.shuffling import shuffled
 from lineartime.data.tokenizers import Tokenizer, whole_lines
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.ops.activations import check_choice
+from lineartime.errors import ArgumentError, LineartimeError, check_choice
 
 State = dict[str, Any]
 

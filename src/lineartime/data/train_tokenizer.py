@@ -20,9 +20,9 @@ from lineartime.data.tokenizers import (
     read_tokenizer,
     whole_lines,
 )
-from lineartime.errors import ArgumentError, file_error, missing_extra
+from lineartime.errors import ArgumentError, missing_extra
 from lineartime.fields import Between, check_limits, check_type
-from lineartime.files import is_there, write_atomically
+from lineartime.files import is_there, write_file
 
 _FORMAT = 1  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
@@ -173,10 +173,5 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     key = "\n".join([str(_FORMAT), str(choice), str(TRAINING_BYTES[kind]), corpus.identity("train")])
     file = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokenizer.json"
     if not file.exists():
-        definition = train_tokenizer(corpus, kind, vocab_size).to_json()
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, definition)
-        except OSError as error:
-            raise file_error("write", file, error) from None
+        write_file(file, train_tokenizer(corpus, kind, vocab_size).to_json())
     return read_tokenizer(file)

@@ -11,13 +11,12 @@ from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_t
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import Argument, ArgumentError, check_choice
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.host import cache_folder
 from lineartime.machine import choose_precision, find_device
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import check_positive
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from lineartime.data.batches import Batch, causal_batch, evaluation_batch, read_window
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
-from lineartime.data.prose import is_prose
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.evaluation.prose import is_prose
 from lineartime.machine import autocast
 from lineartime.models.language_model import CausalLM, LanguageModel
 from lineartime.ops.cross_entropy import IGNORED

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import Argument, ArgumentError, reporting_file_errors
+from lineartime.errors import Argument, ArgumentError
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
 from lineartime.fields import Between
-from lineartime.files import write_atomically
+from lineartime.files import write_file
 from lineartime.host import Threads
 from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
@@ -68,9 +68,7 @@ def begin(plan: Plan) -> None:
     if file.exists():
         check_options(plan)
         return
-    with reporting_file_errors("write", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(identity(plan), indent=1) + "\n")
+    write_file(file, json.dumps(identity(plan), indent=1) + "\n")
 
 
 def check_options(plan: Plan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.errors import LineartimeError
 from lineartime.experiments.collect import JsonObject, collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.folder import PLAN_FILE, check_options, identity
@@ -17,7 +17,7 @@ from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, legend
 from lineartime.experiments.tables import NOT_THERE, begun, table
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
-from lineartime.files import write_atomically
+from lineartime.files import write_file
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 
@@ -34,8 +34,7 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
         )
     check_options(plan)
     report = collect(plan)
-    with reporting_file_errors("write", plan.folder / JSON_FILE):
-        write_atomically(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
+    write_file(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
     file, notes = render(plan, report)
     return file, report, notes
 
@@ -52,9 +51,7 @@ def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
     except LineartimeError as error:
         pictures, notes = [], [f"no pictures: {error}"]
     file = plan.folder / MARKDOWN_FILE
-    with reporting_file_errors("write", file):
-        write_atomically(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n")
-    return file, notes
+    return write_file(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n"), notes
 
 
 def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:

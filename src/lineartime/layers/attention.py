@@ -25,8 +25,8 @@ from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.layout import Layout
-from lineartime.ops.operator import under_transform
 from lineartime.ops.precision import autocast_dtype, output_dtype, without_autocast
+from lineartime.ops.tracing import under_transform
 
 MANY_KEYS = 2048
 """From this number of keys on, two products are faster than fused attention for one query in bf16 on a CPU."""

@@ -8,12 +8,13 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.errors import check_choice
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import State
 from lineartime.layers.opened import Part
 from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, RotaryBias, build_relative_bias
-from lineartime.ops.activations import CHUNK_NORMALIZATIONS, check_choice
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions

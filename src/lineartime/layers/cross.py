@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
-from lineartime.ops.activations import ACTIVATIONS, Activation, check_choice
+from lineartime.ops.activations import ACTIVATIONS, Activation
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.cross import cross_attention
 

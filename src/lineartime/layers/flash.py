@@ -20,8 +20,8 @@ from lineartime.ops import exported
 from lineartime.ops.backends import Backend
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
-from lineartime.ops.mixed_chunk.inputs import Heads, Projected
-from lineartime.ops.mixed_chunk.step import MixedChunkStreams, mixed_chunk_streams, open_chunk, step_projected
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkStreams, Projected
+from lineartime.ops.mixed_chunk.step import mixed_chunk_streams, open_chunk, step_projected
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import acc_dtype
 

@@ -20,11 +20,13 @@ from lineartime.layers.positions import TableBias
 from lineartime.layers.streams import ShiftedState
 from lineartime.native import native_functions
 from lineartime.ops.dense import MAX_ROWS
-from lineartime.ops.layout import Layout, step_layout
-from lineartime.ops.mixed_chunk.step import MixedChunkStreams, check_streams
+from lineartime.ops.layout import Layout
+from lineartime.ops.make_layout import step_layout
+from lineartime.ops.mixed_chunk.inputs import MixedChunkStreams
+from lineartime.ops.mixed_chunk.step import check_streams
 from lineartime.ops.mixed_chunk.step_native import SOURCE, LayerTensors, NativeLayers
-from lineartime.ops.operator import is_traced
 from lineartime.ops.token_shift import shifted_width
+from lineartime.ops.tracing import is_traced
 
 
 class FlashStack:

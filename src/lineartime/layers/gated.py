@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.errors import check_choice
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions, State
 from lineartime.layers.opened import Opened, OpenMixer, Part
-from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.checks import check_positive, check_rotary_width
 from lineartime.ops.layout import Layout, LayoutPlan

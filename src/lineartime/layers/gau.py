@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit, HasBackends
 from lineartime.layers.opened import Part
@@ -21,7 +21,7 @@ from lineartime.layers.positions import BIAS_FORMS, BiasForm, RelativeBias, Rota
 from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops import exported
-from lineartime.ops.activations import QUADRATIC_NORMALIZATIONS, check_choice
+from lineartime.ops.activations import QUADRATIC_NORMALIZATIONS
 from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.checks import check_positive
 from lineartime.ops.layout import Layout, LayoutPlan

@@ -16,7 +16,8 @@ from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, ch
 from lineartime.ops.backends import define_operators
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout, prefix_layout, step_layout, stream_layout
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout, prefix_layout, step_layout, stream_layout
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, for messages

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import FactoryOptions
-from lineartime.ops.activations import check_choice
 from lineartime.ops.precision import acc_dtype
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.checks import check_options, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.norms import Norm, NormPosition, build_norm
 from lineartime.layers.options import constructor_options
-from lineartime.ops.activations import check_choice
 from lineartime.ops.checks import check_positive
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
 from lineartime.layers.residual import LayerOptions
 from lineartime.models.systems import SYSTEMS
-from lineartime.ops.activations import check_choice
 
 KINDS: dict[str, dict[str, type[Any]]] = {
     "mixer": {system.mixer.name: system.mixer for system in SYSTEMS.values()},

@@ -4,12 +4,11 @@ import dataclasses
 from typing import Any, Literal, get_args, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
-from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
+from lineartime.errors import Argument, ArgumentError, Call, check_choice, did_you_mean
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
-from lineartime.ops.activations import check_choice
 
 # Our own size, for laptops. GAU starts with large scores: with the published initialisation, attention would take longer to
 # become useful than such runs last.

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
 from lineartime.ops.precision import acc_dtype
 
 Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
@@ -26,12 +25,6 @@ _LAPLACE_MEAN = math.sqrt(1 / 2)
 _LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
 _SOFTMAX_PLUS_LENGTH = 512
 """The number of visible keys at which `softmax_plus` is a softmax: the length that GAU-alpha was trained with."""
-
-
-def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ArgumentError unless `value` is one of the `allowed` names of `argument`."""
-    if value not in allowed:
-        raise ArgumentError(argument, f"is {value!r}, but must be one of {', '.join(map(repr, allowed))}.")
 
 
 def laplace(scores: Tensor) -> Tensor:

@@ -3,18 +3,14 @@
 Shapes: B batch, T tokens, R rows, L slots of a row, C chunk size.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.checks import require
 from lineartime.ops.chunks import Chunks, Slots
-from lineartime.ops.operator import under_transform
-
-if TYPE_CHECKING:
-    from lineartime.ops.layout import Layout
+from lineartime.ops.layout import Layout
+from lineartime.ops.tracing import under_transform
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -33,7 +29,7 @@ def count_positions(length: int, mask: Tensor | None, starts: Tensor, document: 
     return (real_before[:, :-1] - real_before[:, start]).masked_fill(~mask, 0)
 
 
-def longest_row(lengths: list[int] | None, layout: "Layout", limit: int | None) -> int:
+def longest_row(lengths: list[int] | None, layout: Layout, limit: int | None) -> int:
     """The number of real tokens of the longest document; in compiled code and under vmap, an upper bound of it."""
     mask, real_tokens = layout.mask, layout.positions + 1
     traced = torch.compiler.is_compiling()
@@ -47,14 +43,14 @@ def longest_row(lengths: list[int] | None, layout: "Layout", limit: int | None) 
     return int((real_tokens * mask).max()) if mask is not None and mask.numel() else longest
 
 
-def document_rows(batch: int, longest: int, layout: "Layout") -> Slots:
+def document_rows(batch: int, longest: int, layout: Layout) -> Slots:
     """One row per document, as long as the longest document without padding, for attention over whole documents."""
     if layout.document is None or layout.document_starts is None:
         return _slots(batch, torch.zeros_like(layout.positions), layout, 1, longest)
     return _slots(batch, layout.document * longest, layout, layout.document_starts.shape[0] - 1, longest)
 
 
-def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout: "Layout") -> Chunks:
+def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout: Layout) -> Chunks:
     """Cut each document into chunks, beginning at its own start."""
     device, length, starts = layout.positions.device, layout.positions.shape[-1], layout.document_starts
     if layout.document is None or starts is None:
@@ -81,7 +77,7 @@ def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout
     return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, of_chunk)
 
 
-def _slots(batch: int, first: Tensor, layout: "Layout", rows: int, size: int) -> Slots:
+def _slots(batch: int, first: Tensor, layout: Layout, rows: int, size: int) -> Slots:
     """Assign each real token the slot with the index `first` + position; padding has no slot."""
     mask, n_slots = layout.mask, rows * size
     index = (first + layout.positions).expand(batch, -1)

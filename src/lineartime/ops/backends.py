@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.activations import Activation, check_choice
-from lineartime.ops.operator import under_transform
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.ops.activations import Activation
+from lineartime.ops.tracing import under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

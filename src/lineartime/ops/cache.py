@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.operator import is_traced, under_transform
+from lineartime.ops.tracing import is_traced, under_transform
 
 MIN_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""

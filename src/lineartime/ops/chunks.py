@@ -1,6 +1,7 @@
 """Documents cut into chunks, sums over chunks, and the open chunk of a stream, shared by all chunked attentions.
 
-Shapes: B batch, T tokens, D documents, R rows of L slots, G chunks of all documents, C chunk size, N new tokens, f features.
+Shapes: B batch, T tokens, D documents, R rows of L slots, G chunks of all documents, C chunk size, N new tokens, f features,
+F tokens of a group, which streams add to their sums at once.
 """
 
 from collections.abc import Iterator
@@ -90,6 +91,31 @@ class Chunks(NamedTuple):
         """The place of every chunk in its document, int64 [G], starting at 0."""
         place = torch.arange(self.n_chunks, device=self.document_starts.device)
         return place if self.document is None else place - self.document_starts[self.document]
+
+
+class OpenChunk(NamedTuple):
+    """The slot of the next token of each stream in its chunk, and what it attends to: the same for all layers of a model.
+
+    Attributes:
+        slots: int64 [C], the slots of a chunk.
+        slot: int64 [B], the slot of the token.
+        visible: bool [B, 1, C], True for the token and those before it in its chunk.
+        share: [B, 1, C], the factor of the weights: see `visible_share`.
+        summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
+        open_share: [B, 1, C], the same factor for the tokens of the open chunk that the sums contain, which are subtracted, and
+            zero for others. A group that the token completes is among them, because `step` adds it to the sums first.
+        group: int64 [B, F], the slots of the token's group.
+        is_full: bool [B, 1, 1], whether the token is the last one of its group.
+    """
+
+    slots: Tensor
+    slot: Tensor
+    visible: Tensor
+    share: Tensor
+    summary_share: Tensor
+    open_share: Tensor
+    group: Tensor
+    is_full: Tensor
 
 
 def sum_chunks(x: Tensor, chunks: Chunks, reach: Reach) -> Tensor:

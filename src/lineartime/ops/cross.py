@@ -8,8 +8,8 @@ applied across two sequences. The paper leaves n open; here it is the number of 
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle, check_choice
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle
 from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.backends import why_not_triton
 from lineartime.ops.checks import check_whole, is_readable
-from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
+from lineartime.ops.tracing import under_transform
 
 IGNORED = -100
 """The target of a token that does not count in the loss."""

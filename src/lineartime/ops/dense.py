@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.operator import is_plain, is_traced
+from lineartime.ops.tracing import is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32

@@ -18,10 +18,11 @@ from lineartime.ops.backends import Backend
 from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.operator import refuse_second_derivative, register_operator, under_transform
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.quadratic import attend_rows
 from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.tracing import under_transform
 
 
 def mixed_chunk(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import is_readable
-from lineartime.ops.operator import is_traced, register_operator
+from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, has_float64, without_autocast
+from lineartime.ops.tracing import is_traced
 
 _DIGITS, _BASE = 3, 1024
 """The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
-from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
-from lineartime.files import write_atomically
+from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
 
@@ -119,9 +119,7 @@ def _write(run: Path, record: Record) -> None:
     for process in plain["processes"]:
         if process["error"] is None:
             del process["error"]
-    with reporting_file_errors("write", run / RECORD_FILE):
-        run.mkdir(parents=True, exist_ok=True)
-        write_atomically(run / RECORD_FILE, json.dumps(plain, indent=2) + "\n")
+    write_file(run / RECORD_FILE, json.dumps(plain, indent=2) + "\n")
 
 
 class RunRecord:

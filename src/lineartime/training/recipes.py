@@ -5,8 +5,8 @@ Source of the paper's recipes: "Transformer Quality in Linear Time" (arXiv 2202.
 
 from typing import Any
 
+from lineartime.errors import check_choice
 from lineartime.models.presets import system_of
-from lineartime.ops.activations import check_choice
 from lineartime.training.config import RecipeName, TrainConfig
 
 _PAPER: dict[str, Any] = {

@@ -25,7 +25,8 @@ from torch import Tensor
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import check_bias, check_rotary_width
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout, rotated_by
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout, rotated_by
 from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
 from lineartime.ops.precision import acc_dtype, matmul_dtype

@@ -1,6 +1,6 @@
-"""The inputs of every form of mixed chunk attention, and their checks.
+"""The inputs of every form of mixed chunk attention, their checks, and the state that steps update.
 
-Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
+Shapes: B batch or streams, T tokens, C chunk size, e value width, s query/key width.
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.activations import ACTIVATIONS, CHUNK_NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.ops.activations import ACTIVATIONS, CHUNK_NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
 from lineartime.ops.positions import over_heads, rotate
 
@@ -129,6 +129,23 @@ class Projected(NamedTuple):
         """The gate U, and the heads, rotated by `rotations` [2, T, s / 2] or [2, B, T, s / 2]."""
         gate, v, z = self.activate()
         return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
+
+
+class MixedChunkStreams(NamedTuple):
+    """What a batch of streams at different positions remembers.
+
+    Attributes:
+        sums: [B, s, e], the sum of k_lin v^T over all tokens but those of the last group of the open chunk, if it is not full
+            (see `group_size`); in float32 or better.
+        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
+        values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
+        position: int [B], the number of tokens that each stream has read.
+    """
+
+    sums: Tensor
+    keys: Tensor
+    values: Tensor
+    position: Tensor
 
 
 def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:

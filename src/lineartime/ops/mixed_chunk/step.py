@@ -7,34 +7,17 @@ The definition is the causal one of reference.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import attention_weights, visible_share
+from lineartime.ops.chunks import OpenChunk
 from lineartime.ops.mixed_chunk import step_native
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, group_size, queries_and_keys
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, MixedChunkStreams, Projected, group_size, queries_and_keys
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
-
-
-class MixedChunkStreams(NamedTuple):
-    """What a batch of streams at different positions remembers.
-
-    Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens but those of the last group of the open chunk, if it is not full
-            (see `group_size`); in float32 or better.
-        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
-        values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
-        position: int [B], the number of tokens that each stream has read.
-    """
-
-    sums: Tensor
-    keys: Tensor
-    values: Tensor
-    position: Tensor
 
 
 def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | None = None) -> MixedChunkStreams:
@@ -69,31 +52,6 @@ def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_valu
                 f"has {name} of shape {list(tensor.shape)}, but must have [{expected}]: "
                 "give it join_streams([state]) of the same layer.",
             )
-
-
-class OpenChunk(NamedTuple):
-    """The slot of the next token of each stream in its chunk, and what it attends to: the same for all layers of a model.
-
-    Attributes:
-        slots: int64 [C], the slots of a chunk.
-        slot: int64 [B], the slot of the token.
-        visible: bool [B, 1, C], True for the token and those before it in its chunk.
-        share: [B, 1, C], the factor of the weights: see `visible_share`.
-        summary_share: [B, 1, 1], the factor of the sum over the previous chunks; zero in the first chunk.
-        open_share: [B, 1, C], the same factor for the tokens of the open chunk that the sums contain, which are subtracted, and
-            zero for others. A group that the token completes is among them, because `step` adds it to the sums first.
-        group: int64 [B, F], the slots of the token's group.
-        is_full: bool [B, 1, 1], whether the token is the last one of its group.
-    """
-
-    slots: Tensor
-    slot: Tensor
-    visible: Tensor
-    share: Tensor
-    summary_share: Tensor
-    open_share: Tensor
-    group: Tensor
-    is_full: Tensor
 
 
 def open_chunk(position: Tensor, options: MixedChunkOptions, dtype: torch.dtype) -> OpenChunk:

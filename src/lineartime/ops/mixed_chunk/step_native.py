@@ -6,19 +6,16 @@ Shapes: B streams, d model width, C chunk size, e value width, s query/key width
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.dense import MAX_ROWS
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, group_size
-from lineartime.ops.operator import has_plain_memory, is_plain, is_traced
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, MixedChunkStreams, Projected, group_size
 from lineartime.ops.precision import acc_dtype
-
-if TYPE_CHECKING:
-    from lineartime.ops.mixed_chunk.step import MixedChunkStreams
+from lineartime.ops.tracing import has_plain_memory, is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("step.cpp")
 
@@ -30,7 +27,7 @@ def step(
     bias: Tensor | None,
     rotations: Tensor | None,
     options: MixedChunkOptions,
-    streams: "MixedChunkStreams",
+    streams: MixedChunkStreams,
 ) -> Tensor | None:
     """`step_projected` of step.py; return None, and leave `streams` unchanged, if this form cannot run."""
     tokens, gamma, beta = projected.tokens.contiguous(), projected.gamma, projected.beta
@@ -107,7 +104,7 @@ class NativeLayers:
         self,
         x: Tensor,
         rotations: Tensor | None,
-        streams: Sequence["MixedChunkStreams"],
+        streams: Sequence[MixedChunkStreams],
         last: Sequence[Tensor],
     ) -> Tensor | None:
         """Pass one more token of a few streams through all layers; return None if this form cannot run.
@@ -169,7 +166,7 @@ def _shared(
     d_qk: int,
     rotations: Tensor | None,
     options: MixedChunkOptions,
-    streams: Sequence["MixedChunkStreams"],
+    streams: Sequence[MixedChunkStreams],
 ) -> tuple[Argument, ...] | None:
     """The first arguments of both functions, or None if they cannot run; the caller has checked the sizes of streams."""
     dtype, wide = tokens.dtype, acc_dtype(tokens)

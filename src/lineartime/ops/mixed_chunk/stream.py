@@ -14,7 +14,8 @@ from lineartime.ops.activations import Activation, Normalization, attention_weig
 from lineartime.ops.backends import Backend
 from lineartime.ops.checks import check_bias, check_continues
 from lineartime.ops.chunks import exclusive_cumsum, fill
-from lineartime.ops.layout import Layout, LayoutPlan, make_layout
+from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.mixed_chunk import tiled, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast

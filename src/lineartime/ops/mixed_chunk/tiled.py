@@ -31,8 +31,9 @@ from lineartime.ops.mixed_chunk.tile_native import functions_for, tile_work
 from lineartime.ops.mixed_chunk.tile_work import TileInputs
 from lineartime.ops.mixed_chunk.tiled_passes import backward, forward
 from lineartime.ops.mixed_chunk.tiles import Documents
-from lineartime.ops.operator import is_plain, refuse_second_derivative, register_operator
+from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.tracing import is_plain
 
 
 def attend(

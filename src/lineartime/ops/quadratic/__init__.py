@@ -25,7 +25,8 @@ from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import as_mask, check_queries_keys_values
 from lineartime.ops.chunks import Slots
-from lineartime.ops.layout import Layout, make_layout
+from lineartime.ops.layout import Layout
+from lineartime.ops.make_layout import make_layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
 from lineartime.ops.prefix import check_prefix, prefix_tokens

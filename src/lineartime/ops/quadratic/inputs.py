@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization, check_choice
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.checks import check_bias
 from lineartime.ops.positions import FactoredBias
 

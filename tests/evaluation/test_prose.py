@@ -1,7 +1,8 @@
 import inspect
 
-from lineartime.data import prose, tokenizers
-from lineartime.data.prose import is_prose
+from lineartime.data import tokenizers
+from lineartime.evaluation import prose
+from lineartime.evaluation.prose import is_prose
 
 BOOK = """"Well," said the Doctor's boy--who never was late--"it's half-past four; I _must_ go (he went)." In 1862, Mr. Müller
 answered: Ja, das weiß ich! """
