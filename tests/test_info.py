@@ -7,13 +7,13 @@ import torch
 
 from lineartime import info, machine
 from lineartime.cli import main
-from lineartime.info import describe_machine
+from lineartime.info import explain_machine
 from lineartime.ops.backends import choose_backend
 
 
 def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    facts = {fact.name: fact for fact in describe_machine()}
+    facts = {fact.name: fact for fact in explain_machine()}
     chosen = choose_backend("auto", ("torch", "tiled", "triton"), torch.empty(0), torch.float32, "relu2")
     assert facts["attention, fp32"].value == chosen == "tiled"
     assert facts["attention, fp32"].why.startswith("not triton: ")
@@ -25,13 +25,13 @@ def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.Monkey
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for features, expected, word in (({"avx512_bf16"}, "bf16", "has units"), (set(), "fp32", "has no units")):
         monkeypatch.setattr(machine, "processor_features", lambda features=features: features)
-        fact = next(fact for fact in describe_machine() if fact.name == "precision")
+        fact = next(fact for fact in explain_machine() if fact.name == "precision")
         assert (fact.value, word in fact.why) == (expected, True)
 
 
 def test_it_tells_why_functions_in_cpp_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINEARTIME_NATIVE", "0")
-    fact = next(fact for fact in describe_machine() if fact.name == "C++ functions")
+    fact = next(fact for fact in explain_machine() if fact.name == "C++ functions")
     assert (fact.value, fact.why) == ("no", "LINEARTIME_NATIVE is 0")
 
 

@@ -38,7 +38,7 @@ class Fact:
     why: str = ""
 
 
-def describe_machine() -> Iterator[Fact]:
+def explain_machine() -> Iterator[Fact]:
     """Everything that "auto" decides on this machine."""
     yield Fact("lineartime", lineartime.__version__, f"torch {torch.__version__}, Python {platform.python_version()}")
     device = choose_device("auto")

@@ -11,7 +11,7 @@ from lineartime.choices import ScaleName
 from lineartime.experiments import catalogue, estimate
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Setting
-from lineartime.experiments.folder import adopted, begin
+from lineartime.experiments.folder import with_saved_options, write_plan
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import paper_cost, paper_loss, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan
@@ -48,7 +48,7 @@ def test_the_scale_gpu_trains_forty_million_parameters_for_at_most_eight_minutes
             if entry.setting.size == "main":
                 assert 36e6 <= entry.parameters <= 44e6, f"{name}, {entry.arm.name}: {entry.parameters:,}"
         for entry, job in estimate.all_jobs(plan):
-            assert estimate.seconds(plan, entry, job) <= 480, job.folder
+            assert estimate.estimated_seconds(plan, entry, job) <= 480, job.folder
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
@@ -126,8 +126,8 @@ def test_no_two_arms_of_a_setting_are_the_same_model() -> None:
 def test_a_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path: Path) -> None:
     config = ReproduceConfig("lm", "paper", tmp_path)
     first = make_plan(config)
-    begin(first)
-    assert make_plan(adopted(config)).entries == first.entries
+    write_plan(first)
+    assert make_plan(with_saved_options(config)).entries == first.entries
 
 
 def test_arms_name_systems_presets_and_rows_that_exist() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.experiments.catalogue import EXPERIMENTS
-from lineartime.experiments.collect import collect, relative
+from lineartime.experiments.collect import add_relative_losses, collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.pictures import _looks
 from lineartime.experiments.plan import Plan, make_plan
@@ -56,7 +56,7 @@ def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_
         row["paper_loss"] = None
         for run in row["runs"]:
             run["curve"] = []
-    relative(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
+    add_relative_losses(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
     assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
 
 

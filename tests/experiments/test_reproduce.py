@@ -22,7 +22,7 @@ from lineartime.experiments import __main__, catalogue, command, runner, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Optimizer
-from lineartime.experiments.folder import adopted, begin, resolved
+from lineartime.experiments.folder import with_device, with_saved_options, write_plan
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.results import read_run
@@ -306,14 +306,14 @@ def test_runs_in_another_precision_are_not_mixed_although_neither_call_asks_for_
 ) -> None:
     def here(precision: str, out: Path) -> ReproduceConfig:
         monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
-        return resolved(replace(options(precision="auto", device="auto"), out=out))
+        return with_device(replace(options(precision="auto", device="auto"), out=out))
 
     began = here("bf16", tmp_path / "began")
-    begin(make_plan(began))
+    write_plan(make_plan(began))
     assert (began.device, began.precision) == ("cpu", "bf16")
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
-        begin(make_plan(here("fp32", tmp_path / "began")))
-    there = adopted(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
+        write_plan(make_plan(here("fp32", tmp_path / "began")))
+    there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
     assert (there.device, there.precision) == ("cpu", "bf16")
 
     # Earlier versions wrote "auto", which does not tell what the runs were made with.
@@ -321,7 +321,7 @@ def test_runs_in_another_precision_are_not_mixed_although_neither_call_asks_for_
     plan = json.loads(file.read_text())
     del plan["device"]
     file.write_text(json.dumps({**plan, "precision": "auto"}))
-    begin(make_plan(here("fp32", tmp_path / "out")))
+    write_plan(make_plan(here("fp32", tmp_path / "out")))
 
 
 def test_the_report_tells_the_precision_of_the_runs(options: Options, finished: None) -> None:
@@ -469,4 +469,4 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
     assert "Rates tried with second" in file.read_text()
     # Runs of one optimiser are continued as such, whatever joins later.
     monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
-    assert make_plan(adopted(options(systems=("transformer++",)))).optimizers == ("adamw", "second")
+    assert make_plan(with_saved_options(options(systems=("transformer++",)))).optimizers == ("adamw", "second")

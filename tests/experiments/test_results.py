@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lineartime.experiments.plan import Job
-from lineartime.experiments.results import Point, Run, Tuning, choose, seconds_to, training_seconds
-from lineartime.experiments.tables import begun, table
+from lineartime.experiments.results import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
+from lineartime.experiments.tables import settings_with_results, table
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:
@@ -41,13 +41,13 @@ def test_the_time_to_a_quality_is_interpolated() -> None:
 def test_the_rate_and_the_optimiser_with_the_lowest_loss_are_chosen() -> None:
     adamw = Tuning("adamw", {1e-3: run(3.0, 10.0), 1e-2: run(2.9, 30.0)})
     muon = Tuning("muon", {1e-3: run(2.8), 1e-2: run(None)})
-    chosen = choose([adamw, muon])
+    chosen = best_tuning([adamw, muon])
     assert chosen is muon
     assert (muon.best, adamw.best) == (1e-3, 1e-2)
     waiting = Tuning("muon", {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
-    assert choose([adamw, waiting]) is None  # not before all have had their turn
-    assert choose([Tuning("adamw", {1e-3: run(None)})]) is None
-    assert choose([]) is None
+    assert best_tuning([adamw, waiting]) is None  # not before all have had their turn
+    assert best_tuning([Tuning("adamw", {1e-3: run(None)})]) is None
+    assert best_tuning([]) is None
 
 
 def test_a_table_has_no_empty_columns() -> None:
@@ -60,4 +60,4 @@ def test_a_setting_and_a_system_of_which_nothing_has_run_are_in_no_table() -> No
 
     not_begun, tuned, run = row("missing", "missing"), row(3.0, "missing"), row("missing", "finished")
     settings = [{"rows": [not_begun]}, {"rows": [tuned, not_begun]}, {"rows": [not_begun, run]}]
-    assert begun({"settings": settings}) == [{"rows": [tuned]}, {"rows": [run]}]
+    assert settings_with_results({"settings": settings}) == [{"rows": [tuned]}, {"rows": [run]}]

@@ -26,7 +26,7 @@ from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PlanOptions, adopted
+from lineartime.experiments.folder import PlanOptions, with_saved_options
 from lineartime.experiments.outcome import Outcome
 from lineartime.experiments.plan import folder_of
 from lineartime.fields import Between
@@ -85,7 +85,7 @@ def read_outcome(folder: Path) -> Any:
 
 
 def read_plan(folder: Path) -> Any:
-    return adopted(ReproduceConfig("lm", out=folder))
+    return with_saved_options(ReproduceConfig("lm", out=folder))
 
 
 FILES = {

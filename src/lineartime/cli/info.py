@@ -17,10 +17,10 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Print what `describe_machine` finds."""
-    from lineartime.info import describe_machine
+    """Print what `explain_machine` finds."""
+    from lineartime.info import explain_machine
 
-    facts = list(describe_machine())
+    facts = list(explain_machine())
     if options.json:
         print(json.dumps({fact.name: {"value": fact.value, "why": fact.why} for fact in facts}))
         return

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.experiments.folder import identity
+from lineartime.experiments.folder import plan_options
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
-from lineartime.experiments.results import Point, Run, Tuning, choose, read_run, read_speed, read_tuning, seconds_to
+from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
@@ -31,7 +31,7 @@ def collect(plan: Plan) -> dict[str, Any]:
         "title": plan.experiment.title,
         "question": plan.experiment.question,
         "scale": plan.config.scale,
-        "options": {**identity(plan), **{name: _names(getattr(plan.config, name)) for name in TEXTS}},
+        "options": {**plan_options(plan), **{name: _names(getattr(plan.config, name)) for name in TEXTS}},
         "complete": not state.missing and not state.problems,
         "missing": state.missing,
         "problems": state.problems,
@@ -111,11 +111,11 @@ def _setting(plan: Plan, index: int, state: _State) -> JsonObject:
         for tuning in tunings:
             for run in tuning.runs.values():
                 state.note(plan, run)
-        chosen = choose(tunings)
+        chosen = best_tuning(tunings)
         shown: list[Tuning | None] = [*tunings] if plan.experiment.each_optimizer else [chosen]
         rows += [_row(plan, entry, tunings, each, state) for each in shown]
         state.texts[setting.label] = _text(entry.options)
-    relative(plan, rows)
+    add_relative_losses(plan, rows)
     return {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context, "rows": rows}
 
 
@@ -197,7 +197,7 @@ def _run(run: Run, seed: int, speed: float | None) -> JsonObject:
     }
 
 
-def relative(plan: Plan, rows: list[JsonObject]) -> None:
+def add_relative_losses(plan: Plan, rows: list[JsonObject]) -> None:
     """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
     base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)

@@ -4,7 +4,7 @@ from lineartime.errors import ArgumentError
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.estimate import HOW, describe, describe_all
-from lineartime.experiments.folder import adopted, resolved
+from lineartime.experiments.folder import with_device, with_saved_options
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import RunsResult, run_all
@@ -24,7 +24,7 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
     """
     given = config
     if config.name in EXPERIMENTS:
-        config = adopted(config)
+        config = with_saved_options(config)
     if config.list:
         given.check()
         check_given(given)
@@ -39,7 +39,7 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
         return RunsResult()
     if not config.name:
         raise ArgumentError("name", f"is missing: give an experiment, {', '.join(EXPERIMENTS)}.")
-    plan = make_plan(config if config.report else resolved(config))
+    plan = make_plan(config if config.report else with_device(config))
     for name, note in text_notes(plan).items() if not config.report else ():
         _say(f"{name} ({note})")
     result = RunsResult() if config.report else run_all(plan, _say)

@@ -28,7 +28,8 @@ def describe_all(config: ReproduceConfig) -> Iterator[str]:
             continue
         plan = make_plan(replace(config, name=name, systems=(), contexts=(), texts=()))
         jobs = list(all_jobs(plan))
-        yield f"{name:20} {experiment.title}: {_counted(jobs)}, about {duration(sum(seconds(plan, *job) for job in jobs))}"
+        seconds = sum(estimated_seconds(plan, *job) for job in jobs)
+        yield f"{name:20} {experiment.title}: {_counted(jobs)}, about {duration(seconds)}"
 
 
 def describe(plan: Plan) -> Iterator[str]:
@@ -45,7 +46,7 @@ def describe(plan: Plan) -> Iterator[str]:
             yield f"{setting} ({note})" if note else f"{setting}"
         for entry in selected:
             own = [job for job in jobs if job[0] == entry]
-            spent = sum(seconds(plan, *job) for job in own)
+            spent = sum(estimated_seconds(plan, *job) for job in own)
             if own and own[0][1].kind != "latency":
                 options = " ".join([str(entry.options["preset"]), *map(str, entry.options["override"])])
                 what = f"{_counted(own)}, about {duration(spent)}"
@@ -54,7 +55,7 @@ def describe(plan: Plan) -> Iterator[str]:
                 yield f"  {entry.arm.name:{width}} {entry.parameters / 1e6:7.2f} M"
     left = [(entry, job) for entry, job in jobs if read_run(job).state in ("missing", "interrupted")]
     yield f"{_counted(jobs)}, of which {len(jobs) - len(left)} have ended"
-    yield f"about {duration(sum(seconds(plan, *job) for job in left))} are left; {HOW}"
+    yield f"about {duration(sum(estimated_seconds(plan, *job) for job in left))} are left; {HOW}"
 
 
 HOW = "an estimate, from the planned time of training and the speed of matrix products here, for an otherwise idle machine"
@@ -77,7 +78,7 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Entry, Job]]:
                     yield entry, plan.final_job(entry, optimizer, seed)
 
 
-def seconds(plan: Plan, entry: Entry, job: Job) -> float:
+def estimated_seconds(plan: Plan, entry: Entry, job: Job) -> float:
     """An estimate of how long a process takes."""
     start = START.get(choose_device(plan.config.device).type, 10.0)
     start += COMPILE if plan.compile == "on" and plan.tunes else 0.0

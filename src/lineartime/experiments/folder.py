@@ -38,7 +38,7 @@ class PlanOptions:
     device: Device = "auto"  # earlier versions did not write it
 
 
-def adopted(config: ReproduceConfig) -> ReproduceConfig:
+def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
     """Complete the options with those of the runs in the folder. Raises ArgumentError if a given one differs."""
     file = folder_of(config) / PLAN_FILE
     if not file.exists():
@@ -52,7 +52,7 @@ def adopted(config: ReproduceConfig) -> ReproduceConfig:
     return ReproduceConfig(**values)
 
 
-def resolved(config: ReproduceConfig) -> ReproduceConfig:
+def with_device(config: ReproduceConfig) -> ReproduceConfig:
     """Replace "auto" by the device and the precision that it means on this machine, so that no other continues in another one.
 
     Raises:
@@ -62,24 +62,24 @@ def resolved(config: ReproduceConfig) -> ReproduceConfig:
     return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))
 
 
-def begin(plan: Plan) -> None:
+def write_plan(plan: Plan) -> None:
     """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
     file = plan.folder / PLAN_FILE
     if file.exists():
         check_options(plan)
         return
-    write_file(file, json.dumps(identity(plan), indent=1) + "\n")
+    write_file(file, json.dumps(plan_options(plan), indent=1) + "\n")
 
 
 def check_options(plan: Plan) -> None:
     """Raise ArgumentError if the folder holds runs of other options."""
-    wanted = identity(plan)
+    wanted = plan_options(plan)
     for name, found in _read(plan.folder / PLAN_FILE).items():
         if wanted[name] != found and not _is_unknown(name, found):
             raise _differs(name, wanted[name], found, plan.folder)
 
 
-def identity(plan: Plan) -> dict[str, Any]:
+def plan_options(plan: Plan) -> dict[str, Any]:
     """The options on which the runs depend, with defaults replaced by their values in this version."""
     given = {name: getattr(plan.config, name) for name in PlanOptions.__dataclass_fields__}
     return {**given, "budget": plan.budget, "tuning": plan.tuning, "optimizers": plan.optimizers, "compile": plan.compile}

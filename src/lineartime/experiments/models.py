@@ -14,7 +14,7 @@ from lineartime.training.config import written
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""
 
-parameters = cache(count_parameters)
+count_parameters_cached = cache(count_parameters)
 """The number of parameters of a model."""
 
 
@@ -24,14 +24,14 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
     return config if config.max_positions is None else config.override(max_positions=setting.context)
 
 
-def matched(config: ModelConfig, size: Size, target: int) -> ModelConfig:
+def match_parameters(config: ModelConfig, size: Size, target: int) -> ModelConfig:
     """A model with the width that brings its parameters nearest to a target, if they are not within 3 % of it."""
-    if abs(parameters(config) - target) <= TOLERANCE * target:
+    if abs(count_parameters_cached(config) - target) <= TOLERANCE * target:
         return config
     unit = 2 * size.n_heads  # an even number of features for each head
-    middle = size.d_model * (target / parameters(config)) ** 0.5 / unit
+    middle = size.d_model * (target / count_parameters_cached(config)) ** 0.5 / unit
     models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
-    return min(models, key=lambda model: abs(parameters(model) - target))
+    return min(models, key=lambda model: abs(count_parameters_cached(model) - target))
 
 
 def paper_preset(arm: Arm, setting: Setting) -> str:

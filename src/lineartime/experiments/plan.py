@@ -10,7 +10,7 @@ from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Scale, Setting
-from lineartime.experiments.models import matched, model_at, paper_preset, parameters, training_options
+from lineartime.experiments.models import count_parameters_cached, match_parameters, model_at, paper_preset, training_options
 from lineartime.layers.gau import PUBLISHED_LENGTH
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
@@ -65,7 +65,7 @@ class Entry:
     @cached_property
     def parameters(self) -> int:
         """The number of parameters of the model."""
-        return parameters(self.model)
+        return count_parameters_cached(self.model)
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def _entries(
                 continue
             size = scale.sizes.get(setting.size, scale.sizes["main"])
             model = model_at(arm, size, experiment.task, setting, scale.vocab_size)
-            target = target or parameters(model)
-            model = matched(model, size, target)
+            target = target or count_parameters_cached(model)
+            model = match_parameters(model, size, target)
             options = {**training_options(arm, model), "tokenizer": scale.tokenizer, **running, **data}
             yield Entry(arm, setting, model, options, folder)
 

@@ -10,12 +10,12 @@ from typing import Any
 from lineartime.errors import LineartimeError
 from lineartime.experiments.collect import JsonObject, collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PLAN_FILE, check_options, identity
+from lineartime.experiments.folder import PLAN_FILE, check_options, plan_options
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, legend
-from lineartime.experiments.tables import NOT_THERE, begun, table
+from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_file
 
@@ -83,7 +83,11 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
     lines += [f"- machine: {machine}" for machine in report["machines"]]
     if precisions := report.get("precisions"):  # reports of earlier versions do not hold them
         lines.append(f"- precision of matrix products: {' and '.join(precisions)}")
-    labels = {setting["label"] for setting in begun(report)} if plan.experiment.kind == "quality" else report["texts"].keys()
+    labels = (
+        {setting["label"] for setting in settings_with_results(report)}
+        if plan.experiment.kind == "quality"
+        else report["texts"].keys()
+    )
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items() if label in labels]
     if plan.config.scale == "trial":
         lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
@@ -92,7 +96,7 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
 
 def _command(plan: Plan, options: dict[str, Any]) -> str:
     """The command that makes these runs, with file names of texts in place of paths. It may have run in several parts."""
-    usual = identity(replace(plan, config=ReproduceConfig(plan.config.name, plan.config.scale)))
+    usual = plan_options(replace(plan, config=ReproduceConfig(plan.config.name, plan.config.scale)))
     words = ["lineartime", "reproduce", plan.config.name, "--scale", plan.config.scale]
     for name, value in options.items():
         if value is not None and json.dumps(value) != json.dumps(usual[name]):
@@ -119,7 +123,7 @@ def _incomplete(report: dict[str, Any]) -> str:
 def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
     masked, words = plan.experiment.task == "mlm", plan.experiment.words
     metric = "loss" if masked else "bits_per_byte"
-    for setting in begun(report):
+    for setting in settings_with_results(report):
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         rows = setting["rows"]
         columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
@@ -156,7 +160,7 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
 
 def _positions_table(report: dict[str, Any]) -> Iterator[str]:
     """The test losses of the first seed by the position of a token in its context."""
-    for setting in begun(report):
+    for setting in settings_with_results(report):
         measured = {row["name"]: _by_position(row) for row in setting["rows"]}
         found = {name: losses for name, losses in measured.items() if losses}
         if found:
@@ -176,7 +180,7 @@ def _by_position(row: JsonObject) -> dict[str, float]:
 def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
     """Measurements that differ from training: columns are the tests."""
     unit = "bits per byte" if metric == "bits_per_byte" else "nats"
-    for setting in begun(report):
+    for setting in settings_with_results(report):
         columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
         for name in report["tests"]:
             value = metric_of_test(name, metric)

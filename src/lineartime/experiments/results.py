@@ -177,7 +177,7 @@ def read_speed(plan: Plan, entry: Entry, optimizer: str) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
-def choose(tunings: Sequence[Tuning]) -> Tuning | None:
+def best_tuning(tunings: Sequence[Tuning]) -> Tuning | None:
     """The tuning with the lowest loss, as soon as all are complete and one succeeded."""
     if not tunings or not all(tuning.is_complete for tuning in tunings):
         return None

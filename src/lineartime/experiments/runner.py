@@ -16,9 +16,9 @@ from lineartime.data import load_corpus
 from lineartime.data.splits import missing_split
 from lineartime.errors import ArgumentError
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
-from lineartime.experiments.folder import begin
+from lineartime.experiments.folder import write_plan
 from lineartime.experiments.plan import Entry, Job, Plan
-from lineartime.experiments.results import Run, Tuning, choose, read_run, read_speed, read_tuning
+from lineartime.experiments.results import Run, Tuning, best_tuning, read_run, read_speed, read_tuning
 from lineartime.experiments.worker import INTERRUPTED
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing
@@ -57,7 +57,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
     check_machine(plan)
     check_texts(plan)
     with lock_run(plan.folder):
-        begin(plan)
+        write_plan(plan)
         return _Runner(plan, say, perform or in_own_process).run()
 
 
@@ -144,7 +144,7 @@ class _Runner:
             self._do(plan.final_job(entry, "adamw", seed))
             return
         tunings = {optimizer: read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers}
-        chosen = choose(list(tunings.values()))
+        chosen = best_tuning(list(tunings.values()))
         if chosen is None:
             problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its trials have ended."
             if problem not in self._problems:  # once for all seeds

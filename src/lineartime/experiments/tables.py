@@ -8,7 +8,7 @@ from lineartime.markdown import markdown_table
 NOT_THERE = "-"
 
 
-def begun(report: dict[str, Any]) -> list[JsonObject]:
+def settings_with_results(report: dict[str, Any]) -> list[JsonObject]:
     """The settings of which anything has run, each with the systems that have."""
     found = [{**setting, "rows": list(filter(_has_begun, setting["rows"]))} for setting in report["settings"]]
     return [setting for setting in found if setting["rows"]]

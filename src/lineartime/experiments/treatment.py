@@ -6,7 +6,7 @@ from typing import Any
 from lineartime.experiments.collect import JsonObject, within_tolerance
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.tables import NOT_THERE, begun, table
+from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
 
 PAPER_TREATMENT = (
     "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate, which is not "
@@ -21,7 +21,7 @@ def equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield PAPER_TREATMENT
         return
     yield _paragraph(plan, report)
-    for setting in begun(report):
+    for setting in settings_with_results(report):
         for optimizer in plan.optimizers:
             rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
             rows = list({row["arm"]: row for row in rows}.values())
@@ -83,7 +83,7 @@ def _tried(row: JsonObject, optimizer: str, rate: str) -> str:
 
 def _trials(plan: Plan, report: dict[str, Any]) -> str:
     """Sentences about trials that were prolonged, and about those that are too short to choose by."""
-    rows = [(setting["name"], row) for setting in begun(report) for row in setting["rows"]]
+    rows = [(setting["name"], row) for setting in settings_with_results(report) for row in setting["rows"]]
     said = ""
     if any(row.get("trial_steps") for _, row in rows):
         said = (
