@@ -40,7 +40,7 @@ from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.sampling import Sampling
-from lineartime.generation.streams import drawing, read, recorded_step
+from lineartime.generation.streams import drawing, prefill_batch, recorded_step
 from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
@@ -288,7 +288,7 @@ class Run:
                 # As `generate` takes a token, without and with --compile: drawn inside the graph.
                 for name, drawer in (("drawing", model), ("compiled drawing", compiled)):
                     steps[name] = partial(drawing(drawer, [state], Sampling(), torch.Generator()), token[:, 0])
-            steps["prompt"] = partial(read, model, ids)
+            steps["prompt"] = partial(prefill_batch, model, ids)
             steps["forward"] = partial(last_logits, model, ids)
             ms = {name: None if (s := self.seconds(step)) is None else round(1e3 * s, 3) for name, step in steps.items()}
             if not self.small and ms.get("compiled drawing"):

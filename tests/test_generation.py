@@ -73,7 +73,7 @@ def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypat
     sizes = []
     for length in (1024, 4096):
         with Largest() as largest, torch.no_grad():
-            streams.read(model, torch.randint(0, 40, (1, length)))
+            streams.prefill_batch(model, torch.randint(0, 40, (1, length)))
         sizes.append(largest.numbers)
     assert sizes[0] == sizes[1]
 

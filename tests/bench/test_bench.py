@@ -36,7 +36,7 @@ from lineartime.bench.subjects import (
 )
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation.streams import read
+from lineartime.generation.streams import prefill_batch
 from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM
@@ -231,7 +231,7 @@ def test_the_operations_of_reading_a_prompt_are_those_that_it_does(name: str) ->
     with shapes_only(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model = measured.build()
         assert isinstance(model, CausalLM)
-        read(model, torch.zeros(1, 256, dtype=torch.long))
+        prefill_batch(model, torch.zeros(1, 256, dtype=torch.long))
     assert prefill_flops_per_token(measured, 256) == pytest.approx(counter.get_total_flops() / 256, rel=0.07)
     forward = forward_flops_per_token(measured, 256)
     assert forward is not None
@@ -342,7 +342,7 @@ def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
     model = lineartime.build(name, n_blocks=2, d_model=64)
     ids = torch.randint(0, 200, (2, 260))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        zeros, real = state_after(model, ids), read(model, ids)[1]
+        zeros, real = state_after(model, ids), prefill_batch(model, ids)[1]
         assert shapes(zeros) == shapes(real)
         assert zeros[0].position == 260
         model.extend(ids[:, :1], zeros)

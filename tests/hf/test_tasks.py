@@ -130,7 +130,7 @@ def test_one_of_several_texts_is_chosen(tiny: Tiny, awake: Awake) -> None:
     assert not model.accepts_loss_kwargs  # so that Trainer divides the loss by its accumulated steps
     typed = awake(LineartimeForMultipleChoice(tiny(task="mlm", token_types=2)))
     types = (ids > 10).long()
-    alone = typed.read(ids[0] % 40, mask[0], token_type_ids=types[0]).last_hidden_state
+    alone = typed.run_backbone(ids[0] % 40, mask[0], token_type_ids=types[0]).last_hidden_state
     together = typed(ids % 40, attention_mask=mask, token_type_ids=types)
     torch.testing.assert_close(together.logits[0], typed.score(typed.pooled(alone, mask[0]))[:, 0])
     with pytest.raises(ValueError, match=r"input_ids must be \[B, C, T\]"):

@@ -43,7 +43,7 @@ def test_cross_gau_is_its_formula(n_heads: int) -> None:
 @pytest.mark.parametrize("n_heads", [1, 4])
 def test_a_new_layer_reads_the_average_of_its_source(n_heads: int) -> None:
     layer, (x, source) = CrossGAU(64, n_heads=n_heads), torch.randn(2, 2, 7, 64)
-    layer.attend(x, layer.read(source)).sum().backward()
+    layer.attend(x, layer.project_source(source)).sum().backward()
     products = layer.beta[0].view(n_heads, -1) * layer.beta[1].view(n_heads, -1)
     torch.testing.assert_close(products.sum(-1) * (128 / n_heads) ** -0.5, torch.ones(n_heads))
     assert layer.gamma.grad is not None
@@ -76,7 +76,7 @@ def test_where_there_is_nothing_to_read_the_input_stays() -> None:
 def test_a_source_read_once_answers_in_any_pieces(n_heads: int) -> None:
     layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
     source_mask = torch.arange(9) < torch.tensor([[5], [9]])
-    state = layer.read(source, source_mask)
+    state = layer.project_source(source, source_mask)
     pieces = [layer.attend(x[:, start:stop], state) for start, stop in pairwise([0, 1, 1, 4, 6])]
     torch.testing.assert_close(torch.cat(pieces, 1), layer(x, source, source_mask=source_mask), atol=1e-12, rtol=0)
 

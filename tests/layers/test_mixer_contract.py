@@ -497,7 +497,7 @@ def test_reading_with_a_layout_copies_nothing_to_the_host(name: str, causal: boo
     layout = mixer.layout((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
     far = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, layout)
     x = torch.zeros(1, LENGTH, D_MODEL, device="meta", requires_grad=True)
-    out = mixer.to("meta").read(x, far)
+    out = mixer.to("meta").forward_with_layout(x, far)
     out.sum().backward()
     assert out.shape == x.shape
 

@@ -32,19 +32,19 @@ def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -
     ids = torch.randint(258, (2, 9))
     embedded = backbone.embedding(ids)
     inputs: list[Tensor] = []
-    hidden = backbone.read(embedded, inputs=inputs)
+    hidden = backbone.forward_embedded(embedded, inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids))
     chain(backbone, inputs, hidden)
 
     pieces: list[Tensor] = []
-    streamed, _ = backbone.read_next(embedded, backbone.init_state(2), inputs=pieces)
+    streamed, _ = backbone.extend_embedded(embedded, backbone.init_state(2), inputs=pieces)
     torch.testing.assert_close(streamed, hidden, atol=1e-5, rtol=0)
     torch.testing.assert_close(pieces, inputs, atol=1e-5, rtol=0)
 
     _, state = backbone.extend(ids[:, :8], backbone.init_state(2))
     last: list[Tensor] = []
     with torch.no_grad():
-        stepped = backbone.read_step(embedded[:, 8:], backbone.join_streams([state]), inputs=last)
+        stepped = backbone.step_embedded(embedded[:, 8:], backbone.join_streams([state]), inputs=last)
     torch.testing.assert_close(stepped, hidden[:, 8:], atol=1e-5, rtol=0)
     torch.testing.assert_close(last, [x[:, 8:] for x in inputs], atol=1e-5, rtol=0)
 
@@ -53,7 +53,7 @@ def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     backbone = build("flash-tiny", task="prefix-lm", n_blocks=2, d_model=16, d_qk=8, chunk_size=4).backbone
     ids = torch.randint(258, (2, 9))
     inputs: list[Tensor] = []
-    hidden, state = backbone.read_first(backbone.embedding(ids), inputs=inputs)
+    hidden, state = backbone.prefix_embedded(backbone.embedding(ids), inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
     assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
     assert state[0].position == 9
@@ -91,5 +91,5 @@ def test_streams_of_another_model_are_named_when_they_are_stepped(native: bool, 
                 with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
                     model.step(ids, of_other)
                 with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
-                    model.backbone.read_step(model.backbone.embedding(ids), of_other)
+                    model.backbone.step_embedded(model.backbone.embedding(ids), of_other)
         model.step(ids, streams[name])

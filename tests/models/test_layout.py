@@ -76,4 +76,4 @@ def test_a_layout_of_another_mixer_is_refused() -> None:
     x = torch.randn(1, 12, 16)
     four, eight = (lineartime.FLASH(16, d_qk=8, chunk_size=size) for size in (4, 8))
     with pytest.raises(ValueError, match=r"layout was made for .*chunk_size=8.* but this FLASH needs .*chunk_size=4"):
-        four.read(x, eight.layout(x.shape, device=x.device))
+        four.forward_with_layout(x, eight.layout(x.shape, device=x.device))

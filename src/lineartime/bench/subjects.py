@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.measure import RewindingStep
 from lineartime.bench.peers import build_peer
-from lineartime.generation.streams import continuing, read
+from lineartime.generation.streams import continuing, prefill_batch
 from lineartime.machine import autocast
 from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig
@@ -102,7 +102,7 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
     if case.measure in STREAMED:
         assert isinstance(model, CausalLM)
         if case.measure == "prefill":
-            return Ready(model, partial(infer, read, model, context))
+            return Ready(model, partial(infer, prefill_batch, model, context))
         if bf16:
             model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
         if subject.mode == "compiled":
@@ -177,7 +177,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
         except RuntimeError:  # an operation depends on values, which meta tensors lack
             shape = None
     if shape is None:
-        return read(model, ids)[1]
+        return prefill_batch(model, ids)[1]
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)

@@ -23,7 +23,7 @@ Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
 
 
-def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
+def prefill_batch(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
     """Read the beginning of streams, ids [B, N]: the last logits [B, V], and the state.
 
     A model of task "prefix-lm" reads them as a prefix, all at once, and others in `pieces`.
@@ -45,7 +45,7 @@ def pieces(prompt: Tensor) -> Sequence[Tensor]:
 
 def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:
     """Read a prompt: the logits [V] after its last token, and the state."""
-    logits, state = read(model, torch.tensor([prompt], device=next(model.parameters()).device))
+    logits, state = prefill_batch(model, torch.tensor([prompt], device=next(model.parameters()).device))
     return logits[0], state
 
 

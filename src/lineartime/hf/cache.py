@@ -83,7 +83,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._calls: list[Call] = []
         self._pending: Call | None = None
 
-    def read(
+    def extend(
         self,
         backbone: Backbone,
         embedded: Tensor,
@@ -284,7 +284,7 @@ def _reader(backbone: Backbone, every: bool) -> Read:
         read_pieces = []
         for piece in pieces(x[..., :d_model]):
             inputs: list[Tensor] | None = [] if every else None
-            hidden, blocks = backbone.read_next(piece, state.blocks, inputs=inputs)
+            hidden, blocks = backbone.extend_embedded(piece, state.blocks, inputs=inputs)
             read_pieces.append(torch.cat([*(inputs or ()), hidden], -1))
             state = Streams(blocks)
         return torch.cat(read_pieces, 1), state
@@ -298,7 +298,7 @@ def _prefix_reader(backbone: Backbone, every: bool) -> Read:
 
     def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
         inputs: list[Tensor] | None = [] if every else None
-        hidden, blocks = backbone.read_first(x[..., :d_model], inputs=inputs)
+        hidden, blocks = backbone.prefix_embedded(x[..., :d_model], inputs=inputs)
         return torch.cat([*(inputs or ()), hidden], -1), Streams(blocks)
 
     return read
@@ -324,7 +324,7 @@ def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, stre
         rows = slice(None) if real is None else real
         part = streams if real is None else take_streams(streams, real)
         inputs: list[Tensor] | None = [] if every else None
-        hidden = backbone.read_step(embedded[rows, place, None], part.blocks, inputs=inputs)
+        hidden = backbone.step_embedded(embedded[rows, place, None], part.blocks, inputs=inputs)
         if real is not None:
             for whole, changed in zip(tensors_of(streams), tensors_of(part), strict=True):
                 whole[real] = changed

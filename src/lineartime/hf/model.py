@@ -153,14 +153,16 @@ class LineartimeModel(LineartimePreTrainedModel):
             if cu_seq_lens_q is None and position_ids is not None:
                 cu_seq_lens_q = document_boundaries(position_ids, mask, embedded)
             types = token_type_ids if self.config.token_types else None
-            hidden = self.backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
+            hidden = self.backbone.forward_embedded(
+                embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types
+            )
         else:
             past_key_values = self._cache(past_key_values, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
             self._check_streams(cu_seq_lens_q, position_ids, attention_mask, embedded, past_key_values)
             self._check_types(token_type_ids)
             prefix = self._all_prefix(prefix_lengths, mask, embedded, past_key_values)
-            hidden = past_key_values.read(self.backbone, embedded, mask, prefix=prefix, inputs=every)
+            hidden = past_key_values.extend(self.backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache is not False else None,

@@ -33,7 +33,7 @@ class TaskModel(LineartimePreTrainedModel):
         self.score = nn.Linear(config.d_model, outputs)
         self.post_init()
 
-    def read(self, input_ids: Tensor | None, attention_mask: Tensor | None, **kwargs: Any) -> BaseModelOutputWithPast:
+    def run_backbone(self, input_ids: Tensor | None, attention_mask: Tensor | None, **kwargs: Any) -> BaseModelOutputWithPast:
         """The outputs of the base model."""
         kwargs.pop("use_cache", None)
         outputs: BaseModelOutputWithPast = self.model(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
@@ -68,7 +68,7 @@ class LineartimeForSequenceClassification(TaskModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Logits [B, K], and the loss if labels are given; other arguments as for the base model."""
-        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask)))
         loss = None
         if labels is not None:
@@ -92,7 +92,7 @@ class LineartimeForTokenClassification(TaskModel):
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         """Logits [B, T, K], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
-        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
@@ -115,7 +115,7 @@ class LineartimeForQuestionAnswering(TaskModel):
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """Logits [B, T] of beginning and end, and the loss if both positions [B] are given; others as for the base model."""
-        outputs = self.read(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         start, end = self.score(self.dropout(outputs.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
@@ -149,7 +149,7 @@ class LineartimeForMultipleChoice(TaskModel):
         for name in ("token_type_ids", "position_ids"):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = kwargs[name].flatten(0, 1)
-        outputs = self.read(ids, mask, inputs_embeds=embedded, **kwargs)
+        outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)
         pooled = self.pooled(outputs.last_hidden_state, mask)
         logits = self.score(self.dropout(pooled)).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits, labels)

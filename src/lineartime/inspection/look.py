@@ -138,7 +138,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
 
     inputs: list[Tensor] = []
     backbone = model.backbone
-    hidden = backbone.read(backbone.embedding(batch.inputs), prefix_lengths=batch.prefix_lengths, inputs=inputs)
+    hidden = backbone.forward_embedded(backbone.embedding(batch.inputs), prefix_lengths=batch.prefix_lengths, inputs=inputs)
     losses = token_losses(model, hidden, batch.targets)[0].tolist()
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
     layers = tuple(_layer(block.mixer, x, batch.prefix_lengths) for block, x in zip(backbone.blocks, inputs, strict=True))

@@ -103,9 +103,9 @@ class CrossGAU(ResidualLayer):
         Raises:
             ArgumentError: if shapes do not match.
         """
-        return self.attend(x, self.read(source, source_mask), mask)
+        return self.attend(x, self.project_source(source, source_mask), mask)
 
-    def read(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
+    def project_source(self, source: Tensor, source_mask: Tensor | None = None) -> SourceState:
         """Compute the keys and values of a source [B, S, d] once, for all calls of `attend`."""
         self.check_input(source, "source", "[B, S, d_model]")
         source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1], source.device)

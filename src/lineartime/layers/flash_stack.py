@@ -63,7 +63,7 @@ class FlashStack:
         return step_layout(positions, plan=self._plan)
 
     def step(self, x: Tensor, streams: Sequence[Any], layout: Layout) -> Tensor | None:
-        """Apply `read_step` of every layer in turn, [B, 1, d] -> [B, 1, d]; return None if this form cannot run.
+        """Apply `step_with_layout` of every layer in turn, [B, 1, d] -> [B, 1, d]; return None if this form cannot run.
 
         Raises:
             ArgumentError: if the streams belong to layers of other sizes.

@@ -38,10 +38,10 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
     then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
 
-    Inside a model, `layout` makes the layout of a batch once, and `read` of every layer receives it. For streams,
-    `stream_layout` and `read_next` do the same. The norm and the residual are those of `ResidualLayer`. A subclass implements
-    what is between them: `mix`, `mix_next` and `init_own_state`. If it uses more of a layout than positions and rows, it also
-    implements `plan`.
+    Inside a model, `layout` makes the layout of a batch once, for `forward_with_layout` of every layer. For streams,
+    `stream_layout` and `extend_with_layout` do the same. The norm and the residual are those of `ResidualLayer`. A subclass
+    implements what is between them: `mix`, `mix_next` and `init_own_state`. If it uses more of a layout than positions and
+    rows, it also implements `plan`.
 
     Args:
         causal: whether a token attends only to itself and earlier tokens; required for streaming.
@@ -116,7 +116,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             LineartimeError: if prefixes are given and the mixer does not support them.
         """
         self.check_input(x)
-        return self.read(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
+        return self.forward_with_layout(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
 
     def layout(
         self,
@@ -129,7 +129,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         context: ContextGroup | None = None,
         whole_chunks: bool = False,
     ) -> Layout:
-        """Make the layout of a batch [B, T, ...] with all that `read` needs; mixers with equal plans can share it.
+        """Make the layout of a batch [B, T, ...] with all that this mixer needs. Mixers with equal plans can share it.
 
         See `make_layout` for `whole_chunks`.
 
@@ -151,7 +151,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             shape, mask, cu_seqlens, prefix_lengths, device=device, plan=plan, context=context, whole_chunks=whole_chunks
         )
 
-    def read(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward_with_layout(self, x: Tensor, layout: Layout) -> Tensor:
         """`forward` with a given layout: [B, T, d] -> [B, T, d], zeros at padding; ValueError for a layout of another mixer."""
         self.check_layout(layout)
         x = zero_padding(x, layout.mask)
@@ -209,7 +209,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
         """`extend` for streams at the same position, with tokens without padding."""
-        return self._read_next(x, state, self.stream_layout(state.position, x.shape[1], x.device))
+        return self._extend_with_layout(x, state, self.stream_layout(state.position, x.shape[1], x.device))
 
     def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
         """The layout of the next `count` tokens of streams that have read `position` tokens."""
@@ -219,14 +219,16 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         """The layout of one more token for each of B streams at their own positions, int64 [B]."""
         return step_layout(positions, plan=self.plan())
 
-    def read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
+    def extend_with_layout(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
         """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
         self._check_state(state, x)
         self.check_layout(layout)
-        return self._read_next(x, state, layout)
+        return self._extend_with_layout(x, state, layout)
 
-    def _read_next(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
-        """`read_next` without its checks."""
+    def _extend_with_layout(
+        self, x: Tensor, state: State | ShiftedState, layout: Layout
+    ) -> tuple[Tensor, State | ShiftedState]:
+        """`extend_with_layout` without its checks."""
         normed = self.before(x)
         if isinstance(state, ShiftedState):
             normed, last = shift_next(normed, state.last)

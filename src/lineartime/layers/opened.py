@@ -61,7 +61,7 @@ class OpenMixer(Mixer[State]):
     """The parts whose sum is its attention."""
 
     def open(self, x: Tensor, layout: Layout) -> Opened:
-        """The attention of `read`, split into its parts, for a layout without packed documents.
+        """The attention of `forward_with_layout`, split into its parts, for a layout without packed documents.
 
         Raises:
             LineartimeError: if the attention cannot be split; the message gives the reason.

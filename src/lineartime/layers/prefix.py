@@ -35,7 +35,7 @@ class PrefixMixer(Mixer[State]):
         mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
 
         def begin(x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
-            return self._read_next(x, state, self.prefix_layout(x.shape, x.device))
+            return self._extend_with_layout(x, state, self.prefix_layout(x.shape, x.device))
 
         state = self.init_state(x.shape[0])
         return begin(x, state) if mask is None else extend_ragged(begin, x, state, mask)

@@ -85,15 +85,15 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             raise ArgumentError(
                 "x", f"has shape {list(x.shape)}, but must be [B, 1, d_model] for B = {len(streams.position)} streams."
             )
-        return self._read_step(x, streams, self.step_layout(streams.position))
+        return self._step_with_layout(x, streams, self.step_layout(streams.position))
 
-    def read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
+    def step_with_layout(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
         """`step` with a layout; ArgumentError for streams of another layer."""
         self.check_streams(streams)
-        return self._read_step(x, streams, layout)
+        return self._step_with_layout(x, streams, layout)
 
-    def _read_step(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
-        """`read_step` without its checks."""
+    def _step_with_layout(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
+        """`step_with_layout` without its checks."""
         normed = self.before(x)
         if isinstance(streams, ShiftedState):
             normed, last = shift_next(normed, streams.last)

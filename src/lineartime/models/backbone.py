@@ -50,22 +50,22 @@ class Block(nn.Module):
     def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
         """Map [B, T, d] to [B, T, d]. With `recompute`, only x is kept, and the backward pass recomputes the block."""
         if recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._read, x, layout, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._forward, x, layout, use_reentrant=False)
             return recomputed
-        return self._read(x, layout)
+        return self._forward(x, layout)
 
-    def _read(self, x: Tensor, layout: Layout) -> Tensor:
-        out: Tensor = self.feed_forward(self.mixer.read(x, layout))
+    def _forward(self, x: Tensor, layout: Layout) -> Tensor:
+        out: Tensor = self.feed_forward(self.mixer.forward_with_layout(x, layout))
         return out
 
     def extend(self, x: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.read_next(x, state, layout)
+        x, state = self.mixer.extend_with_layout(x, state, layout)
         return self.feed_forward(x), state
 
     def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
         """Continue joined streams by one token: [B, 1, d] -> [B, 1, d]. Updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer.read_step(x, streams, layout))
+        out: Tensor = self.feed_forward(self.stepping_mixer.step_with_layout(x, streams, layout))
         return out
 
     @property
@@ -120,9 +120,9 @@ class Backbone(nn.Module):
         """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]. Other arguments: see `LanguageModel`."""
         self.check_ids(ids)
         embedded = self.embedding(ids)
-        return self.read(embedded, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
+        return self.forward_embedded(embedded, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
 
-    def read(
+    def forward_embedded(
         self,
         embedded: Tensor,
         mask: Tensor | None = None,
@@ -168,9 +168,9 @@ class Backbone(nn.Module):
     def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
         """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self.check_ids(ids)
-        return self.read_next(self.embedding(ids), state)
+        return self.extend_embedded(self.embedding(ids), state)
 
-    def read_next(
+    def extend_embedded(
         self, embedded: Tensor, state: BackboneState, *, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, BackboneState]:
         """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
@@ -181,9 +181,9 @@ class Backbone(nn.Module):
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
         """Start streams with a prefix that is read bidirectionally: ids [B, N] -> [B, N, d], and the state after it."""
         self.check_ids(ids)
-        return self.read_first(self.embedding(ids))
+        return self.prefix_embedded(self.embedding(ids))
 
-    def read_first(self, embedded: Tensor, *, inputs: list[Tensor] | None = None) -> tuple[Tensor, BackboneState]:
+    def prefix_embedded(self, embedded: Tensor, *, inputs: list[Tensor] | None = None) -> tuple[Tensor, BackboneState]:
         """Like `read_prefix`, for embedded tokens. The input of each block is appended to `inputs`."""
         state = self.init_state(embedded.shape[0])
         return self._continue(embedded, state, lambda mixer: mixer.prefix_layout(embedded.shape[:2], embedded.device), inputs)
@@ -238,7 +238,7 @@ class Backbone(nn.Module):
             _check_one_each(ids, len(streams))
         else:
             self._check_joined(ids, streams)
-            next(iter(self.blocks)).stepping_mixer.check_streams(streams[0])  # tells models apart; read_step checks each
+            next(iter(self.blocks)).stepping_mixer.check_streams(streams[0])  # tells models apart; step_embedded checks each
 
     def _check_joined(self, tokens: Tensor, streams: BackboneState) -> None:
         self._check_states("streams", streams)
@@ -251,10 +251,10 @@ class Backbone(nn.Module):
         self.check_step(ids, streams)
         embedded = self.embedding(ids)
         if isinstance(streams, GroupedStreams):
-            return streams.step(embedded, self.read_next)
-        return self.read_step(embedded, streams)
+            return streams.step(embedded, self.extend_embedded)
+        return self.step_embedded(embedded, streams)
 
-    def read_step(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
+    def step_embedded(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
         self._check_joined(embedded, streams)
         at_once = self._step_at_once(embedded, streams) if inputs is None else None
@@ -270,7 +270,7 @@ class Backbone(nn.Module):
         return out
 
     def _step_at_once(self, embedded: Tensor, streams: BackboneState) -> Tensor | None:
-        """`read_step` with all blocks in a single C++ function, or None if no function computes the same."""
+        """`step_embedded` with all blocks in a single C++ function, or None if no function computes the same."""
         # Not len(embedded), which would make the batch size of an exported step a constant.
         stack = self._flash_stack(embedded.shape[0])
         if stack is None:

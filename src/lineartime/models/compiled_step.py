@@ -34,7 +34,7 @@ def compiled_step() -> CompiledStep:
 
     def step(model: "CausalLM", ids: Tensor, streams: "BackboneState") -> Tensor:
         with OneRowProducts():
-            return model.logits(model.backbone.read_step(model.backbone.embedding(ids), streams))
+            return model.logits(model.backbone.step_embedded(model.backbone.embedding(ids), streams))
 
     # PyTorch limits how often a code object is compiled, so each model gets its own. PyTorch also remembers the sizes
     # it has seen by the name of the code: under a shared name, sizes that differ between models would become dynamic.

@@ -110,12 +110,12 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, source: SourceState) -> Tensor:
         """Map target vectors [B, T, d] to [B, T, d]."""
-        out: Tensor = self.feed_forward(self.cross.attend(self.mixer.read(x, layout), source, layout.mask))
+        out: Tensor = self.feed_forward(self.cross.attend(self.mixer.forward_with_layout(x, layout), source, layout.mask))
         return out
 
     def extend(self, x: Tensor, state: Any, layout: Layout, source: SourceState) -> tuple[Tensor, Any]:
         """Continue targets by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.read_next(x, state, layout)
+        x, state = self.mixer.extend_with_layout(x, state, layout)
         return self.feed_forward(self.cross.attend(x, source)), state
 
 
@@ -162,7 +162,7 @@ class EncoderDecoder(nn.Module):
         Raises:
             ArgumentError: if shapes do not match.
         """
-        sources = self._read(source_ids, source_mask)
+        sources = self._encode(source_ids, source_mask)
         self.encoder.check_ids(target_ids, "target_ids")
         if target_ids.shape[:1] != source_ids.shape[:1]:
             shape = list(target_ids.shape)
@@ -176,7 +176,7 @@ class EncoderDecoder(nn.Module):
 
     def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
         """Read the sources [B, S] once, and return the state before the first token of B targets."""
-        sources = self._read(source_ids, source_mask)
+        sources = self._encode(source_ids, source_mask)
         return EncoderDecoderState(tuple(block.mixer.init_state(source_ids.shape[0]) for block in self.blocks), sources)
 
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
@@ -195,11 +195,11 @@ class EncoderDecoder(nn.Module):
             mixers.append(mixer)
         return self._logits(x), state._replace(mixers=tuple(mixers))
 
-    def _read(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
+    def _encode(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
         self.encoder.check_ids(source_ids, "source_ids")
         source_mask = as_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1], source_ids.device)
         hidden = self.encoder(source_ids, source_mask)
-        return tuple(block.cross.read(hidden, source_mask) for block in self.blocks)
+        return tuple(block.cross.project_source(hidden, source_mask) for block in self.blocks)
 
     @property
     def longest_target(self) -> int | None:

@@ -82,14 +82,14 @@ class ChunkScales(NamedTuple):
     """The factors that a fused form applies; an empty slot adds nothing, because its values are zero.
 
     Attributes:
-        score: the factor of the products of queries and keys in the quadratic part.
-        row: float32 or better, [B or 1, G or 1, C or 1], the factor of a query's weights in the quadratic part.
-        state: the same dtype, [B or 1, G], the factor of the sums of k v^T that a chunk uses.
+        score_scale: the factor of the products of queries and keys in the quadratic part.
+        row_scale: float32 or better, [B or 1, G or 1, C or 1], the factor of a query's weights in the quadratic part.
+        state_scale: the same dtype, [B or 1, G], the factor of the sums of k v^T that a chunk uses.
     """
 
-    score: float
-    row: Tensor
-    state: Tensor
+    score_scale: float
+    row_scale: Tensor
+    state_scale: Tensor
 
 
 def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:

@@ -47,14 +47,16 @@ def attend(
     compute = matmul_dtype(tokens, gamma)
     with without_autocast(tokens):
         scales = chunk_scales(layout, options, projected.d_qk, tokens)
-        weight_scale = _visible_weight_scale(scales.row, chunks.chunk_size) if options.causal else scales.row[..., None]
+        weight_scale = (
+            _visible_weight_scale(scales.row_scale, chunks.chunk_size) if options.causal else scales.row_scale[..., None]
+        )
         cut = chunks.cut(tokens.to(compute))
         keep = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (cut, projection_bias, gamma, beta, bias, output)
         )
         out: Tensor = _forward_operator(
-            cut, projection_bias, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state, chunks.document,
-            output, len(chunks.document_starts) - 1, scales.score, options.causal, keep,
+            cut, projection_bias, gamma, beta, bias, layout.chunk_rotations, weight_scale, scales.state_scale, chunks.document,
+            output, len(chunks.document_starts) - 1, scales.score_scale, options.causal, keep,
         )[0]  # fmt: skip
         return chunks.join(out.to(output_dtype(tokens, compute)))
 
@@ -92,7 +94,8 @@ def extend_gated(
         scales = chunk_scales(layout, options, projected.d_qk, tokens, position)
         inputs = TileInputs(
             chunks.cut(tokens.to(compute)).contiguous(), projection_bias, gamma, beta, bias,
-            layout.chunk_rotations, _visible_weight_scale(scales.row, options.chunk_size), scales.state, scales.score,
+            layout.chunk_rotations, _visible_weight_scale(scales.row_scale, options.chunk_size), scales.state_scale,
+            scales.score_scale,
         )  # fmt: skip
         work = tile_work(inputs)
         gated, *_ = forward(work, Documents(None, 1), causal=True, keep=False, summary=total)

@@ -101,10 +101,10 @@ def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tens
     """The arguments of all kernels that autograd does not differentiate, for documents after `before` other tokens."""
     chunks, scales = layout.require_chunks(), chunk_scales(layout, options, d_qk, like, before)
     return {
-        "row_scale": scales.row.expand(-1, scales.state.shape[1], chunks.chunk_size).contiguous(),
-        "state_scale": scales.state,
+        "row_scale": scales.row_scale.expand(-1, scales.state_scale.shape[1], chunks.chunk_size).contiguous(),
+        "state_scale": scales.state_scale,
         "document_starts": _document_starts(chunks),
-        "score_scale": scales.score,
+        "score_scale": scales.score_scale,
         "activation": options.activation,
     }
 
