@@ -165,7 +165,7 @@ def removed_at_touch(number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPa
             if checkpoint in (path, *path.parents):
                 touches += 1
                 if touches == number:
-                    checkpoint.rename(checkpoints.format.hidden(checkpoint))
+                    checkpoint.rename(checkpoints.format.partial_path(checkpoint))
             return own[name](path, *arguments, **options)
 
         return touch
@@ -191,7 +191,7 @@ def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(which: checkpo
             removed = came()
         outcomes.append(outcome)
         if removed:
-            checkpoints.format.hidden(chosen).rename(chosen)
+            checkpoints.format.partial_path(chosen).rename(chosen)
     another = {"best": "step-00000002", 4: f"checkpoint is 4, but must be best, .* in {run}, which has .*2."}[which]
     assert len(outcomes) > 10
     for outcome in outcomes[:-1]:

@@ -187,7 +187,7 @@ def test_usual_tokenizers_are_read_as_before(file: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_parsed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.data.tokenizers.LARGEST", 1 << 20)
+    monkeypatch.setattr("lineartime.data.tokenizers.MAX_BYTES", 1 << 20)
     file.write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(LineartimeError, match="larger than 1 MiB"):
         read_tokenizer(file)

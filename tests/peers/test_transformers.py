@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lineartime
 from lineartime.data import ByteTokenizer, TokenStream
-from lineartime.evaluation import windowed
+from lineartime.evaluation import evaluate_windowed
 from lineartime.models import CausalLM
 
 D_MODEL, HEADS, BLOCKS, VOCABULARY = 16, 2, 2, 258
@@ -142,7 +142,7 @@ def test_perplexity_by_windows_is_that_of_gpt2(
     tokens = np.random.default_rng(0).integers(0, 256, 100).astype(np.uint16)
     model = randomized(lineartime.build("transformer-tiny", **SIZES))
     stream = TokenStream("the test split of noise", tokens, 99)
-    ours = windowed(model, stream, tokenizer, context_length=length, stride=stride, batch_size=3, bf16=False)
+    ours = evaluate_windowed(model, stream, tokenizer, context_length=length, stride=stride, batch_size=3, bf16=False)
     ids = torch.tensor([[tokenizer.end_of_document, *tokens.tolist()]])
     # A window of ours reads `length` tokens and predicts as many; theirs reads the last one too, which it predicts only.
     with torch.no_grad():
