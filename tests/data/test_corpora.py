@@ -75,6 +75,58 @@ def test_a_file_with_most_of_the_bytes_is_for_training(tmp_path: Path) -> None:
     assert "b" in {part.path.name for part in load_corpus(tmp_path).splits["train"]}
 
 
+@pytest.mark.parametrize("sizes", [[1000] * 3, [1000] * 9, [9000, 9000, *[200] * 10]])
+def test_few_or_large_files_leave_most_of_the_text_for_training(sizes: list[int], tmp_path: Path) -> None:
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_text("line\n" * (size // 5))
+    corpus = load_corpus(tmp_path)
+    read = {split: sum(map(len, documents(corpus, split))) for split in SPLITS}
+    assert sum(read.values()) == sum(sizes)
+    assert read["train"] >= 0.8 * sum(sizes)
+    assert all(0 < read[split] <= 0.1 * sum(sizes) for split in ("validation", "test"))
+
+
+def test_records_of_many_small_files_are_divided_into_all_splits(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for number in range(400):
+        (tmp_path / "train" / f"{number}.jsonl").write_text(f'{{"text": "{number}"}}\n')
+    corpus = load_corpus(tmp_path)
+    read = {split: documents(corpus, split) for split in SPLITS}
+    assert sorted(int(text) for texts in read.values() for text in texts) == list(range(400))
+    assert all(10 < len(read[split]) < 40 for split in ("validation", "test"))
+
+
+def test_what_is_left_of_a_training_file_is_one_part(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(100)))
+    corpus = load_corpus(tmp_path)
+    assert len(corpus.sources[0].splits["train"]) == 1  # type: ignore[attr-defined]  # a local corpus
+    assert len(documents(corpus, "train")) == 95
+    assert documents(corpus, "validation") == [f"train {i}" for i in range(1, 100, 20)]
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.txt").write_text("".join(f"{i}\n" for i in range(1000)))
+    texts = load_corpus(tmp_path)
+    assert sum(map(len, documents(texts, "train") + documents(texts, "validation"))) == (tmp_path / "train.txt").stat().st_size
+
+
+def test_a_file_that_is_linked_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text\n" * 100)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(LineartimeError, match=r"data has .*a.txt twice: leave one out"):
+        load_corpus(tmp_path)
+
+
+def test_linked_folders_are_read_and_circles_of_links_refused(tmp_path: Path) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("text\n" * 100)
+    (tmp_path / "books" / "more").symlink_to(tmp_path / "other")
+    assert documents(load_corpus(tmp_path / "books"), "all") == ["text\n" * 100]
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "books")
+    with pytest.raises(LineartimeError, match="is a link to a folder that contains it"):
+        load_corpus(tmp_path / "books")
+
+
 def test_folders_are_read_to_the_bottom_but_hidden_files_are_not(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
@@ -95,10 +147,12 @@ def test_files_and_folders_called_like_splits_are_the_splits(tmp_path: Path) -> 
 
 
 def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
-    for name in ("train.py", "test_loop.py", "loop.py"):
+    names = ["train.py", "test_loop.py", "loop.py", *(f"module{i:02}.py" for i in range(27))]
+    for name in names:
         (tmp_path / name).write_text(name)
     corpus = load_corpus(tmp_path)
-    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == ["loop.py", "test_loop.py", "train.py"]
+    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == sorted(names)
+    assert len(documents(corpus, "train")) > 24
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,16 @@ def test_a_summary_tells_what_training_left(tmp_path: Path) -> None:
     assert (summary.tokens_per_second, summary.waiting, summary.state) == (2000.0, 0.25, "finished")
 
 
+def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert summarize(run, "run")[0].state == "finished"  # a copy without checkpoints
+    (run / "step-00000030").mkdir()
+    silence(run, 10_000)
+    assert summarize(run, "run")[0].state == "silent"
+    (run / "step-00000040").mkdir()
+    assert summarize(run, "run")[0].state == "finished"
+
+
 def test_steps_that_take_long_count_for_more_of_the_waiting(tmp_path: Path) -> None:
     lines = [{"step": 1, "tokens_per_second": 1000.0, "waiting": 0.5}, {"step": 2, "tokens_per_second": 3000.0, "waiting": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -15,7 +15,7 @@ from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merg
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.summary import describe_splits
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
+from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer, tokenizer_from_json
 from lineartime.data.tokens import TokenStream, token_stream
 from lineartime.data.train_tokenizer import is_tokenizer_name, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
@@ -53,5 +53,6 @@ __all__ = [
     "stream_documents",
     "token_stream",
     "tokenizer_for",
+    "tokenizer_from_json",
     "train_tokenizer",
 ]

@@ -1,6 +1,6 @@
 """Corpora and their splits: corpora by name, local files, or the source of the Python standard library."""
 
-import re
+import errno
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,17 @@ from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, is_hub_dataset
 from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, FilePart
-from lineartime.data.splits import Files, by_file, by_name, completed, describe_parts, missing_split, named_split, within_files
+from lineartime.data.splits import (
+    Files,
+    by_file,
+    by_name,
+    completed,
+    describe_parts,
+    missing_split,
+    named_split,
+    unnamed,
+    within_files,
+)
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, file_error
 from lineartime.fields import Between, check_limits, check_type
 
@@ -175,8 +185,8 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
     those of its subfolders are read, except hidden ones: text, JSON lines, JSON or Parquet. If the names of all files, or of
     their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each training file.
-    Otherwise, a folder of at least three files is split by file, and a smaller one within its files. The name of the path
-    itself counts for a file, and for a folder only if the whole name is that of a split.
+    Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
+    does. The name of the path itself counts for a file, and for a folder only if the whole name is that of a split.
 
     Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
 
@@ -204,8 +214,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
             continue
         path = Path(name)
         files = _files(path, text_column, max_expansion)
-        if len(names) > 1:
-            _only_once(seen, [part.path.resolve() for part in files])
+        _only_once(seen, [part.path.resolve() for part in files])
         splits, note = _named(path, files)
         if splits is None:
             sources.append(_unnamed(path, files, note))
@@ -232,8 +241,7 @@ def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
             raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
         files = [path]
         if path.is_dir():
-            shown = (file for file in path.rglob("*") if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
-            files = [file for file in shown if file.is_file()]
+            files = list(_shown_files(path))
         parts = [FilePart(SourceFile(file, column, max_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
         raise file_error("read", path, error) from None
@@ -242,12 +250,26 @@ def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
     return parts
 
 
+def _shown_files(folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """The files below a folder, except hidden ones. Raises OSError for a folder that cannot be read or contains itself."""
+    own = folder.resolve()
+    if own in parents:
+        raise OSError(errno.ELOOP, f"{folder} is a link to a folder that contains it")
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _shown_files(path, (*parents, own))
+        elif path.is_file():
+            yield path
+
+
 def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
     """Add texts to `seen`. Raises ArgumentError for a repeated text, which could be in both training and test data."""
-    again = next((text for text in texts if text in seen), None)
-    if again is not None:
-        raise ArgumentError("data", f"has {again} twice: leave one out.")
-    seen.update(texts)
+    for text in texts:
+        if text in seen:
+            raise ArgumentError("data", f"has {text} twice: leave one out.")
+        seen.add(text)
 
 
 def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
@@ -261,7 +283,7 @@ def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
 
 
 def _unnamed(path: Path, files: list[FilePart], note: str) -> LocalCorpus:
-    return LocalCorpus(str(path), by_file(path, files) if len(files) >= len(SPLITS) else within_files(files), note)
+    return LocalCorpus(str(path), unnamed(path, files), note)
 
 
 def standard_library() -> LocalCorpus:

@@ -27,14 +27,21 @@ class FilePart:
 
     Attributes:
         file: the file.
-        split: the only split to read, which is a range of a text, or a set of document numbers in records. None for the whole
-            file.
+        split: the split, or splits, to read: ranges of a text, or sets of document numbers in records. None for the whole file.
         at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
+        first_number: the number of the first document of records. With the same for all, the first documents of many small
+            files would all be in the same split.
     """
 
     file: SourceFile
-    split: Split | None = None
+    split: Split | tuple[Split, ...] | None = None
     at_lines: bool = True
+    first_number: int = 0
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The splits to read; empty for the whole file."""
+        return self.split if isinstance(self.split, tuple) else () if self.split is None else (self.split,)
 
     @property
     def path(self) -> Path:
@@ -53,19 +60,20 @@ class FilePart:
         marks = [":json"] if kind == "json" else []
         marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
         marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
+        marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
         return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{self.file.version}{''.join(marks)}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        if self.is_text:
-            start, stop = 0, None
-            if self.split is not None:
-                start, stop = _cuts(self.file, self.at_lines, self.file.version)[self.split]
-            yield _decoded(self.file, start, stop)
-            return
-        for number, text in enumerate(read_records(self.file)):
-            if self.split in (None, split_of(number)):
-                yield pieces(text)
+        if self.is_text and not self.splits:
+            yield _decoded(self.file, 0, None)
+        elif self.is_text:
+            cuts = _cuts(self.file, self.at_lines, self.file.version)
+            yield from (_decoded(self.file, *cuts[split]) for split in self.splits)
+        else:
+            for number, text in enumerate(read_records(self.file), self.first_number):
+                if not self.splits or split_of(number) in self.splits:
+                    yield pieces(text)
 
 
 def split_of(number: int) -> Split:

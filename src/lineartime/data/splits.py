@@ -65,12 +65,11 @@ def completed(named: Files) -> Files:
     missing = [split for split in SPLITS if split not in named]
     if not missing or "train" in missing:
         return named
-    cut: Files = {split: [] for split in SPLITS}
-    for part in named["train"]:
-        cut["train"] += [replace(part, split=split) for split in SPLITS if split not in missing]
-        for split in missing:
-            cut[split].append(replace(part, split=split))
-    return {**cut, **{split: named[split] for split in named if split != "train"}}
+    kept = tuple(split for split in SPLITS if split not in missing)
+    parts = numbered_apart(named["train"])
+    cut: Files = {split: [replace(part, split=split) for part in parts] for split in missing}
+    # One part for all that is left of a file: a stream reads every part as often as any other.
+    return {**named, **cut, "train": [replace(part, split=kept[0] if len(kept) == 1 else kept) for part in parts]}
 
 
 class _Described(Protocol):
@@ -93,7 +92,26 @@ def missing_split(corpus: _Described, split: Split) -> ArgumentError:
 
 def within_files(parts: Sequence[FilePart]) -> Files:
     """Take all splits from within each file."""
-    return {split: [replace(part, split=split) for part in parts] for split in SPLITS}
+    return {split: [replace(part, split=split) for part in numbered_apart(parts)] for split in SPLITS}
+
+
+def numbered_apart(parts: Sequence[FilePart]) -> Sequence[FilePart]:
+    """The same parts, where the records of each file start at a number that depends on its name."""
+    if len(parts) == 1:
+        return parts
+    return [replace(part, first_number=hashlib.sha256(os.fsencode(part.path.name)).digest()[0] % 20) for part in parts]
+
+
+def unnamed(root: Path, parts: Sequence[FilePart]) -> Files:
+    """Split files whose names say nothing: by file if the held-out files have at most twice their shares, else within files."""
+    if len(parts) < len(SPLITS):
+        return within_files(parts)
+    splits = by_file(root, parts)
+    total = sum(part.path.stat().st_size for part in parts)
+    fair = all(
+        sum(part.path.stat().st_size for part in splits[split]) <= 2 * SHARES[split] * total for split in ("validation", "test")
+    )
+    return splits if fair else within_files(parts)
 
 
 def by_file(root: Path, parts: Iterable[FilePart]) -> Files:
@@ -123,7 +141,7 @@ def describe_parts(parts: Iterable[FilePart]) -> str:
     """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
     shares: dict[Path, float] = {}
     for part in parts:
-        shares[part.path] = shares.get(part.path, 0.0) + (1.0 if part.split is None else SHARES[part.split])
+        shares[part.path] = shares.get(part.path, 0.0) + (sum(SHARES[split] for split in part.splits) or 1.0)
     groups: dict[float, list[str]] = {}
     for path, share in shares.items():
         groups.setdefault(round(share, 2), []).append(path.name)

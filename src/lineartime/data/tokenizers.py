@@ -231,10 +231,18 @@ def read_tokenizer(path: Path) -> Tokenizer:
         LineartimeError: if the file cannot be read or is not a tokenizer.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    definition = _read(file)
+    return tokenizer_from_json(_read(file), str(file))
+
+
+def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
+    """The tokenizer of a JSON text that `to_json` wrote, or of the tokenizers library; `source` names it in messages.
+
+    Raises:
+        LineartimeError: if the text does not define a tokenizer.
+    """
     if definition == ByteTokenizer().to_json():
         return ByteTokenizer()
-    return JsonTokenizer(definition, str(file))
+    return JsonTokenizer(definition, source)
 
 
 def _read(file: Path) -> str:

@@ -162,11 +162,13 @@ def _state(path: Path, steps: object, error: str | None, step: float | None, sec
     """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
     if error is not None:
         return "running" if is_locked(path) else "failed"  # it is being resumed, or not
+    checkpoints = list_checkpoints(path)
     if isinstance(steps, int) and step is not None and step >= steps:
-        return "finished"
+        saved = not checkpoints or checkpoints[-1] == checkpoint_path(path, steps)
+        if saved:  # or copied without checkpoints; a run that was killed in its last evaluation has only earlier ones
+            return "finished"
     if is_locked(path):
         return "running"
-    checkpoints = list_checkpoints(path)
     if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
         return "stopped"
     # The run may be on another machine: allow a minute, or ten of its steps if they are long.
