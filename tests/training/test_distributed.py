@@ -331,6 +331,48 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     assert second.startswith("ReportedError")  # which the command line does not show
 
 
+def test_processes_that_were_started_for_different_runs_are_told_so(config: MakeConfig, launch: Launch) -> None:
+    other = """
+if os.environ["RANK"] == "1":
+    import dataclasses
+    config = dataclasses.replace(config, learning_rate=0.03)
+"""
+    processes = launch(config(learning_rate=0.01), 2, before=other)
+    assert processes.wait(60) == [1, 1]
+    said = processes.errors()
+    expected = "Process 1 was started for another run than process 0: learning_rate is 0.03 there, and 0.01 in process 0."
+    assert said[0].startswith(f"LineartimeError: {expected}")
+    assert said[1].startswith("ReportedError")
+
+
+def test_processes_that_read_different_texts_are_told_so(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another text altogether.\n" * 400)
+    other = f"""
+if os.environ["RANK"] == "1":
+    import dataclasses
+    config = dataclasses.replace(config, data=({str(tmp_path / "other.txt")!r},), cache=Path({str(tmp_path / "cache-1")!r}))
+"""
+    processes = launch(config(), 2, before=other)
+    assert processes.wait(60) == [1, 1]
+    assert "Process 1 was started for another run than process 0: the text is " in processes.errors()[0]
+
+
+def test_the_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    # As if a machine of its own had trained another tokenizer: unigram tokenizers differ from one training to the next.
+    other = f"""
+if os.environ["RANK"] == "1":
+    import dataclasses
+    import lineartime.training.setup as setup
+    own = setup.tokenizer_for
+    def with_another_one(choice, corpus, cache):
+        return own("bpe-300", corpus, Path({str(tmp_path / "cache-1")!r}))
+    setup.tokenizer_for = with_another_one
+"""
+    processes = launch(config(tokenizer="bpe-400"), 2, before=other)
+    assert processes.wait(120) == [0, 0], processes.errors()
+
+
 def test_an_error_in_one_process_alone_is_said_by_it_and_ends_the_others_at_once(config: MakeConfig, launch: Launch) -> None:
     wrong = """
 if os.environ["RANK"] == "1":

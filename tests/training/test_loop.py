@@ -34,6 +34,7 @@ from lineartime.training.contention import Contention, Usage
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.resuming import saved_config
+from lineartime.training.text import HELD_OUT
 from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
@@ -517,6 +518,21 @@ def test_contention_is_told_once_in_a_run(
     trained(config(threads=2))
     told = "Other programs use 1.0 of 2 cores, so that 2 threads wait for each other"
     assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_run_is_not_resumed_on_other_held_out_text(config: MakeConfig, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for split in ("train", "valid"):
+        (texts / f"{split}.txt").write_text(f"text to {split} on\n" * 200)
+    run = trained(config(data=texts))
+    (texts / "valid.txt").write_text("another text\n" * 200)
+    with pytest.raises(LineartimeError, match=r"The text of the run in .* has changed"):
+        trained(config(data=texts, resume=True))
+    (texts / "valid.txt").write_text("text to valid on\n" * 200)
+    state = read_training_state(last_checkpoint(run))
+    assert state.text.partition(HELD_OUT)[0] != state.text  # earlier versions wrote only the first part
+    trained(config(data=texts, resume=True))
 
 
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:

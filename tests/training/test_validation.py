@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lineartime.data import read_window, spread_windows
+from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import prepare
 
@@ -49,6 +50,18 @@ def test_a_packed_run_is_measured_with_its_documents_apart(config: Callable[...,
             losses.append(F.cross_entropy(trainer.model(document[None, :-1])[0], targets, reduction="sum").detach())
     count = int((windows[:, :-1] != end).sum())
     assert trainer.validation.loss() == pytest.approx(float(sum(losses)) / count, rel=1e-6)
+
+
+def test_held_out_text_without_a_token_to_predict_is_an_error_and_not_a_loss_of_zero(
+    config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "train.txt").write_text("text to train on\n" * 200)
+    (texts / "valid.txt").write_text("ab")
+    trainer = prepare(config(data=texts, task="mlm"))
+    with pytest.raises(LineartimeError, match="has no token to predict"):
+        trainer.validation.loss()
 
 
 def test_masked_tokens_are_the_same_ones_every_time(config: Callable[..., TrainConfig]) -> None:

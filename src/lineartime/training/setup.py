@@ -7,8 +7,17 @@ from pathlib import Path
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Corpus, Rows, Tokenizer, is_tokenizer_name, load_corpus, read_tokenizer, tokenizer_for
-from lineartime.errors import Argument, ArgumentError
+from lineartime.data import (
+    Corpus,
+    Rows,
+    Tokenizer,
+    is_tokenizer_name,
+    load_corpus,
+    read_tokenizer,
+    tokenizer_for,
+    tokenizer_from_json,
+)
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.machine import choose_compile, choose_device, choose_precision
@@ -85,6 +94,10 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     tokenizer: Tokenizer = world.local_main_first(
         "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
+    # Each machine trains a tokenizer, and unigram tokenizers of the same text differ from one training to the next.
+    definition = world.share(tokenizer.to_json)
+    if definition != tokenizer.to_json():
+        tokenizer = tokenizer_from_json(definition, "the tokenizer of the main process")
     with world.raise_on_all_ranks():
         # A run keeps its model, whatever its preset means today.
         model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
@@ -104,6 +117,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
                 what = f"is {source}, whose weights are not those of the model that is asked for: {error}."
                 raise ArgumentError("init_from", what) from None
     text: Text = world.local_main_first("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
+    _check_same_run(config, text, world)
     tokens_per_step = rows.per_step * config.context_length
     precision, (compiled, why_not_compiled) = world.share(
         lambda: (
@@ -120,6 +134,26 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
     return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step, why_not_compiled)
+
+
+MAY_DIFFER = ("data", "tokenizer", "cache", "device", "threads")
+"""Options whose values may differ between the machines of a run: paths, and what suits a machine."""
+
+
+def _check_same_run(config: TrainConfig, text: Text, world: World) -> None:
+    """Raise LineartimeError, in every process, unless all processes have the same options and the same text."""
+    own = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    if not config.streaming:  # the identity of a stream contains paths, which differ between machines
+        own["the text"] = text.identity
+    first, *others = world.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                error = LineartimeError(
+                    f"Process {rank} was started for another run than process 0: {name} is {other[name]} there, and {value} in "
+                    "process 0. Start all processes with the same options and the same text."
+                )
+                raise world.reported_by_main(error)
 
 
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:

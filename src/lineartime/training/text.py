@@ -20,6 +20,9 @@ from lineartime.data.splits import missing_split
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.training.config import TrainConfig
 
+HELD_OUT = ", held out"
+"""The mark in an identity before the digest of the held-out text, which checkpoints of earlier versions lack."""
+
 
 class Text:
     """The text of a run, encoded (unless it is streamed) and ready to be read. `rows` are this process's share of a step.
@@ -30,7 +33,7 @@ class Text:
         is_lossy: whether decoding fails to restore the beginning of the held-out text, apart from whitespace at its ends. If
             so, losses per byte and per word leave out some of the text.
         name: a description of the training text.
-        identity: a description that changes with the training text; for encoded text, not with its path.
+        identity: a description that changes with the text, training or held out; for encoded text, not with its path.
         splits: a line that describes each split of the text.
 
     Raises:
@@ -59,6 +62,7 @@ class Text:
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
             self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
+        self.identity += f"{HELD_OUT} {self.validation.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
 

@@ -59,7 +59,11 @@ class Validation:
         if stopped:
             return None
         total, targets = world.sum(total, count / world.context_parallel)
-        return total / max(1.0, targets)
+        if not targets:
+            raise LineartimeError(
+                f"The held-out text, {self._setup.text.validation.name}, has no token to predict: give more text to hold out."
+            )
+        return total / targets
 
     def _batches(self) -> list[Batch]:
         """This process's batches. All processes have equally many, since FSDP needs every process in each forward pass."""
