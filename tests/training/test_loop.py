@@ -34,7 +34,6 @@ from lineartime.training.contention import Contention, Usage
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import Trainer, prepare, train
 from lineartime.training.resuming import saved_config
-from lineartime.training.text import HELD_OUT
 from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
@@ -531,8 +530,26 @@ def test_a_run_is_not_resumed_on_other_held_out_text(config: MakeConfig, tmp_pat
         trained(config(data=texts, resume=True))
     (texts / "valid.txt").write_text("text to valid on\n" * 200)
     state = read_training_state(last_checkpoint(run))
-    assert state.text.partition(HELD_OUT)[0] != state.text  # earlier versions wrote only the first part
+    text = prepare(config(data=texts, out=tmp_path / "again")).text
+    assert text.is_text_of(state.text)
+    assert text.is_text_of(state.text.partition(", held out")[0])  # which earlier versions wrote
     trained(config(data=texts, resume=True))
+
+
+def test_a_streamed_run_is_resumed_on_a_copy_of_its_text(config: MakeConfig, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for folder in ("texts", "copy"):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "valid"):
+            lines = "".join(f'{{"text": "text {number} to {split} on"}}\n' for number in range(100))
+            (tmp_path / folder / f"{split}.jsonl").write_text(lines)
+    options: dict[str, Any] = {"streaming": True, "lanes": 2}
+    trained(config(data=tmp_path / "texts", **options))
+    trained(config(data=tmp_path / "copy", resume=True, **options))
+    with (tmp_path / "copy" / "train.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(LineartimeError, match=r"The text of the run in .* has changed"):
+        trained(config(data=tmp_path / "copy", resume=True, **options))
 
 
 def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, text: Path) -> None:

@@ -10,7 +10,15 @@ from lineartime.data.batches import (
     read_window,
     spread_windows,
 )
-from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, no_text, standard_library
+from lineartime.data.corpora import (
+    Corpus,
+    LocalCorpus,
+    is_corpus_name,
+    load_corpus,
+    no_text,
+    portable_identity,
+    standard_library,
+)
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
@@ -43,6 +51,7 @@ __all__ = [
     "merge_states",
     "no_text",
     "packed_batch",
+    "portable_identity",
     "prefix_batch",
     "read_tokenizer",
     "read_window",

@@ -169,6 +169,17 @@ class JoinedCorpus:
         return found
 
 
+def portable_identity(corpus: Corpus, split: Split) -> str:
+    """Like the identity of a split, but the same for copies of local files elsewhere."""
+    found = []
+    for source in corpus.sources:
+        if isinstance(source, LocalCorpus):
+            found += [part.portable_identity() for part in source.splits.get(split, [])]
+        elif source.describe(split):
+            found.append(source.identity(split))
+    return "\n".join(found)
+
+
 def no_text(split: str) -> LineartimeError:
     """The error for a split without text; `split` is its full name, such as "the test split of books"."""
     return LineartimeError(f"There is no text in {split}: give more text, or files called train..., valid... and test...")

@@ -63,6 +63,10 @@ class FilePart:
         marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
         return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{self.file.version}{''.join(marks)}"
 
+    def portable_identity(self) -> str:
+        """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
+        return f"{self.path.name}:{self.splits}:{self.first_number}:{self.file.column}:{self.file.version[0]}"
+
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
         if self.is_text and not self.splits:

@@ -34,7 +34,6 @@ from lineartime.training.resuming import complete, precision_note, resumed_confi
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.setup import Setup, set_up
 from lineartime.training.step import compute_gradient
-from lineartime.training.text import HELD_OUT
 from lineartime.training.validation import Validation
 
 
@@ -162,7 +161,7 @@ class Trainer:
     def _restore(self, start: Path) -> None:
         """Restore the position of a checkpoint. Raises LineartimeError if the text has changed."""
         state = checkpoints.read_training_state(start)
-        if state.text not in (self.text.identity, self.text.identity.partition(HELD_OUT)[0]):
+        if not self.text.is_text_of(state.text):
             raise LineartimeError(
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."

@@ -143,8 +143,7 @@ MAY_DIFFER = ("data", "tokenizer", "cache", "device", "threads")
 def _check_same_run(config: TrainConfig, text: Text, world: World) -> None:
     """Raise LineartimeError, in every process, unless all processes have the same options and the same text."""
     own = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
-    if not config.streaming:  # the identity of a stream contains paths, which differ between machines
-        own["the text"] = text.identity
+    own["the text"] = text.identity
     first, *others = world.gather(own)
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():

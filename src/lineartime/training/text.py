@@ -14,14 +14,12 @@ from lineartime.data import (
     Tokenizer,
     describe_splits,
     no_text,
+    portable_identity,
     token_stream,
 )
 from lineartime.data.splits import missing_split
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.training.config import TrainConfig
-
-HELD_OUT = ", held out"
-"""The mark in an identity before the digest of the held-out text, which checkpoints of earlier versions lack."""
 
 
 class Text:
@@ -33,7 +31,8 @@ class Text:
         is_lossy: whether decoding fails to restore the beginning of the held-out text, apart from whitespace at its ends. If
             so, losses per byte and per word leave out some of the text.
         name: a description of the training text.
-        identity: a description that changes with the text, training or held out; for encoded text, not with its path.
+        identity: a description that changes with the text, training or held out, and not with its path.
+        earlier_identities: what earlier versions wrote into checkpoints for the same text.
         splits: a line that describes each split of the text.
 
     Raises:
@@ -55,17 +54,28 @@ class Text:
             loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes, shuffle)
             self.name = f"a stream of {corpus.name} in {config.lanes} lanes" + (f", shuffled by {shuffle:,}" if shuffle else "")
             self.splits = describe_splits(corpus, {"validation": self.validation})
-            self.identity = f"{self.name}, state {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
+            files = portable_identity(corpus, "train")
+            training = f"a stream in {config.lanes} lanes, shuffled by {shuffle}, of text {_short_hash(files)}"
+            self.earlier_identities = (f"{self.name}, state {_short_hash(corpus.identity('train'))}",)
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
             loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
-            self.identity = f"{len(stream):,} tokens, digest {stream.digest}"
-        self.identity += f"{HELD_OUT} {self.validation.digest}"
+            training = f"{len(stream):,} tokens, digest {stream.digest}"
+            self.earlier_identities = (training,)
+        self.identity = f"{training}, held out {self.validation.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
+
+    def is_text_of(self, identity: str) -> bool:
+        """Whether a checkpoint with this identity was trained on this text."""
+        return identity in (self.identity, *self.earlier_identities)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
         return bits_per_byte(loss, len(self.validation), self.validation.n_bytes) if self._causal else None
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
