@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints
+from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints, read_training_state
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation import evaluate, evaluate_carried, evaluate_windowed
@@ -44,6 +44,21 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     assert by_windows.text == stream.name
     in_one = evaluate_carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
     assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
+
+
+def test_a_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Path) -> None:
+    def told() -> list[str]:
+        said: list[str] = []
+        evaluate(run, say=said.append, cache=tmp_path / "cache")
+        return [line for line in said if line.startswith("The held-out text has changed since the model was trained.")]
+
+    assert told() == []
+    file = Path(read_training_state(last_checkpoint(run)).config["data"])
+    before = file.read_text()
+    file.write_text("another beginning\n" * 50 + before)
+    assert len(told()) == 1
+    file.write_text(before)
+    assert told() == []
 
 
 def test_a_model_in_memory_is_measured_like_its_run(run: Path) -> None:

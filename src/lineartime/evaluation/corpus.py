@@ -9,7 +9,7 @@ import torch
 
 from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_tokenizer, read_from, read_training_state
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
-from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
+from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError, check_choice
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
@@ -88,10 +88,16 @@ def evaluate(
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
     corpus = load_corpus(trained["data"] if data is None else data, column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
-    stream = token_stream(corpus, split, tokenizer, cache_folder() if cache is None else cache, max_tokens)
+    cache = cache_folder() if cache is None else Path(cache)
+    stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
     if say is not None:
         for line in describe_splits(corpus, {split: stream}):
             say(line)
+        if data is None and _has_changed(corpus, tokenizer, cache, subject):
+            say(
+                "The held-out text has changed since the model was trained. If the text is split by file, it may have been "
+                "trained on what is measured here."
+            )
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     if context == "carried":
@@ -113,12 +119,13 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model to measure, its tokenizer, its checkpoint, the options it was trained with, and why some are unknown."""
+    """The model to measure, its tokenizer and checkpoint, the options and text of its training, and why some are unknown."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     checkpoint: Path | None
     trained: dict[str, Any]
+    text: str
     unknown: str
 
 
@@ -128,10 +135,11 @@ def _subject(
     """Load a model from its folder, or take one from memory."""
     measured: Path | None = None
     trained: dict[str, Any] = {}
+    text = ""
     unknown = "a model in memory does not record"
     if isinstance(model, (str, Path)):
         unknown = f"{model} has no training.json, which records"
-        loaded, trained = read_from(model, _read, checkpoint)
+        loaded, trained, text = read_from(model, _read, checkpoint)
         measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
         model = loaded.model.to(find_device(device))
     elif checkpoint is not None:
@@ -141,13 +149,21 @@ def _subject(
     model = check_model(model, LanguageModel, "be measured")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
-    return _Subject(model, tokenizer, measured, trained, unknown)
+    return _Subject(model, tokenizer, measured, trained, text, unknown)
 
 
-def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any]]:
-    """Read a checkpoint, and the options with which its run was started; empty if unknown."""
-    trained = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return load_with_tokenizer(checkpoint), trained
+def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
+    """Read a checkpoint, the options with which its run was started, and the identity of its text; empty if unknown."""
+    state = read_training_state(checkpoint) if has_training_state(checkpoint) else None
+    known = ({}, "") if state is None else (state.config, state.text)
+    return load_with_tokenizer(checkpoint), *known
+
+
+def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Subject) -> bool:
+    """Whether the held-out text of a run differs from that of its training, as far as its checkpoint records it."""
+    if "held out" not in subject.text or subject.trained.get("streaming") or not corpus.describe("validation"):
+        return False
+    return not subject.text.endswith(f"held out {token_stream(corpus, 'validation', tokenizer, cache).digest}")
 
 
 def _check_options(choices: dict[str, tuple[str, Any]], sizes: dict[str, int | None], packed: bool | None) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import as_mask
+from lineartime.ops.checks import as_mask, require
 
 
 def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | None:
@@ -16,7 +16,9 @@ def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | No
     if attention_mask is None:
         return None
     if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # some collators make float masks
-        attention_mask = attention_mask.long()
+        binary = (attention_mask == 0) | (attention_mask == 1)
+        require(binary, "attention_mask", "has values other than 0 and 1, but must be 1 for real tokens and 0 for padding.")
+        attention_mask = attention_mask != 0
     batch, length = embedded.shape[:2]
     mask = as_mask("attention_mask", attention_mask, batch, length, embedded.device)
     if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
@@ -36,6 +38,31 @@ def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) 
             f"the {past} tokens of the cache.",
         )
     return checked_mask(attention_mask[:, -length:] if attention_mask.dim() == 2 and length else attention_mask, embedded)
+
+
+def packed_boundaries(
+    cu_seq_lens: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, embedded: Tensor
+) -> Tensor | None:
+    """The boundaries [D + 1] of documents packed into one row, from whichever argument gives them; None if none does."""
+    if cu_seq_lens is None and position_ids is not None:
+        cu_seq_lens = document_boundaries(position_ids, mask, embedded)
+    if cu_seq_lens is None and seq_idx is not None:
+        cu_seq_lens = _boundaries_of_indices(seq_idx, mask, embedded)
+    return cu_seq_lens
+
+
+def _boundaries_of_indices(seq_idx: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+    batch, length = embedded.shape[:2]
+    if seq_idx.shape != (batch, length):
+        raise ArgumentError("seq_idx", f"has shape {list(seq_idx.shape)}, but must be [B, T] = [{batch}, {length}].")
+    begins = seq_idx.diff(dim=1) != 0
+    if not bool(begins.any()):
+        return None
+    if batch > 1 or mask is not None:
+        raise ArgumentError(
+            "seq_idx", "has several documents in a row, but only those of a single unpadded row can be told apart: pack one row."
+        )
+    return F.pad(begins[0].nonzero()[:, 0] + 1, (1, 1)).index_fill(0, torch.tensor(-1, device=begins.device), length)
 
 
 def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:

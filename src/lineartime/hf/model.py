@@ -17,7 +17,7 @@ from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
-from lineartime.hf.inputs import checked_mask, document_boundaries, new_tokens_mask
+from lineartime.hf.inputs import checked_mask, new_tokens_mask, packed_boundaries
 from lineartime.layers.checks import check_tokens
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
@@ -34,11 +34,12 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     @classmethod
-    def from_pretrained(cls, name: str | Path | None, *arguments: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
         """As in transformers; raises ArgumentError if device_map splits the model, LineartimeError if the folder is damaged."""
         given = options.get("device_map")
         if isinstance(given, dict):
             _check_places(given)
+        name = pretrained_model_name_or_path
         folder = Path(name or "", options.get("subfolder") or "")
         if name is not None and (folder / CONFIG).exists() and any((folder / file).exists() for file in (WEIGHTS, INDEX)):
             config = options.get("config")
@@ -113,6 +114,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read whole sequences, or continue the streams of a cache.
@@ -132,12 +134,14 @@ class LineartimeModel(LineartimePreTrainedModel):
                 collators of transformers use; preferable to position_ids in compiled code.
             prefix_lengths: int [B], for a model of task "prefix-lm": how many first tokens are read bidirectionally.
             token_type_ids: int [B, T], for a model with token types; ignored by other models. With a cache, they must be 0.
-            **kwargs: ignored, except output_attentions, which must not be True.
+            seq_idx: int [1, T], the number of the document that each token of a single packed row belongs to.
+            **kwargs: ignored, except output_attentions, which must not be True, nor be set in the configuration.
 
         Raises:
             ArgumentError: for arguments that do not fit each other or the model.
         """
-        if kwargs.get("output_attentions"):
+        asked = kwargs.get("output_attentions")
+        if self.config.output_attentions if asked is None else asked:
             raise ArgumentError(
                 "output_attentions", "is True, but these models do not compute attention matrices that could be returned."
             )
@@ -150,8 +154,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         self.backbone.recompute = self.gradient_checkpointing and self.training
         if past_key_values is None and not use_cache:
             mask = checked_mask(attention_mask, embedded)
-            if cu_seq_lens_q is None and position_ids is not None:
-                cu_seq_lens_q = document_boundaries(position_ids, mask, embedded)
+            cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             types = token_type_ids if self.config.token_types else None
             hidden = self.backbone.forward_embedded(
                 embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types
@@ -159,7 +162,11 @@ class LineartimeModel(LineartimePreTrainedModel):
         else:
             past_key_values = self._cache(past_key_values, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
-            self._check_streams(cu_seq_lens_q, position_ids, attention_mask, embedded, past_key_values)
+            if past_key_values.get_seq_length():
+                position_ids = None
+            cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
+            if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
+                raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
             self._check_types(token_type_ids)
             prefix = self._all_prefix(prefix_lengths, mask, embedded, past_key_values)
             hidden = past_key_values.extend(self.backbone, embedded, mask, prefix=prefix, inputs=every)
@@ -189,20 +196,6 @@ class LineartimeModel(LineartimePreTrainedModel):
                 "past_key_values", f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it."
             )
         return given if update else given.copy()
-
-    def _check_streams(
-        self,
-        cu_seq_lens: Tensor | None,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        embedded: Tensor,
-        cache: LineartimeCache,
-    ) -> None:
-        """Raise ArgumentError for documents packed into one row, which a cache cannot continue."""
-        if cu_seq_lens is None and position_ids is not None and cache.get_seq_length() == 0:
-            cu_seq_lens = document_boundaries(position_ids, new_tokens_mask(attention_mask, embedded, 0), embedded)
-        if cu_seq_lens is not None and len(cu_seq_lens) > 2:
-            raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
 
     def _check_types(self, token_type_ids: Tensor | None) -> None:
         """Raise ArgumentError for token types that a cache cannot continue with: any but 0, in a model that has types."""

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
@@ -38,3 +39,5 @@ def register() -> None:
     AutoConfig.register(LineartimeConfig.model_type, LineartimeConfig, exist_ok=True)
     for auto, model in MODELS.items():
         auto.register(LineartimeConfig, model, exist_ok=True)
+    # With label smoothing, `Trainer` shifts the labels of the classes named here, and teaches all others to copy their input.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LineartimeConfig.model_type] = LineartimeForCausalLM.__name__

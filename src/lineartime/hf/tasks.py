@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, C choices, K labels, d model width.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,15 @@ from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 class TaskModel(LineartimePreTrainedModel):
     """A base model, dropout, and a linear layer with `outputs` features."""
 
+    head = "score"
+    """The name of the linear layer, which PEFT looks up by task to train and save it."""
+
     def __init__(self, config: LineartimeConfig, outputs: int) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LineartimeModel(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.score = nn.Linear(config.d_model, outputs)
+        setattr(self, self.head, nn.Linear(config.d_model, outputs))
         self.post_init()
 
     def run_backbone(self, input_ids: Tensor | None, attention_mask: Tensor | None, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -101,8 +105,16 @@ class LineartimeForTokenClassification(TaskModel):
 class LineartimeForQuestionAnswering(TaskModel):
     """Predicts where the answer to a question begins and ends in a text."""
 
+    head = "qa_outputs"
+
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config, 2)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
+        """As for all models; the layer `score` of folders of earlier versions becomes `qa_outputs`."""
+        options.setdefault("key_mapping", {r"^score\.": "qa_outputs."})
+        return super().from_pretrained(pretrained_model_name_or_path, *arguments, **options)
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -116,7 +128,7 @@ class LineartimeForQuestionAnswering(TaskModel):
     ) -> QuestionAnsweringModelOutput:
         """Logits [B, T] of beginning and end, and the loss if both positions [B] are given; others as for the base model."""
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        start, end = self.score(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        start, end = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
