@@ -379,3 +379,9 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(LineartimeError, match=rf"{name} needs {package}.*pip install 'lineartime\[data\]'"):
         read(part_of(tmp_path / name))
+
+
+def test_a_binary_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "module.pyc").write_bytes(b"\xa7\r\r\n" + bytes(60) + b"\xe3")
+    with pytest.raises(LineartimeError, match="looks like a binary file: leave it out"):
+        [list(blocks) for blocks in load_corpus(tmp_path / "module.pyc").documents("train")]

@@ -10,6 +10,7 @@ not stored anywhere, but determined from the folder.
     validation.json                                     the validation loss, if it was measured after the rest was written
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -276,6 +277,9 @@ def prune(run: Path, keep_every: int | None = None) -> None:
 
 
 def remove_partial(run: Path) -> None:
-    """Delete checkpoints that a killed process left half written or half deleted."""
+    """Delete checkpoints and files that a killed process left half written or half deleted."""
     for partial in run.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
+    for partial in run.glob("*.partial"):
+        if re.fullmatch(r".+\.[0-9a-f]{32}\.partial", partial.name):  # as `write_atomically` names them
+            partial.unlink(missing_ok=True)

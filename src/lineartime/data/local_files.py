@@ -169,13 +169,17 @@ def damaged(path: Path, error: Exception) -> LineartimeError:
     return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or leave it out.")
 
 
-def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
-    """The error for a byte of a file that is not UTF-8. A file that starts like the mark of UTF-16 is taken for UTF-16."""
+def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
+    """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file.
+
+    A file that starts like the mark of UTF-16 is taken for UTF-16, and other content with zeros for that of a binary file.
+    """
+    byte = content[place]
+    found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
     encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
-    return LineartimeError(
-        f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): convert the file, for example by "
-        f"`iconv -f {encoding} -t utf-8`, or leave it out."
-    )
+    if encoding == "latin1" and b"\0" in content:
+        return LineartimeError(f"{found}, but looks like a binary file: leave it out.")
+    return LineartimeError(f"{found}: convert the file, for example by `iconv -f {encoding} -t utf-8`, or leave it out.")
 
 
 def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:

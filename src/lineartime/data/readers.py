@@ -107,7 +107,7 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
                 if start > 0:
                     deque(_decoded(file, 0, None), maxlen=0)  # raises if the file has such a byte before `start`
                 offset = position - held_back + error.start
-                raise not_utf8(f"{file.path}", error.object[error.start], offset) from None
+                raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
             if position == 0:
                 text = text.removeprefix(_MARK)
             position += len(block)

@@ -122,7 +122,7 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise not_utf8(where, content[error.start], position + error.start) from None
+        raise not_utf8(where, content, error.start, position + error.start) from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave it out.") from None

@@ -111,7 +111,7 @@ class TrainConfig:
     keep_every: Steps | None = None
     """Interval in steps, a multiple of `eval_every`, at which checkpoints are kept besides the best and the last two."""
     max_time: Positive | None = None
-    """Minutes after which training stops, as after an interrupt: the step is saved, and the run can be resumed."""
+    """Minutes of training, not of encoding, after which it stops as after an interrupt: the run can be resumed."""
     device: Device = "auto"
     """Device to train on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
