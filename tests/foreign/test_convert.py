@@ -160,3 +160,10 @@ def test_a_file_of_safetensors_that_lies_is_one_sentence(tmp_path: Path) -> None
     file.write_bytes((2**60).to_bytes(8, "little") + b"{}")
     with pytest.raises(LineartimeError, match="is damaged"):
         read_weights(file)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "layers._orig_mod."])
+def test_names_of_compiled_and_distributed_models_are_those_of_the_models(prefix: str, tmp_path: Path) -> None:
+    torch.save({f"{prefix}0.weight": torch.ones(2), "end": torch.ones(1)}, tmp_path / "w.pt")
+    expected = "layers.0.weight" if prefix.startswith("layers") else "0.weight"
+    assert set(read_weights(tmp_path / "w.pt")) == {expected, "end"}

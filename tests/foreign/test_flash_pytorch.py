@@ -181,3 +181,17 @@ def test_a_norm_of_theirs_is_ours_with_its_epsilon_under_the_root() -> None:
     x = torch.randn(5, D, dtype=torch.float64) * torch.logspace(-2, 3, 5, dtype=torch.float64)[:, None]
     ours = ScaleNorm(1e-10).double()(x)
     torch.testing.assert_close(ours, x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_saved_in_half_precision_are_not_taken_for_those_of_other_rotations(
+    dtype: torch.dtype, theirs: Callable[..., Any]
+) -> None:
+    other = theirs("FLASH", dim=D, query_key_dim=S, causal=True).to(dtype)
+    ours = from_flash_pytorch(other.state_dict(), causal=True)
+    x = torch.randn(1, CHUNK, D)
+    torch.testing.assert_close(ours(x), other.float()(x), atol=2e-2, rtol=2e-2)
+    wrong = other.state_dict()
+    wrong["rotary_pos_emb.freqs"] = wrong["rotary_pos_emb.freqs"] * 1.1
+    with pytest.raises(LineartimeError, match="does not hold the standard rotary frequencies"):
+        from_flash_pytorch(wrong, causal=True)

@@ -73,7 +73,7 @@ def test_a_head_is_put_on_a_trained_model_and_saved_with_it(
     model = auto.from_pretrained(tmp_path / "trained")
     assert type(model) is AUTO[auto]
     torch.testing.assert_close(model.model.state_dict(), trained.model.state_dict())
-    assert 0 < model.score.weight.std() < 0.05
+    assert 0 < getattr(model, model.head).weight.std() < 0.05
     model.save_pretrained(tmp_path / "tuned")
     loaded = auto.from_pretrained(tmp_path / "tuned")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())

@@ -157,8 +157,10 @@ def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Ten
     rotated = 2 * state.shape(frequencies, 1)[0] if frequencies in state else 0
     options, own = _gated(state, prefix, "qk_offset_scale", MAPS, "to_out", rotated)
     if rotated:
+        stored = state.dtype(frequencies)
         found = state.take(frequencies, rotated // 2)
-        if not torch.allclose(found, rotary_frequencies(rotated).to(found), rtol=1e-4):
+        expected = rotary_frequencies(rotated).to(stored).to(found)  # rounded as theirs were when they were saved
+        if not torch.allclose(found, expected, rtol=max(1e-4, torch.finfo(stored).eps)):
             raise LineartimeError(f"{frequencies} does not hold the standard rotary frequencies.")
     own["bias.values"] *= options["d_qk"] ** 0.5
     rotary_width = rotated if 0 < rotated < options["d_qk"] else None

@@ -17,6 +17,9 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """The keys under which training scripts store the weights in a file with other data."""
 
+_WRAPPED = re.compile(r"^module\.|(?:^|(?<=\.))_orig_mod\.(?:module\.)?")
+"""What distributed training and torch.compile put into the names of the modules that they wrap."""
+
 
 def read_weights(file: Path) -> dict[str, Tensor]:
     """Read the tensors in a weight file by name, on the CPU, from safetensors or torch.save, without running code.
@@ -38,7 +41,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             raise LineartimeError(f"{file} is damaged: {shown(name)} is larger than the file.")
         if not torch.isfinite(tensor).all():
             raise LineartimeError(f"{file} is damaged: {shown(name)} holds numbers that are not finite.")
-    return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    return {_WRAPPED.sub("", name): tensor for name, tensor in found.items()}
 
 
 def _read_safetensors(file: Path) -> object:
@@ -95,6 +98,10 @@ class StateDict:
                 f"{name} has shape {list(tensor.shape)}, but {self._package} has {dimensions} dimensions there."
             )
         return tuple(tensor.shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is stored."""
+        return self._find(name).dtype
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Take a tensor of that shape, as float32 or wider; raises LineartimeError if there is none."""

@@ -278,7 +278,7 @@ def _width(backbone: Backbone, every: bool) -> int:
 
 def _reader(backbone: Backbone, every: bool) -> Read:
     """Make a function that continues streams at one position, piece by piece, from the first d features of its input."""
-    d_model = backbone.embedding.embedding_dim
+    d_model = backbone.embedding.weight.shape[1]
 
     def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
         read_pieces = []
@@ -294,7 +294,7 @@ def _reader(backbone: Backbone, every: bool) -> Read:
 
 def _prefix_reader(backbone: Backbone, every: bool) -> Read:
     """Make a function that reads the prefix with which streams begin, in the same form."""
-    d_model = backbone.embedding.embedding_dim
+    d_model = backbone.embedding.weight.shape[1]
 
     def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
         inputs: list[Tensor] | None = [] if every else None

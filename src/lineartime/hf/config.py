@@ -15,6 +15,17 @@ FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 """The fields of a `ModelConfig`. This configuration has them under the same names, with layers as plain dictionaries."""
 
 
+_OTHER_NAMES = {
+    "n_blocks": ("n_layers", "n_layer", "num_layers", "num_hidden_layer", "num_blocks", "depth"),
+    "d_model": ("hidden_dim", "hidden", "n_embd", "embed_dim", "dim", "model_dim", "d_hidden", "hidden_sizes", "width"),
+    "max_positions": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"),
+    "vocab_size": ("vocabulary_size", "num_tokens", "n_vocab"),
+    "n_heads in mixer": ("num_attention_heads", "num_heads", "n_head", "n_heads"),
+    "expansion in mixer or feed_forward": ("intermediate_size", "ffn_dim", "d_ff", "n_inner"),
+}
+"""What other models call our sizes. Transformers keeps unknown arguments as attributes, so they would be ignored."""
+
+
 class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers makes it a dataclass
     """Describes the same models as a `ModelConfig`: every system of lineartime, at any size.
 
@@ -56,6 +67,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
             setattr(self, name, value)
         if "model_type" not in others:  # files of earlier versions may hold such names, which were ignored
             _check_no_layer_options(config, others)
+            _check_no_other_names(others)
 
     def to_model_config(self) -> ModelConfig:
         """The configuration that `lineartime.build` takes."""
@@ -81,6 +93,13 @@ def _check_no_layer_options(config: ModelConfig, others: Mapping[str, Any]) -> N
                 f"is {others[name]!r}, which is an option of {part} and no field of the model: put it into {part}, or use "
                 "LineartimeConfig.from_preset.",
             )
+
+
+def _check_no_other_names(others: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if `others`, which are not fields of the model, name a size as other models do."""
+    for own, names in _OTHER_NAMES.items():
+        for name in (name for name in names if name in others):
+            raise ArgumentError(name, f"is {others[name]!r}, but no field of this model has that name: give {own}.")
 
 
 def check_task(config: LineartimeConfig, model: str, masked: bool) -> None:

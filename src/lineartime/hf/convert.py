@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
@@ -13,10 +15,11 @@ from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_w
 from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS, LineartimeConfig
-from lineartime.hf.folder import CONFIG, read_shapes, weight_files
+from lineartime.hf.folder import CONFIG, check_floating, check_not_adapter, read_shapes, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.json_files import read_plain
@@ -25,8 +28,8 @@ from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.shapes import shapes_only
 
 CARD = "README.md"
-LOGITS = "lm_head.weight"
-"""The output weights; with tied embeddings, this is a second name of the token embedding."""
+LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
+"""The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 
 
 def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
@@ -39,6 +42,7 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | 
     source = Path(source)
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
+    check_not_adapter(source)
     if not (source / CONFIG).exists():
         problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
         raise ArgumentError("source", f"is {source}, which {problem}: give the folder of a model.")
@@ -76,7 +80,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         made.tie_weights()
         with _without_progress_bars(), _failing_to_write(destination):
             made.save_pretrained(folder)
-            fast_tokenizer(tokenizer).save_pretrained(folder)
+            fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
         card = model_card(model.config, destination.name, model.n_parameters)
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
@@ -131,7 +135,8 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 
 
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    config = _read_config(source)
+    check_not_adapter(source)
+    config = _with_own_output(source, _read_config(source))
     files = _read_headers(source, config)
     with reporting_file_errors("read", source / TOKENIZER_FILE):
         definition = (source / TOKENIZER_FILE).read_text(encoding="utf-8", errors="replace")
@@ -141,11 +146,15 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
             f"{source} holds a tokenizer of {tokenizer.vocab_size:,} tokens and a model of {config.vocab_size:,}: resize the "
             "model with resize_token_embeddings(len(tokenizer)), without padding, and save it again."
         )
+    if config.task != "mlm":
+        _check_end(source, tokenizer.end_of_document)
     model = build_model(config)
     state: dict[str, Tensor] = {}
     for file, names in files.items():
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
+    if model.lm_head is not None and LOGITS_BIAS not in state:
+        state[LOGITS_BIAS] = torch.zeros(config.vocab_size)
     model.load_state_dict(state)
     return model, tokenizer
 
@@ -164,6 +173,27 @@ def _read_config(source: Path) -> ModelConfig:
         raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
 
 
+def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration, untied if the files hold output weights that differ from the embedding, as an adapter can train."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(source):
+        stored = {name: name.removeprefix("model.") for name in read_shapes(file)}
+        with utf8_path(file) as path, safe_open(path, "pt") as opened:
+            found |= {own: opened.get_tensor(name) for name, own in stored.items() if own in (LOGITS, EMBEDDING)}
+    tied = len(found) < 2 or torch.equal(found[LOGITS], found[EMBEDDING])
+    return config if tied else replace(config, tie_word_embeddings=False)
+
+
+def _check_end(source: Path, end: int) -> None:
+    """Raise LineartimeError if texts of the model end with another token than documents in lineartime."""
+    given = read_plain(source / CONFIG).get("eos_token_id")
+    if given not in (None, end, [end]):
+        raise LineartimeError(
+            f"{source / CONFIG} ends texts with eos_token_id {shown(given)}, but lineartime ends documents of this tokenizer "
+            f"with token {end}: tune the model with that end, or set eos_token_id to {end} to convert it without its own."
+        )
+
+
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
     """Map the tensor names in each weight file to names in the model; raises LineartimeError unless all fit the model."""
     names: dict[Path, dict[str, str]] = {}
@@ -179,10 +209,12 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
         )
     try:
         with shapes_only():
-            wanted = {name: list(tensor.shape) for name, tensor in build_model(config).state_dict().items()}
+            tensors = build_model(config).state_dict()
     except (RuntimeError, OverflowError) as error:
         raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {first_line(error)}.") from None
-    problems = [f"lacks {name}" for name in wanted if name not in shapes]
+    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    # A head that an adapter trained and saved has no bias, because that of a model with tied embeddings has none.
+    problems = [f"lacks {name}" for name in wanted if name not in shapes and (name != LOGITS_BIAS or LOGITS not in shapes)]
     problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
     problems += [
         f"holds {name} of shape {shapes[name]}, but its {CONFIG} specifies {shape}"
@@ -191,4 +223,6 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
     ]
     if problems:
         raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
+    for file, stored in names.items():
+        check_floating(file, [name for name, own in stored.items() if tensors[own].is_floating_point()])
     return names

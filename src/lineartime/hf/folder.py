@@ -1,6 +1,7 @@
 """Read the contents of a transformers folder without running or allocating anything."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -10,6 +11,9 @@ from lineartime.files import utf8_path
 from lineartime.json_files import read_plain
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""The types of weights, as the header of a file names them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -34,8 +38,29 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             names = list(opened.keys())
             return {name: opened.get_slice(name).get_shape() for name in names}
+    except FileNotFoundError:
+        raise LineartimeError(f"{file} is missing: copy all files of the model into this folder.") from None
     except (SafetensorError, OSError) as error:
         raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
+
+
+def check_floating(file: Path, names: Iterable[str]) -> None:
+    """Raise LineartimeError unless these tensors of a file that `read_shapes` has read are floating-point numbers."""
+    with utf8_path(file) as path, safe_open(path, "pt") as opened:
+        for name in names:
+            dtype = opened.get_slice(name).get_dtype()
+            if dtype not in FLOATING:
+                raise LineartimeError(
+                    f"{file} holds {name} as {dtype}, but weights must be {', '.join(FLOATING)}: save the model unquantised."
+                )
+
+
+def check_not_adapter(folder: Path) -> None:
+    """Raise LineartimeError for a folder that holds an adapter of PEFT and no model."""
+    if (folder / ADAPTER).exists() and not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        raise LineartimeError(
+            f"{folder} holds only an adapter: merge it into its model with merge_and_unload(), and save that model."
+        )
 
 
 def check_blocks(folder: Path, blocks: int) -> None:

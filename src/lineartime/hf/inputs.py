@@ -60,9 +60,10 @@ def _boundaries_of_indices(seq_idx: Tensor, mask: Tensor | None, embedded: Tenso
         return None
     if batch > 1 or mask is not None:
         raise ArgumentError(
-            "seq_idx", "has several documents in a row, but only those of a single unpadded row can be told apart: pack one row."
+            "seq_idx",
+            "has several documents in a row, but only those of a single unpadded row can be told apart: pack one row.",
         )
-    return F.pad(begins[0].nonzero()[:, 0] + 1, (1, 1)).index_fill(0, torch.tensor(-1, device=begins.device), length)
+    return F.pad(F.pad(begins[0].nonzero()[:, 0] + 1, (1, 0)), (0, 1), value=length)
 
 
 def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
-from lineartime.hf.inputs import checked_mask, document_boundaries
+from lineartime.hf.inputs import checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -123,6 +123,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             cache._is_user_defined = True
+            width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+            _check_read(cache, width, generation_config.use_cache, assisted, looks_up)
         elif generation_config.use_cache:
             model_kwargs["past_key_values"] = cache = LineartimeCache()
         if isinstance(cache, LineartimeCache):
@@ -179,14 +181,37 @@ class LineartimeForMaskedLM(LanguageHead):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
+def _check_read(cache: Cache, width: int | None, use_cache: bool, assisted: bool, looks_up: bool) -> None:
+    """Raise ArgumentError for a cache that has read tokens, unless `generate` reads what comes after them and nothing else.
+
+    `width` is the length of the attention mask, which always covers the tokens that the cache has read.
+    """
+    past = cache.get_seq_length()
+    if not past:
+        return
+    what = f"has read {past} tokens"
+    if assisted:
+        name = "prompt_lookup_num_tokens" if looks_up else "assistant_model"
+        advice = f"leave out {name}, or the cache"
+        raise ArgumentError("past_key_values", f"{what}, but assisted decoding reads its prompt from the start: {advice}.")
+    if not use_cache:
+        raise ArgumentError("use_cache", f"is False, but past_key_values {what}: leave out one of the two.")
+    if width is not None and width <= past:
+        raise ArgumentError(
+            "past_key_values",
+            f"{what}, but the prompt or its attention_mask covers only {width}: give all tokens, or the new ones with a mask "
+            "of all, at least one more than the cache has read.",
+        )
+
+
 def _without_prefix(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
     """Labels [B, T] without those of the tokens in prefixes; `inputs` as for the model, which has checked them."""
     prefix_lengths = inputs.get("prefix_lengths")
     if prefix_lengths is None:
         return labels
-    prefix_lengths, boundaries = prefix_lengths.to(labels.device), inputs.get("cu_seq_lens_q")
-    if boundaries is None and inputs.get("position_ids") is not None:
-        boundaries = document_boundaries(inputs["position_ids"], checked_mask(mask, labels), labels)
+    prefix_lengths = prefix_lengths.to(labels.device)
+    first, second, third = (inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "seq_idx"))
+    boundaries = packed_boundaries(first, second, third, checked_mask(mask, labels), labels)
     if boundaries is None:
         real = torch.ones_like(labels) if mask is None else mask.long()
         return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)

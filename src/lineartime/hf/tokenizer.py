@@ -11,9 +11,28 @@ from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, MASK_TEXT, ByteToke
 from lineartime.errors import LineartimeError
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{ raise_exception('This chat template cannot show tools: leave out tools, or write another one.') }}
+{%- endif -%}
 {%- for message in messages -%}
-{{ message['role'] }}: {{ message['content'] | trim }}{{ eos_token if message['role'] == 'assistant' }}
-{% endfor -%}
+{%- set content = message['content'] -%}
+{%- if not message['role'] -%}
+{{ raise_exception('A message of the chat has no role: give it one, such as user.') }}
+{%- elif content is undefined or content is none or content is not iterable or content is mapping -%}
+{{ raise_exception('A message of the chat has no content: give it a text.') }}
+{%- elif content is not string -%}
+{%- if content | selectattr('text', 'undefined') | list -%}
+{{ raise_exception('A message of the chat has a part that is no text: this model reads texts alone.') }}
+{%- endif -%}
+{%- set content = content | map(attribute='text') | join -%}
+{%- endif -%}
+{%- if message['role'] == 'assistant' -%}
+assistant:{% generation %} {{ content | trim }}{{ eos_token }}{% endgeneration %}
+{%- else -%}
+{{ message['role'] }}: {{ content | trim }}
+{%- endif -%}
+{{ '\\n' }}
+{%- endfor -%}
 {%- if add_generation_prompt -%}
 assistant:
 {%- endif -%}
@@ -21,11 +40,11 @@ assistant:
 """Plain turns, one per line: `user: ...`, and `assistant: ...` with an end-of-document token, at which generation stops."""
 
 
-def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def fast_tokenizer(tokenizer: Tokenizer, longest: int | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers that gives the same ids.
 
     Its special tokens are parsed in texts, as usual in transformers: "[MASK]" in a text is the mask. The end-of-document
-    token also serves as the beginning-of-text, end-of-text and padding token.
+    token also serves as the beginning-of-text, end-of-text and padding token. `longest` is the maximum length of a text.
 
     Raises:
         LineartimeError: if the ids of a trained tokenizer have gaps, so that special tokens cannot be added.
@@ -43,6 +62,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         padding_side="left",  # prompts are continued on the right
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
+        model_max_length=longest,
         model_input_names=["input_ids", "attention_mask"],
     )
 

@@ -336,11 +336,10 @@ class Backbone(nn.Module):
         check_device(argument, ids, embedding)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
-            if low < 0 or high >= embedding.num_embeddings:
+            rows = embedding.weight.shape[0]  # the wrapper of PEFT has no num_embeddings
+            if low < 0 or high >= rows:
                 wrong = low if low < 0 else high
-                raise ArgumentError(
-                    argument, f"holds {wrong}, but must be from 0 to {size} - 1 = {embedding.num_embeddings - 1}."
-                )
+                raise ArgumentError(argument, f"holds {wrong}, but must be from 0 to {size} - 1 = {rows - 1}.")
 
 
 def _check_one_each(tokens: Tensor, streams: int) -> None:
