@@ -120,3 +120,12 @@ def test_a_backward_hook_on_a_map_is_called(name: str) -> None:
     layer.get_submodule(name).register_full_backward_hook(lambda module, d_in, d_out: seen.append(d_out[0].shape[:2]))
     layer(torch.randn(2, 11, 8, requires_grad=True)).sum().backward()
     assert seen == [(2, 11)]
+
+
+def test_a_stream_of_whole_chunks_is_compiled_as_one_graph() -> None:
+    layer = FLASH(16, d_qk=8, chunk_size=4, causal=True).eval()
+    x = torch.randn(2, 9, 16)
+    with torch.no_grad():
+        expected, _ = layer.extend(x, layer.init_state(2))
+        compiled, _ = torch.compile(layer.extend, fullgraph=True, backend="eager")(x, layer.init_state(2))
+    torch.testing.assert_close(compiled, expected)

@@ -270,6 +270,13 @@ def test_other_layers_make_no_stack(make: Callable[[], nn.ModuleList]) -> None:
     assert stack_of(make()) is None
 
 
+def test_a_dropout_of_another_class_makes_no_stack_in_training() -> None:
+    layers = flash().train()
+    layers[0].dropout = nn.Identity()
+    assert stack_of(layers) is None
+    assert stack_of(layers.eval()) is not None
+
+
 def test_gradients_and_many_streams_are_left_to_the_layers() -> None:
     layers = flash()
     assert stack_of(layers, MAX_ROWS) is not None

@@ -119,7 +119,7 @@ def _new_stack(blocks: nn.Module, layers: Sequence[nn.Module]) -> FlashStack | N
 def _is_as_built(layer: FLASH) -> bool:
     parts = (layer.to_gate_value_base, layer.to_output)
     of_classes = all(type(part) is Dense for part in parts) and type(layer.bias) in (TableBias, type(None))
-    return of_classes and layer.norm_position == "pre" and not (layer.training and layer.dropout.p)
+    return of_classes and layer.norm_position == "pre" and not (layer.training and getattr(layer.dropout, "p", True))
 
 
 def _tensors_of(layer: FLASH, norm: NormParts) -> LayerTensors:

@@ -33,7 +33,7 @@ from lineartime.ops.mixed_chunk.tiled_passes import backward, forward
 from lineartime.ops.mixed_chunk.tiles import Documents
 from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.tracing import is_plain
+from lineartime.ops.tracing import is_plain, is_traced
 
 
 def attend(
@@ -70,6 +70,8 @@ def can_extend(
     """
     tokens, gamma, beta, _ = projected
     compute = matmul_dtype(tokens, gamma)
+    if is_traced():  # the compiler cannot trace the search for a C++ compiler
+        return False
     if backend not in ("auto", "tiled") or why_not_tiled(tokens.device, compute, options.activation) is not None:
         return False
     if functions_for(projected.d_qk, compute) is None:
