@@ -28,7 +28,7 @@ TEXTS = ["one\ntwo", "", "日本 é 🚀\n", "x" * 100]
 
 
 def part_of(path: Path, split: Split | None = None, **options: Any) -> FilePart:
-    return FilePart(SourceFile(path, **options), split)
+    return FilePart(SourceFile(path, **options), () if split is None else (split,))
 
 
 def read(part: FilePart) -> list[str]:

@@ -66,6 +66,10 @@ class TextPosition:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
+HELD_OUT = ", held out "
+"""What stands before the digest of the held-out text in the identity of a text; earlier versions wrote neither."""
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """What resuming a run needs besides tensors: training.json.
@@ -90,6 +94,11 @@ class TrainingState:
         check_options("config", self.config)
         if self.skipped > self.step:
             raise ArgumentError("skipped", f"is {self.skipped}, but must be at most the {self.step} steps taken.")
+
+    @property
+    def held_out(self) -> str:
+        """The digest of the held-out text; empty if the checkpoint does not record it."""
+        return self.text.partition(HELD_OUT)[2]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON."""

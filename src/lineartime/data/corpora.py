@@ -15,12 +15,12 @@ from lineartime.data.readers import SPLITS, FilePart
 from lineartime.data.splits import (
     Files,
     by_file,
+    by_file_if_fair,
     by_name,
     completed,
     describe_parts,
     missing_split,
     named_split,
-    unnamed,
     within_files,
 )
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, file_error
@@ -121,7 +121,7 @@ class LocalCorpus:
 
     def _parts(self, split: Split) -> list[FilePart]:
         if split == "all":
-            every = [replace(part, split=None) for each in SPLITS for part in self.splits.get(each, [])]
+            every = [replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])]
             return list(dict.fromkeys(every))
         if split not in self.splits:
             raise missing_split(self, split)
@@ -294,7 +294,7 @@ def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
 
 
 def _unnamed(path: Path, files: list[FilePart], note: str) -> LocalCorpus:
-    return LocalCorpus(str(path), unnamed(path, files), note)
+    return LocalCorpus(str(path), by_file_if_fair(path, files), note)
 
 
 def standard_library() -> LocalCorpus:

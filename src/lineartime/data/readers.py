@@ -27,21 +27,16 @@ class FilePart:
 
     Attributes:
         file: the file.
-        split: the split, or splits, to read: ranges of a text, or sets of document numbers in records. None for the whole file.
+        splits: the splits to read: ranges of a text, or sets of document numbers in records. Empty for the whole file.
         at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
         first_number: the number of the first document of records. With the same for all, the first documents of many small
             files would all be in the same split.
     """
 
     file: SourceFile
-    split: Split | tuple[Split, ...] | None = None
+    splits: tuple[Split, ...] = ()
     at_lines: bool = True
     first_number: int = 0
-
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """The splits to read; empty for the whole file."""
-        return self.split if isinstance(self.split, tuple) else () if self.split is None else (self.split,)
 
     @property
     def path(self) -> Path:
@@ -61,11 +56,12 @@ class FilePart:
         marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
         marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
         marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
-        return f"{self.path.resolve()}:{self.split}:{self.at_lines}:{self.file.version}{''.join(marks)}"
+        splits = "+".join(self.splits) or None
+        return f"{self.path.resolve()}:{splits}:{self.at_lines}:{self.file.version}{''.join(marks)}"
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        return f"{self.path.name}:{self.splits}:{self.first_number}:{self.file.column}:{self.file.version[0]}"
+        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""

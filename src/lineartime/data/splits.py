@@ -67,9 +67,9 @@ def completed(named: Files) -> Files:
         return named
     kept = tuple(split for split in SPLITS if split not in missing)
     parts = numbered_apart(named["train"])
-    cut: Files = {split: [replace(part, split=split) for part in parts] for split in missing}
+    cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
     # One part for all that is left of a file: a stream reads every part as often as any other.
-    return {**named, **cut, "train": [replace(part, split=kept[0] if len(kept) == 1 else kept) for part in parts]}
+    return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
 
 
 class _Described(Protocol):
@@ -92,7 +92,7 @@ def missing_split(corpus: _Described, split: Split) -> ArgumentError:
 
 def within_files(parts: Sequence[FilePart]) -> Files:
     """Take all splits from within each file."""
-    return {split: [replace(part, split=split) for part in numbered_apart(parts)] for split in SPLITS}
+    return {split: [replace(part, splits=(split,)) for part in numbered_apart(parts)] for split in SPLITS}
 
 
 def numbered_apart(parts: Sequence[FilePart]) -> Sequence[FilePart]:
@@ -102,7 +102,7 @@ def numbered_apart(parts: Sequence[FilePart]) -> Sequence[FilePart]:
     return [replace(part, first_number=hashlib.sha256(os.fsencode(part.path.name)).digest()[0] % 20) for part in parts]
 
 
-def unnamed(root: Path, parts: Sequence[FilePart]) -> Files:
+def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:
     """Split files whose names say nothing: by file if the held-out files have at most twice their shares, else within files."""
     if len(parts) < len(SPLITS):
         return within_files(parts)

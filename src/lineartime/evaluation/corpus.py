@@ -119,13 +119,13 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model to measure, its tokenizer and checkpoint, the options and text of its training, and why some are unknown."""
+    """The model to measure, its tokenizer and checkpoint, the options and held-out text of its training, and the unknown."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     checkpoint: Path | None
     trained: dict[str, Any]
-    text: str
+    held_out: str
     unknown: str
 
 
@@ -135,11 +135,11 @@ def _subject(
     """Load a model from its folder, or take one from memory."""
     measured: Path | None = None
     trained: dict[str, Any] = {}
-    text = ""
+    held_out = ""
     unknown = "a model in memory does not record"
     if isinstance(model, (str, Path)):
         unknown = f"{model} has no training.json, which records"
-        loaded, trained, text = read_from(model, _read, checkpoint)
+        loaded, trained, held_out = read_from(model, _read, checkpoint)
         measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
         model = loaded.model.to(find_device(device))
     elif checkpoint is not None:
@@ -149,21 +149,21 @@ def _subject(
     model = check_model(model, LanguageModel, "be measured")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
-    return _Subject(model, tokenizer, measured, trained, text, unknown)
+    return _Subject(model, tokenizer, measured, trained, held_out, unknown)
 
 
 def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
-    """Read a checkpoint, the options with which its run was started, and the identity of its text; empty if unknown."""
+    """Read a checkpoint, the options with which its run was started, and the digest of its held-out text; empty if unknown."""
     state = read_training_state(checkpoint) if has_training_state(checkpoint) else None
-    known = ({}, "") if state is None else (state.config, state.text)
+    known = ({}, "") if state is None else (state.config, state.held_out)
     return load_with_tokenizer(checkpoint), *known
 
 
 def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Subject) -> bool:
     """Whether the held-out text of a run differs from that of its training, as far as its checkpoint records it."""
-    if "held out" not in subject.text or subject.trained.get("streaming") or not corpus.describe("validation"):
+    if not subject.held_out or subject.trained.get("streaming") or not corpus.describe("validation"):
         return False
-    return not subject.text.endswith(f"held out {token_stream(corpus, 'validation', tokenizer, cache).digest}")
+    return token_stream(corpus, "validation", tokenizer, cache).digest != subject.held_out
 
 
 def _check_options(choices: dict[str, tuple[str, Any]], sizes: dict[str, int | None], packed: bool | None) -> None:

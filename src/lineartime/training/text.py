@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from lineartime.checkpoint.contents import HELD_OUT
 from lineartime.data import (
     BatchMaker,
     CachedLoader,
@@ -64,7 +65,7 @@ class Text:
             self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
             training = f"{len(stream):,} tokens, digest {stream.digest}"
             self.earlier_identities = (training,)
-        self.identity = f"{training}, held out {self.validation.digest}"
+        self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
 
