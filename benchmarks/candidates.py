@@ -41,11 +41,13 @@ class Candidate(FLASH):
     def begin(self) -> None:
         """Add the parameters of a candidate, and set initial values."""
 
-    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """As in FLASH, without its fused forms."""
-        gate, v, z = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], -1)
-        made: Tensor = gate * self.attended(z, self.changed(self.queries_and_keys(z, layout.rotations)), v, layout)
-        return made
+        gate, v, z = F.silu(self.to_gate_value_base(normed)).split([self.d_gate, self.d_value, self.d_qk], -1)
+        out: Tensor = self.to_output(
+            gate * self.attended(z, self.changed(self.queries_and_keys(z, layout.rotations)), v, layout)
+        )
+        return out
 
     def changed(self, maps: Tensor) -> Tensor:
         """What becomes of queries and keys, [B, 4, T, s]."""

@@ -1,5 +1,6 @@
 """A model saved outside a run: everything that reads a checkpoint reads it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import lineartime
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 
 TOKENIZER = ByteTokenizer()
@@ -81,6 +83,40 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     for model, tokenizer, message in wrong:
         with pytest.raises(ArgumentError, match=message):
             lineartime.save(model, tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+class Ungated(FLASH):
+    def apply_gate(self, gate: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return attended
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda block: setattr(block.mixer, "normalization", "paper"),
+            "model has normalization = 'paper' in the mixer of block 0, but 'count' in its config, so another model would be "
+            "loaded: build it with normalization='paper'",
+        ),
+        (lambda block: setattr(block.mixer, "norm_position", "post"), "model has norm_position = 'post' in the mixer"),
+        (
+            lambda block: setattr(block, "mixer", Ungated(16, d_qk=8, chunk_size=8, causal=True)),
+            r"model has a Ungated in the mixer of block 0, but a FLASH in its config, so .*: save its state_dict\(\) instead",
+        ),
+        (
+            lambda block: setattr(block, "feed_forward", torch.nn.ReLU()),
+            "model has a ReLU in the feed_forward of block 0, but a",
+        ),
+    ],
+)
+def test_a_model_that_would_be_loaded_as_another_function_is_not_saved(
+    change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    model = tiny()
+    change(model.backbone.blocks[0])
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        lineartime.save(model, TOKENIZER, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 

@@ -95,8 +95,9 @@ def check_choice(argument: str, value: object, allowed: tuple[str, ...]) -> None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known names that are most similar to a wrong one, in parentheses for a message; empty if none is similar."""
-    like = get_close_matches(name, list(known), n=3, cutoff=0.75)
+    """Up to three known names like a wrong one, which may be their first part, in parentheses for a message; empty if none."""
+    names = list(known)
+    like = [longer for longer in names if longer.startswith(f"{name}-")][:3] or get_close_matches(name, names, n=3, cutoff=0.75)
     return f" (did you mean {' or '.join(like)}?)" if like else ""
 
 

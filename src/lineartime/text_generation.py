@@ -8,7 +8,7 @@ from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.generation import Sampling, generate, generate_batch
-from lineartime.models.language_model import CausalLM, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.checks import check_positive
 
 Ending = Literal["stop", "end_of_document", "max_tokens"]
@@ -30,7 +30,7 @@ class Continuation:
 
 
 def generate_text(
-    model: CausalLM,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     max_tokens: int,
@@ -57,7 +57,7 @@ def generate_text(
 
 
 def generate_samples(
-    model: CausalLM,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     samples: int,
@@ -173,7 +173,7 @@ def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
 
 
 def _checked(
-    model: CausalLM, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str]
+    model: LanguageModel, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids of the prompt, and the stop texts. Raises ArgumentError for invalid arguments."""
     vocabulary = check_model(model, CausalLM, "generate").config.vocab_size

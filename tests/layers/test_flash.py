@@ -1,10 +1,16 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
 from lineartime.ops import MixedChunkState, mixed_chunk_attention_oracle, rope
+from lineartime.ops.context import ContextGroup
 from lineartime.ops.layout import Layout
 
 
@@ -81,16 +87,76 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
     assert (unit.gamma[:2] == 1).all()
 
 
-def test_a_subclass_that_attends_otherwise_is_asked_to() -> None:
-    class Doubled(FLASH):
-        def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-            return 2 * super().attend_and_gate(projected, layout)
+class LargerGate(FLASH):
+    def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        gate, v, maps = super().split(projected, layout)
+        return 2 * gate, v, maps
 
-    layers = [layer(8, d_qk=4, chunk_size=4) for layer in (FLASH, Doubled)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(1, 9, 8)
-    single, doubled = (layer(x) - x for layer in layers)
-    torch.testing.assert_close(doubled, 2 * single)
+
+class LargerKeys(FLASH):
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
+        return 1.5 * super().queries_and_keys(base, rotations)
+
+
+class GateAdded(FLASH):
+    def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+        return gate + attended
+
+
+class Doubled(FLASH):
+    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return 2 * super().attend(maps, v, layout)
+
+    def attend_next(self, maps: Tensor, v: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
+        attended, state = super().attend_next(maps, v, state, layout)
+        return 2 * attended, state
+
+    def attend_step(self, maps: Tensor, v: Tensor, streams: Any, layout: Layout) -> Tensor:
+        return 2 * super().attend_step(maps, v, streams, layout)
+
+
+def gate_added() -> FLASH:
+    layer = FLASH(8, **SMALL)
+    layer.apply_gate = lambda gate, attended: gate + attended
+    return layer
+
+
+SMALL: dict[str, Any] = {"d_qk": 4, "chunk_size": 4, "causal": True, "dtype": torch.float64}
+MODIFIED: dict[str, Callable[[], FLASH]] = {
+    **{kind.__name__: partial(kind, 8, **SMALL) for kind in (LargerGate, LargerKeys, GateAdded, Doubled)},
+    "an instance": gate_added,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", MODIFIED)
+def test_every_form_calls_a_replaced_step_of_the_attention(name: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    layer, own = MODIFIED[name](), FLASH(8, **SMALL)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    own.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+    expected = layer(x)
+    assert (expected - own(x)).abs().max() > 0.1
+    with torch.no_grad():
+        if compiled:
+            torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+            return
+        torch.testing.assert_close(layer(x), expected)
+        first, state = layer.extend(x[:, :6], None)
+        streams = layer.join_streams([state])
+        torch.testing.assert_close(torch.cat([first, layer.extend(x[:, 6:], state)[0]], 1), expected)
+        steps = [layer.step(x[:, [token]], streams) for token in range(6, 11)]
+        torch.testing.assert_close(torch.cat([first, *steps], 1), expected)
+
+
+def test_a_replaced_step_refuses_sequences_split_over_processes() -> None:
+    layer = GateAdded(8, **SMALL)
+    layout = layer.layout((1, 8), device=torch.device("cpu"))._replace(context=cast("ContextGroup", object()))
+    with pytest.raises(ArgumentError, match="context is given, but GateAdded replaces a step of FLASH"):
+        layer.forward_with_layout(torch.randn(1, 8, 8, dtype=torch.float64), layout)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -192,6 +192,8 @@ CHANGES_TO_NOTHING: dict[str, Callable[[nn.ModuleList], Any]] = {
     "a hook before": lambda layers: layers[1].norm.register_forward_pre_hook(lambda module, inputs: None),
     "a hook on a bias": lambda layers: layers[1].bias.register_forward_hook(lambda module, inputs, out: 2 * out),
     "a forward of its own": set_forward,
+    "a method of its own": lambda layers: setattr(layers[1], "after", lambda x, out: x),
+    "a step of its own": lambda layers: setattr(layers[1], "apply_gate", lambda gate, attended: attended),
     "a part of a user": replace_part,
     "another layer": replace_layer,
     "dropout": add_dropout,

@@ -569,6 +569,66 @@ def test_a_shifted_stream_remembers_the_token_before(name: str) -> None:
         mixer.extend(x[:1], definition.init_state(1))
 
 
+class OfAUser(nn.Module):
+    """A linear map without a weight of that name, as adapters are written."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if name in ONE_OF_EACH])
+def test_a_projection_may_be_a_module_of_the_user(name: str, causal: bool) -> None:
+    mixer, x = build(name, causal).eval(), torch.randn(2, LENGTH, D_MODEL)
+    adapted = copy.deepcopy(mixer)
+    for module in list(adapted.modules()):
+        for part, child in module.named_children():
+            if isinstance(child, nn.Linear) and not isinstance(module, OfAUser):
+                setattr(module, part, OfAUser(child))
+    assert any(isinstance(module, OfAUser) for module in adapted.modules())
+    torch.testing.assert_close(adapted(x), mixer(x), atol=1e-5, rtol=1e-5)
+    if causal:
+        with torch.no_grad():
+            begun, state = adapted.extend(x[:, :5], None)
+            torch.testing.assert_close(
+                torch.cat([begun, adapted.extend(x[:, 5:], state)[0]], 1), mixer(x), atol=1e-5, rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if name in ONE_OF_EACH])
+def test_a_norm_may_have_no_parameters(name: str, causal: bool) -> None:
+    mixer, x = build(name, causal), torch.randn(2, LENGTH, D_MODEL)
+    torch.nn.init.ones_(mixer.norm.weight)
+    torch.nn.init.zeros_(mixer.norm.bias)
+    bare = copy.deepcopy(mixer)
+    bare.norm = nn.LayerNorm(D_MODEL, elementwise_affine=False)
+    torch.testing.assert_close(bare(x), mixer(x))
+    if causal:
+        torch.testing.assert_close(bare.extend(x, None)[0], mixer.extend(x, None)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name in ONE_OF_EACH])
+def test_a_layout_of_another_batch_is_refused(name: str) -> None:
+    mixer, x = build(name, causal=True), torch.randn(2, LENGTH, D_MODEL)
+    here = {"device": x.device}
+    rows, shorter = torch.ones(3, LENGTH, dtype=torch.bool), (2, LENGTH - 1)
+    ends = torch.tensor([0, 3, LENGTH])
+    for layout, made_for in (
+        (mixer.layout(shorter, **here), f"{LENGTH - 1} tokens"),
+        (mixer.layout((3, LENGTH), rows, **here), "3 rows"),
+        (mixer.layout((1, LENGTH), cu_seqlens=ends, **here), "1 rows"),
+    ):
+        with pytest.raises(
+            ArgumentError, match=rf"^layout was made for {made_for}, but x has shape \[2, {LENGTH}, {D_MODEL}\]"
+        ):
+            mixer.forward_with_layout(x, layout)
+    with pytest.raises(ArgumentError, match=r"^layout was made for 3 tokens, but x has shape"):
+        mixer.extend_with_layout(x, mixer.init_state(2), mixer.stream_layout(0, 3, x.device))
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_token_shift_has_no_parameters(name: str) -> None:
     shifted, plain = (build(name, causal=False, token_shift=token_shift).state_dict() for token_shift in (True, False))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
 from lineartime.models.grouped import GroupedStreams
@@ -166,8 +166,7 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
     ids = torch.zeros(1, 1, dtype=torch.long)
     some: Any = model
     for state, message in (
-        (None, "state is of type NoneType, but must be a state, as init_state and extend return it"),
-        (torch.zeros(1), "state is of type Tensor"),
+        (torch.zeros(1), "state is of type Tensor, but must be a state, as init_state and extend return it"),
         ((1, 2), "state is of type tuple"),
         (other.init_state(1), "state belongs to a model with 3 blocks, but this model has 2"),
     ):
@@ -277,3 +276,42 @@ def test_the_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> No
     loss.backward()
     assert adapter.weight.grad is not None
     assert adapter.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "token_types": 2}])
+def test_a_model_made_without_memory_is_drawn_as_the_constructor_draws_it(options: dict[str, Any]) -> None:
+    def build() -> CausalLM:
+        return lineartime.build("flash-tiny", **FLASH, **options)
+
+    built = build()
+    with torch.device("meta"):
+        drawn = build()
+    drawn.to_empty(device="cpu")
+    for module in drawn.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, weight in drawn.state_dict().items():
+        expected = built.state_dict()[name]
+        if expected.std() > 0:
+            assert weight.std() == pytest.approx(float(expected.std()), rel=4 / weight.numel() ** 0.5), name
+        else:
+            assert torch.equal(weight, expected), name
+
+
+def test_an_offloaded_embedding_cannot_compute_logits() -> None:
+    model, hidden = lineartime.build("flash-tiny", **FLASH), torch.randn(1, 3, 16)
+    model.backbone.embedding.to("meta")  # as accelerate leaves it after its forward pass
+    with pytest.raises(
+        LineartimeError, match=r"The token embedding is on meta, .* logits, from vectors on cpu: do not offload"
+    ):
+        model.logits(hidden)
+
+
+@every_causal_preset
+def test_without_a_state_streams_begin(name: str) -> None:
+    model, ids = causal(name), torch.randint(0, 50, (2, 11))
+    with torch.no_grad():
+        expected, state = model.extend(ids, model.init_state(2))
+        logits, begun = model.extend(ids, None)
+    assert torch.equal(logits, expected)
+    assert begun[0].position == state[0].position == 11

@@ -645,6 +645,14 @@ def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
             trained(config(device="cuda"))
 
 
+def test_training_leaves_the_random_numbers_of_the_caller_as_they_are(config: MakeConfig) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trained(config(steps=2))
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_a_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -33,5 +33,5 @@ class ChunkedHeads(MultiHeadMixer[State]):
 
     def empty_chunk(self, batch_size: int) -> Tensor:
         """Keys or values of an open chunk without tokens, [B, H, C, h]."""
-        none = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
+        none = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         return none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)

@@ -228,5 +228,5 @@ class Combiner(ChunkedHeads[CombinerState]):
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply a linear layer in the dtype of x, because autocast is off here."""
     if not is_untouched(layer):
-        return cast("Tensor", layer(x.to(layer.weight.dtype))).to(x.dtype)
+        return cast("Tensor", layer(x.to(next(layer.parameters()).dtype))).to(x.dtype)
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))

@@ -155,6 +155,6 @@ class Efficient(MultiHeadMixer[LinearState]):
 
     def init_own_state(self, batch_size: int) -> LinearState:
         """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
+        empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.head_dim * (2 if self.rotated == "features" else 1)
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)

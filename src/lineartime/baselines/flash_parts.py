@@ -34,10 +34,9 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor, bias: Tenso
 class FLASHInParts(ChunkedUnit[State]):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
-    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """Cut into chunks, attend, join and gate: [B, T, 2 e + s] -> [B, T, e]."""
-        gate, v, maps = self.split(projected, layout)
-        return self.apply_gate(gate, self._attend(self.parts, maps, v, layout))
+    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Cut into chunks, attend and join: [B, maps, T, s] and [B, T, e] -> [B, T, e]."""
+        return self._attend(self.parts, maps, v, layout)
 
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """The quadratic or the linear part alone: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""

@@ -37,5 +37,5 @@ class MHSARelu2(MultiHeadMixer[KVCache], HasBackends):
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size, acc_dtype(self.to_output.weight))
+        empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         return KVCache(empty, empty)

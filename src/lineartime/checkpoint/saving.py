@@ -30,8 +30,8 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
         The folder.
 
     Raises:
-        ArgumentError: for anything but a model, weights that are not finite or not those of the model's config, a tokenizer
-            that does not fit, or a folder that cannot be used.
+        ArgumentError: for anything but a model, layers or weights that are not those of the model's config, weights that are
+            not finite, a tokenizer that does not fit, or a folder that cannot be used.
         LineartimeError: if it cannot be written.
     """
     from lineartime.data.tokenizers import check_vocabulary
@@ -40,6 +40,7 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_finite("model", model)
+    _check_layers(model)
     with new_model_folder("folder", Path(folder)) as partial:
         write_model(partial, model, tokenizer)
         try:
@@ -56,6 +57,36 @@ def check_finite(argument: str, model: "LanguageModel") -> None:
             raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
         if not weight.detach().cpu().double().isfinite().all():  # float8 cannot be asked itself
             raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
+
+
+def _check_layers(model: "LanguageModel") -> None:
+    """Raise ArgumentError unless every layer has the class and the options of the config, from which it is built again."""
+    from torch import nn
+
+    config = model.config
+    of_model: dict[str, object] = {"norm_position": config.norm_position}
+    for index, block in enumerate(model.backbone.blocks):
+        parts = {
+            "mixer": (config.mixer, {**of_model, "causal": config.task != "mlm"}),
+            "feed_forward": (config.feed_forward, of_model),
+        }
+        for name, (described, shared) in parts.items():
+            layer, where = getattr(block, name), f"in the {name} of block {index}"
+            kind = nn.Identity if described is None else described.layer
+            if type(layer) is not kind:
+                raise ArgumentError(
+                    "model",
+                    f"has a {type(layer).__name__} {where}, but a {kind.__name__} in its config, so another model would be "
+                    "loaded: save its state_dict() instead.",
+                )
+            options = {} if described is None else {**described.options, **shared}
+            for option, value in options.items():
+                if getattr(layer, option) != value:
+                    raise ArgumentError(
+                        "model",
+                        f"has {option} = {getattr(layer, option)!r} {where}, but {value!r} in its config, so another model "
+                        f"would be loaded: build it with {option}={getattr(layer, option)!r}, and copy its weights.",
+                    )
 
 
 @contextmanager

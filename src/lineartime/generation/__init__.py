@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.generation.sampling import Sampling, chosen, draw
 from lineartime.generation.streams import drawing, prefill
-from lineartime.models.language_model import CausalLM, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.checks import check_positive
 
 __all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
@@ -24,7 +24,7 @@ Ids = Iterable[int] | Tensor
 
 
 def generate(
-    model: CausalLM, prompt: Ids, max_tokens: int, sampling: Sampling | None = None, stop_token: int | None = None
+    model: LanguageModel, prompt: Ids, max_tokens: int, sampling: Sampling | None = None, stop_token: int | None = None
 ) -> Iterator[int]:
     """Continue a prompt, and yield each token as soon as it is drawn.
 
@@ -39,8 +39,8 @@ def generate(
         ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, or an argument
             of the wrong type.
     """
-    (ids,), sampling = _checked(model, {"prompt": prompt}, max_tokens, sampling, stop_token)
-    drawn = (token for (token,) in _drawn(model, [ids], max_tokens, sampling))
+    causal, (ids,), sampling = _checked(model, {"prompt": prompt}, max_tokens, sampling, stop_token)
+    drawn = (token for (token,) in _drawn(causal, [ids], max_tokens, sampling))
     return takewhile(lambda token: token != stop_token, drawn)
 
 
@@ -64,7 +64,7 @@ def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int,
 
 
 def generate_batch(
-    model: CausalLM,
+    model: LanguageModel,
     prompts: Sequence[Ids],
     max_tokens: int,
     sampling: Sampling | None = None,
@@ -98,10 +98,10 @@ def generate_batch(
     if not len(prompts):
         return []
     named = {f"prompts[{index}]": prompt for index, prompt in enumerate(prompts)}
-    read_by, sampling = _checked(model, named, max_tokens, sampling, stop_token)
+    causal, ids, sampling = _checked(model, named, max_tokens, sampling, stop_token)
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
-    for tokens in _drawn(model, read_by, max_tokens, sampling):
+    for tokens in _drawn(causal, ids, max_tokens, sampling):
         growing -= {text for text in growing if tokens[text] == stop_token}
         for text in sorted(growing):
             texts[text].append(tokens[text])
@@ -114,9 +114,10 @@ def generate_batch(
 
 def _checked(
     model: object, prompts: Mapping[str, Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
-) -> tuple[list[tuple[int, ...]], Sampling]:
-    """The ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments; prompts have their names."""
-    known = check_model(model, CausalLM, "generate").config
+) -> tuple[CausalLM, list[tuple[int, ...]], Sampling]:
+    """The model, the ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments; prompts have names."""
+    causal = check_model(model, CausalLM, "generate")
+    known = causal.config
     check_positive(max_tokens=max_tokens)
     sampling = chosen(sampling)
     if stop_token is not None:
@@ -133,7 +134,7 @@ def _checked(
                 f"is {max_tokens} after a prompt of {len(ids)} tokens, which makes {tokens} tokens to read, but this model "
                 f"reads at most {longest}: ask for fewer, or shorten the prompt.",
             )
-    return list(found.values()), sampling
+    return causal, list(found.values()), sampling
 
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:

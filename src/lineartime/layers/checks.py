@@ -52,7 +52,7 @@ def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Modu
         raise ArgumentError(argument, f"has shape {list(x.shape)}, but must be {shape} with d_model = {width}.")
     if x.layout is not torch.strided:
         raise ArgumentError(argument, f"has the layout {x.layout}, but must be a dense tensor, {torch.strided}.")
-    expected = check_device(argument, x, norm).dtype
+    expected = check_device(argument, x, layer if next(norm.parameters(), None) is None else norm).dtype
     if x.dtype == expected or (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
         return
     if x.dtype not in {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}:

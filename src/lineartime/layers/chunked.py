@@ -86,4 +86,4 @@ class ChunkedUnit(GatedUnit[State]):
 
     def init_mixed_state(self, batch_size: int) -> MixedChunkState:
         """The state of FLASH before the first token of `batch_size` streams."""
-        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.to_output.weight)
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.any_parameter)

@@ -1,4 +1,4 @@
-"""The device and dtype of a layer's parameters, and the initialisation of its linear projections."""
+"""Linear projections and embeddings with the initialisation of the paper, and the device and dtype of their parameters."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -47,9 +47,20 @@ class Dense(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Embedding(nn.Embedding):
+    """A table of vectors that are drawn from N(0, 0.02)."""
+
+    def reset_parameters(self) -> None:
+        """Initialise the vectors."""
+        super().reset_parameters()  # keeps the order of random numbers, as in `Dense`
+        nn.init.normal_(self.weight, std=0.02)
+
+
 def is_untouched(layer: nn.Module) -> bool:
     """Whether a linear map is an unmodified `Dense` without hooks, so that its weights may be used without calling it."""
-    return type(layer) is Dense and type(layer.weight) is nn.Parameter and not has_hooks(layer)
+    if type(layer) is not Dense or has_hooks(layer):
+        return False
+    return type(layer.weight) is nn.Parameter and type(layer.bias) is nn.Parameter
 
 
 def reset_parts(module: nn.Module) -> None:

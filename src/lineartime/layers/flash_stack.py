@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lineartime.layers.checks import has_hooks
-from lineartime.layers.dense import Dense
+from lineartime.layers.dense import is_untouched
 from lineartime.layers.flash import FLASH
 from lineartime.layers.norms import NormParts, norm_parts
 from lineartime.layers.positions import TableBias
@@ -43,6 +43,8 @@ class FlashStack:
         self._plan = layers[0].plan()
         watched = [watch for module in modules.modules() for watch in _watched(module)]
         self._dictionaries, self._keys, self._values = zip(*watched, strict=True)
+        self._attributes = [vars(module) for module in modules.modules()]
+        self._n_attributes = list(map(len, self._attributes))
         self._hooks = [hooks for module in modules.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     @property
@@ -52,9 +54,11 @@ class FlashStack:
 
     @property
     def is_current(self) -> bool:
-        """Whether each module still has the same submodules, parameters and options, and no hooks."""
+        """Whether each module still has the same submodules, parameters and attributes, and no hooks."""
         found = map(dict.get, self._dictionaries, self._keys)
         if any(self._hooks) or torch_module._has_any_global_hook() or not all(map(is_, found, self._values)):
+            return False
+        if list(map(len, self._attributes)) != self._n_attributes:
             return False
         return self._native.addresses_unchanged
 
@@ -109,16 +113,21 @@ def flash_stack(blocks: nn.Module, find_layers: Callable[[], Sequence[nn.Module]
 def _new_stack(blocks: nn.Module, layers: Sequence[nn.Module]) -> FlashStack | None:
     flash = [layer for layer in layers if type(layer) is FLASH and _is_as_built(layer)]
     norms = [norm for norm in (norm_parts(layer.norm) for layer in flash) if norm is not None]
-    if not flash or len(norms) < len(layers) or any(map(has_hooks, blocks.modules())):
+    if not flash or len(norms) < len(layers) or any(map(_is_modified, blocks.modules())):
         return None
     of_layers = zip(flash, norms, strict=True)
     alike = {(layer.plan(), layer.options, layer.d_value, norm.eps, norm.centred) for layer, norm in of_layers}
     return FlashStack(blocks, flash, norms) if len(alike) == 1 else None
 
 
+def _is_modified(module: nn.Module) -> bool:
+    """Whether a module has hooks, or methods of its own in place of those of its class."""
+    return has_hooks(module) or any(callable(getattr(type(module), name, None)) for name in vars(module))
+
+
 def _is_as_built(layer: FLASH) -> bool:
     parts = (layer.to_gate_value_base, layer.to_output)
-    of_classes = all(type(part) is Dense for part in parts) and type(layer.bias) in (TableBias, type(None))
+    of_classes = all(map(is_untouched, parts)) and type(layer.bias) in (TableBias, type(None))
     return of_classes and layer.norm_position == "pre" and not (layer.training and getattr(layer.dropout, "p", True))
 
 
@@ -132,11 +141,7 @@ def _tensors_of(layer: FLASH, norm: NormParts) -> LayerTensors:
 
 
 def _watched(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield (dictionary, key, value) for everything in a module that must not change.
-
-    The value of `forward` is None: a module must not get a `forward` of its own.
-    """
+    """Yield (dictionary, key, value) for everything in a module that must not change."""
     for dictionary in (module._modules, module._parameters):
         yield from ((dictionary, key, value) for key, value in dictionary.items())
     yield from ((vars(module), key, value) for key, value in vars(module).items() if not key.startswith("_"))
-    yield vars(module), "forward", None

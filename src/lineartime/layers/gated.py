@@ -124,16 +124,16 @@ class GatedUnit(OpenMixer[State]):
         return width, width
 
     @abstractmethod
-    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """Map the projected tokens of whole sequences, [B, T, 2 e + s], to the input of the output projection, [B, T, e]."""
+    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Attend over whole sequences: queries and keys [B, maps, T, s], values [B, T, e] -> [B, T, e]."""
 
     @abstractmethod
     def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """Attend from N new tokens: queries and keys [B, maps, N, s], values [B, N, e] -> [B, N, e] and the new state."""
+        """Do the same for N more tokens of streams, [B, maps, N, s] and [B, N, e], and return the new state."""
 
     @abstractmethod
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Compute one part of the attention over whole sequences: [B, maps, T, s], values [B, T, w] -> [B, T, w], for any w."""
+        """Compute one part of `attend`; values may have any width: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""
 
     def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Bidirectional attention within prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], if the layer `reads_prefix`."""
@@ -141,7 +141,8 @@ class GatedUnit(OpenMixer[State]):
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        out: Tensor = self.to_output(self.attend_and_gate(self.to_gate_value_base(normed), layout))
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+        out: Tensor = self.to_output(self.apply_gate(gate, self.attend(maps, v, layout)))
         return out
 
     def open_normed(self, normed: Tensor, layout: Layout) -> Opened:

@@ -90,13 +90,12 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
             max_length=self.longest_sequence,
         )
 
-    def attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """Attend within each document and apply the gate: [B, T, 2 e + s] -> [B, T, e]."""
-        gate, v, maps = self.split(projected, layout)
-        return self.apply_gate(gate, self.attend_part("attention", maps, v, layout))
-
     def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """The whole attention, its only part: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
+        return self.attend(maps, v, layout)
+
+    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Attend within each document: [B, 2, T, s] and [B, T, w] -> [B, T, w]."""
         attend = partial(self.attend_rows, layout=layout, causal=self.causal)
         attended = layout.by_row(attend, *maps.unbind(1), v)
         return layout.with_prefix(attended, partial(self.attend_bidirectional, maps, v))
@@ -157,8 +156,8 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
-        weight = self.to_output.weight
-        empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(weight), device=weight.device)
+        like = self.any_parameter
+        empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(like), device=like.device)
         return KVCache(empty, empty.new_zeros(batch_size, 0, self.d_value))
 
     def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:

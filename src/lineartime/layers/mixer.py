@@ -59,8 +59,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     reads_prefix: ClassVar[bool] = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
 
-    _no_streams: Any = None
-
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
     ) -> None:
@@ -70,11 +68,17 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         self.causal = causal
         self.token_shift = token_shift
+        self._no_streams: Any = None
 
     @property
     def longest_sequence(self) -> int | None:
         """The maximum length of a sequence, or None if there is no limit."""
         return None
+
+    @property
+    def any_parameter(self) -> Tensor:
+        """One of the parameters, which tells the dtype and device of new states; any projection may be another module."""
+        return next(self.parameters())
 
     @abstractmethod
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
@@ -152,8 +156,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         )
 
     def forward_with_layout(self, x: Tensor, layout: Layout) -> Tensor:
-        """`forward` with a given layout: [B, T, d] -> [B, T, d], zeros at padding; ValueError for a layout of another mixer."""
-        self.check_layout(layout)
+        """`forward` with a given layout, [B, T, d] -> [B, T, d]; ArgumentError for one of another mixer or another batch."""
+        self.check_layout(layout, x)
         x = zero_padding(x, layout.mask)
         return zero_padding(self.after(x, layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
 
@@ -162,16 +166,20 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         normed = self.before(x)
         return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
 
-    def init_state(self, batch_size: int) -> State | ShiftedState:
+    def init_state(self, batch_size: int) -> State | ShiftedState | RaggedState:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
+        return self._init_state(batch_size)
+
+    def _init_state(self, batch_size: int) -> State | ShiftedState:
+        """`init_state`, whose type allows what later states may be."""
         self.check_causal()
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
             raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a non-negative integer.")
         own = self.init_own_state(batch_size)
         if not self.token_shift:
             return own
-        first = next(self.parameters())
-        nothing = torch.zeros(batch_size, shifted_width(self.d_model), dtype=first.dtype, device=first.device)
+        like = self.any_parameter
+        nothing = torch.zeros(batch_size, shifted_width(self.d_model), dtype=like.dtype, device=like.device)
         return ShiftedState(nothing, own)
 
     def extend(
@@ -196,7 +204,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         self.check_input(x)
         mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
         if state is None:
-            state = self.init_state(x.shape[0])
+            state = self._init_state(x.shape[0])
         self._check_state(state, x)
         if mask is None and not isinstance(state, RaggedState):
             return self._extend_together(x, state)
@@ -220,9 +228,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return step_layout(positions, plan=self.plan())
 
     def extend_with_layout(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` with a layout; ArgumentError for a state of another batch size or layer, or a layout of another mixer."""
+        """`extend` with a layout; ArgumentError for a state or a layout of another batch or another mixer."""
         self._check_state(state, x)
-        self.check_layout(layout)
+        self.check_layout(layout, x)
         return self._extend_with_layout(x, state, layout)
 
     def _extend_with_layout(
@@ -259,10 +267,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             self._no_streams = structure
         return structure
 
-    def check_layout(self, layout: Layout) -> None:
-        """Raise ArgumentError unless the layout was made for a mixer like this one."""
+    def check_layout(self, layout: Layout, x: Tensor) -> None:
+        """Raise ArgumentError unless the layout was made for a mixer like this one, and for a batch of the shape of x."""
         if layout.plan != self.plan():
             raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
+        problem = layout.misfit(x.shape[0], x.shape[1])
+        if problem is not None:
+            raise ArgumentError("layout", f"was made for {problem}, but x has shape {list(x.shape)}: make one for this batch.")
 
     def check_prefix(self) -> None:
         """Raise LineartimeError unless this mixer is causal and supports prefixes."""

@@ -75,7 +75,7 @@ class MultiHeadMixer(OpenMixer[State]):
     def plan(self) -> LayoutPlan:
         """Request rows and rotations."""
         width = self.head_dim if self.rope else None
-        return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.to_output.weight))
+        return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.any_parameter))
 
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
@@ -135,8 +135,8 @@ class MultiHeadMixer(OpenMixer[State]):
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of zero tokens, [B, H, 0, h]."""
-        weight = self.to_output.weight
-        return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or weight.dtype, device=weight.device)
+        like = self.any_parameter
+        return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or like.dtype, device=like.device)
 
     def _by_row(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Apply `attend`, or a form of it, to every document as a separate row: q, k, v [B, H, T, h] -> [B, T, d]."""

@@ -70,7 +70,7 @@ class OpenMixer(Mixer[State]):
         if self.why_not_opened is not None:
             raise LineartimeError(f"{type(self).__name__} cannot show attention weights: {self.why_not_opened}.")
         self.check_input(x)
-        self.check_layout(layout)
+        self.check_layout(layout, x)
         if layout.document is not None:
             raise ArgumentError("layout", "holds packed documents, but must not: open them one by one, or as rows with a mask.")
         return self.open_normed(self.normed(zero_padding(x, layout.mask), layout), layout)

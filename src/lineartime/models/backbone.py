@@ -8,16 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.checks import check_device
+from lineartime.layers.dense import Embedding
 from lineartime.layers.flash_stack import FlashStack, flash_stack
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import check_state
+from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.grouped import GroupedStreams
 from lineartime.ops.checks import check_whole, is_readable
@@ -30,53 +31,6 @@ BackboneStreams = BackboneState | GroupedStreams
 """What `join_streams` returns."""
 
 
-class Block(nn.Module):
-    """A mixer and an optional feed-forward layer. Each contains its own norm and residual connection."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        options = config.layer_options
-        reason = config.mixer.layer.why_not_causal
-        if config.task != "mlm" and reason is not None:
-            problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
-            raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
-        self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
-        if config.task == "prefix-lm":
-            self.mixer.check_prefix()
-        self.feed_forward: nn.Module = nn.Identity()
-        if config.feed_forward is not None:
-            self.feed_forward = config.feed_forward.build(config.d_model, **options)
-
-    def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
-        """Map [B, T, d] to [B, T, d]. With `recompute`, only x is kept, and the backward pass recomputes the block."""
-        if recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._forward, x, layout, use_reentrant=False)
-            return recomputed
-        return self._forward(x, layout)
-
-    def _forward(self, x: Tensor, layout: Layout) -> Tensor:
-        out: Tensor = self.feed_forward(self.mixer.forward_with_layout(x, layout))
-        return out
-
-    def extend(self, x: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend_with_layout(x, state, layout)
-        return self.feed_forward(x), state
-
-    def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
-        """Continue joined streams by one token: [B, 1, d] -> [B, 1, d]. Updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer.step_with_layout(x, streams, layout))
-        return out
-
-    @property
-    def stepping_mixer(self) -> SteppingMixer[Any, Any]:
-        """The mixer as a `SteppingMixer`. Raises ArgumentError if it cannot step in place."""
-        if not isinstance(self.mixer, SteppingMixer):
-            kind = type(self.mixer).__name__
-            raise ArgumentError("streams", f"belong to another model: one of {kind} needs what its own join_streams returned.")
-        return self.mixer
-
-
 class Backbone(nn.Module):
     """Maps token ids to hidden vectors."""
 
@@ -85,8 +39,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.embedding = Embedding(config.vocab_size, config.d_model)
         self.position: ScaledSin | LearnedPositions | None = None
         if config.absolute_position == "scaled_sin":
             self.position = ScaledSin(config.d_model)
@@ -94,8 +47,7 @@ class Backbone(nn.Module):
             self.position = LearnedPositions(config.max_positions, config.d_model)
         self.token_types: nn.Embedding | None = None
         if config.token_types:
-            self.token_types = nn.Embedding(config.token_types, config.d_model)
-            nn.init.normal_(self.token_types.weight, std=0.02)
+            self.token_types = Embedding(config.token_types, config.d_model)
         self.embedding_norm: nn.Module = nn.Identity()
         if config.embedding_norm:
             self.embedding_norm = build_norm(config.norm, config.d_model, config.norm_eps)
@@ -106,6 +58,16 @@ class Backbone(nn.Module):
             self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
         elif config.final_norm != "none":
             self.norm = build_norm(config.final_norm, config.d_model)
+
+    def output_weight(self, hidden: Tensor) -> Tensor:
+        """The token embedding as the weight of tied logits, [V, d]; LineartimeError unless it is on the device of `hidden`."""
+        weight = self.embedding.weight
+        if weight.device != hidden.device:  # with weights on meta, as accelerate leaves them, PyTorch would say nothing
+            raise LineartimeError(
+                f"The token embedding is on {weight.device}, but it also computes logits, from vectors on {hidden.device}: do "
+                "not offload it, or build the model with tie_word_embeddings=False."
+            )
+        return weight
 
     def forward(
         self,
@@ -165,15 +127,17 @@ class Backbone(nn.Module):
         """The state before the first token of `batch_size` streams. Raises ValueError unless the model is causal."""
         return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
 
-    def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
-        """Continue streams by N tokens: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
+    def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
+        """Continue streams, or begin them without a state: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self.check_ids(ids)
         return self.extend_embedded(self.embedding(ids), state)
 
     def extend_embedded(
-        self, embedded: Tensor, state: BackboneState, *, inputs: list[Tensor] | None = None
+        self, embedded: Tensor, state: BackboneState | None, *, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, BackboneState]:
         """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
+        if state is None:
+            state = self.init_state(embedded.shape[0])
         self._check_states("state", state)
         position, count = state[0].position, embedded.shape[1]
         return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)

@@ -212,7 +212,7 @@ class EncoderDecoder(nn.Module):
         return next(iter(self.blocks)).mixer
 
     def _logits(self, x: Tensor) -> Tensor:
-        return dense(self.norm(x), self.encoder.embedding.weight, None)
+        return dense(self.norm(x), self.encoder.output_weight(x))
 
 
 # 3. Decoding ----------------------------------------------------------------------------------------------------------

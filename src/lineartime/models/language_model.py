@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         if targets.shape != ids.shape:
             raise ArgumentError("targets", f"has shape {list(targets.shape)}, but must have that of ids, {list(ids.shape)}.")
         if self.lm_head is None:
-            return linear_cross_entropy(hidden, self.backbone.embedding.weight, targets)
+            return linear_cross_entropy(hidden, self.backbone.output_weight(hidden), targets)
         if not is_untouched(self.lm_head):  # with an adapter or a hook, for instance: the weights alone are not the map
             logits = self.lm_head(hidden).float().flatten(0, -2)
             return F.cross_entropy(logits, targets.flatten().long(), reduction="sum", ignore_index=IGNORED)
@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden vectors [..., d] to logits [..., V]."""
         if self.lm_head is None:
-            return dense(hidden, self.backbone.embedding.weight)
+            return dense(hidden, self.backbone.output_weight(hidden))
         logits: Tensor = self.lm_head(hidden)
         return logits
 
@@ -170,8 +170,8 @@ class CausalLM(LanguageModel):
         """The state before the first token of `batch_size` streams."""
         return self.backbone.init_state(batch_size)
 
-    def extend(self, ids: Tensor, state: BackboneState) -> tuple[Tensor, BackboneState]:
-        """Continue streams by N tokens: ids [B, N] -> logits [B, N, V], and the state after them."""
+    def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
+        """Continue streams by N tokens, or begin them without a state: ids [B, N] -> logits [B, N, V], and the new state."""
         hidden, state = self.backbone.extend(ids, state)
         return self.logits(hidden), state
 

@@ -112,11 +112,24 @@ class Layout(NamedTuple):
         out = attend(*(self.rows.arrange(x).flatten(0, 1) for x in tensors), self.rows.real.flatten(0, 1))
         return self.rows.restore(out.view(*self.rows.real.shape, out.shape[-1]))
 
+    def misfit(self, batch_size: int, length: int) -> str | None:
+        """The batch that it was made for, in words, if that differs from [batch_size, length]; otherwise None."""
+        if self.positions.shape[-1] != length:
+            return f"{self.positions.shape[-1]} tokens"
+        rows = 1 if self.document is not None else batch_size if self.mask is None else self.mask.shape[0]
+        return None if rows == batch_size else f"{rows} rows"
+
     def require_chunks(self) -> Chunks:
         """The chunks; ArgumentError for a layout that was planned without a chunk size."""
         if self.chunks is None:
             raise ArgumentError("layout", "has no chunks: make it with a plan that has a chunk_size.")
         return self.chunks
+
+    def require_open_chunk(self) -> OpenChunk:
+        """The open chunk of each stream; ArgumentError for a layout that is not that of a step."""
+        if self.open_chunk is None:
+            raise ArgumentError("layout", "has no open chunk: make it with step_layout of a mixer with chunks.")
+        return self.open_chunk
 
     def elsewhere(self, causal: bool) -> int:
         """The number of tokens in other processes of the context that a token attends to."""

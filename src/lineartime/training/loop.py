@@ -81,7 +81,8 @@ def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResul
     device = choose_device(config.device, read_environment().local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
-    with record.errors(), using_threads(config.threads), together as world, locked_run(config, world):
+    kept = torch.random.fork_rng([device] if device.type == "cuda" else [])  # a step seeds the generators of the caller
+    with record.errors(), kept, using_threads(config.threads), together as world, locked_run(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
             exists = bool(checkpoints.list_checkpoints(config.run_directory))
