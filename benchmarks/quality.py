@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from measure import RESULTS
 
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.data import QualityReport, QualitySetting, SystemRow
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import render
@@ -54,12 +54,13 @@ def main() -> None:
     print(table, *tables, sep="\n")
 
 
-def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def together(reports: list[QualityReport]) -> QualityReport:
     """A report of the settings of several, each of which has run in one of them."""
-    return {**reports[0], "settings": [setting for report in reports for setting in report["settings"] if has_begun(setting)]}
+    settings = [setting for report in reports for setting in report["settings"] if has_begun(setting)]
+    return QualityReport({**reports[0], "settings": settings})
 
 
-def draw_quality(report: dict[str, Any]) -> None:
+def draw_quality(report: QualityReport) -> None:
     """Draw the curves of a report for the README."""
     with plan_of(report) as plan:
         draw_pictures(plan, report)
@@ -67,7 +68,7 @@ def draw_quality(report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def plan_of(report: dict[str, Any]) -> Iterator[Plan]:
+def plan_of(report: QualityReport) -> Iterator[Plan]:
     """The plan of a report, with a folder that exists for a while."""
     with TemporaryDirectory() as place:
         plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
@@ -94,7 +95,7 @@ def render_again(folder: Path) -> None:
             shutil.copy(file, folder)
 
 
-def quality_table(report: dict[str, Any]) -> str:
+def quality_table(report: QualityReport) -> str:
     """Each system's test bits per byte for all seeds, and its speed-up, in every setting, beside the paper's numbers."""
     settings = [setting for setting in report["settings"] if any(map(measured, setting["rows"]))]
     header = ["model"]
@@ -122,18 +123,18 @@ def quality_table(report: dict[str, Any]) -> str:
     return markdown_table([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
 
 
-def name_today(report: dict[str, Any], row: dict[str, Any]) -> str:
+def name_today(report: QualityReport, row: SystemRow) -> str:
     """The name that the model of a row has in the catalogue today."""
     name: str = row["name"]
     return NAMES_BEFORE.get(name, name) if report["started"][0] < LOST_ITS_SHIFT else name
 
 
-def has_begun(setting: dict[str, Any]) -> bool:
+def has_begun(setting: QualitySetting) -> bool:
     """Whether any system of a setting has been trained and tested."""
     return any("runs" in row and measured(row) for row in setting["rows"])
 
 
-def test_table(name: str, report: dict[str, Any]) -> str:
+def test_table(name: str, report: QualityReport) -> str:
     """The test bits per byte of an experiment, of all seeds: a row for each system, a column for each setting."""
     settings = list(filter(has_begun, report["settings"]))
     lines = []
@@ -144,7 +145,7 @@ def test_table(name: str, report: dict[str, Any]) -> str:
     return markdown_table([f"`{name}`", *(setting["name"] for setting in settings)], lines)
 
 
-def measured(row: dict[str, Any]) -> list[float]:
+def measured(row: SystemRow) -> list[float]:
     """The test bits per byte of all finished seeds; for masked tokens, which have none, nats per token."""
     tests = [test for run in row["runs"] for test in run["tests"] if test["name"] == ""]
     return [test["loss"] if test["bits_per_byte"] is None else test["bits_per_byte"] for test in tests]

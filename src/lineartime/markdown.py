@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and their numbers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,3 +7,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: i
     """A table with a line for each row; the first `left` columns are aligned left, the others right. Bars are escaped."""
     marks = ["---" if column < left else "---:" for column in range(len(header))]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in (header, marks, *rows))
+
+
+def three_digits(number: float) -> str:
+    """A positive number with three significant digits, and all digits before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

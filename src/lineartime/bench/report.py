@@ -13,7 +13,7 @@ from lineartime.bench.config import Measure
 from lineartime.bench.results import Entry, Results
 from lineartime.files import write_file
 from lineartime.host import threads_in_words
-from lineartime.markdown import markdown_table
+from lineartime.markdown import markdown_table, three_digits
 from lineartime.screen import output_console
 
 REPORT_FILE = "results.md"
@@ -65,7 +65,7 @@ def _row(results: Results, entry: Entry) -> dict[str, str]:
         "model": str(entry.subject) + ("*" if entry.alone else ""),
         "ms": entry.problem or ("" if entry.median is None else _milliseconds(entry.median)),
         "spread": "" if entry.spread is None else _milliseconds(entry.spread),
-        "tokens/s": "" if entry.tokens_per_second is None else _short(entry.tokens_per_second),
+        "tokens/s": "" if entry.tokens_per_second is None else three_digits(entry.tokens_per_second),
         "x first": "" if ratio is None else f"{ratio:.2f}",
         "MFU": "" if use is None else f"{use:.1%}",
         "peak": "" if memory is None else _size(memory.peak),
@@ -144,10 +144,6 @@ def _markdown(section: Section) -> str:
 def _milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _size(n_bytes: float) -> str:

@@ -3,29 +3,50 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lineartime.choices import DEFAULT_TEXT
+from lineartime.experiments.data import (
+    AnyReport,
+    AnyRow,
+    LatencyReport,
+    LatencyRow,
+    LatencySetting,
+    QualityReport,
+    QualitySetting,
+    Report,
+    RunData,
+    SystemRow,
+    TestData,
+    TestMetric,
+)
+from lineartime.experiments.definitions import Setting
 from lineartime.experiments.folder import plan_options
 from lineartime.experiments.models import TOLERANCE
+from lineartime.experiments.outcome import Measurement
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import RECORD_FILE, Machine, read_record
 
-JsonObject = dict[str, Any]
 TEXTS = ("data", "code", "books", "wikipedia")
 
 
-def collect(plan: Plan) -> dict[str, Any]:
+def collect(plan: Plan) -> Report:
     """Collect the results of all runs of an experiment, with the paper's numbers."""
     state = _State()
-    settings = [
-        _latency(plan, index, state) if plan.experiment.kind == "latency" else _setting(plan, index, state)
-        for index in range(len(plan.settings))
-    ]
+    if plan.experiment.kind == "latency":
+        times = [_latency(plan, setting, state) for setting in plan.settings]
+        return LatencyReport(**_about(plan, state), settings=times)
+    results = [_setting(plan, setting, state) for setting in plan.settings]
+    return QualityReport(**_about(plan, state), settings=results)
+
+
+def _about(plan: Plan, state: "_State") -> AnyReport:
+    """What a report says of an experiment, apart from its results."""
     return {
         "experiment": plan.config.name,
         "title": plan.experiment.title,
@@ -42,7 +63,6 @@ def collect(plan: Plan) -> dict[str, Any]:
         "started": [min(state.times), max(state.times)] if state.times else [],
         "texts": state.texts,
         "tests": [test.name for test in plan.experiment.tests],
-        "settings": settings,
     }
 
 
@@ -102,10 +122,9 @@ def _described(where: object, versions: Mapping[str, object]) -> str:
     return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
 
 
-def _setting(plan: Plan, index: int, state: _State) -> JsonObject:
+def _setting(plan: Plan, setting: Setting, state: _State) -> QualitySetting:
     """One setting: a row for each arm, or for each arm and optimiser."""
-    setting = plan.settings[index]
-    rows: list[JsonObject] = []
+    rows: list[SystemRow] = []
     for entry in plan.entries_of(setting):
         tunings = [read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers] if plan.tunes else []
         for tuning in tunings:
@@ -129,12 +148,12 @@ def _text(options: Mapping[str, Any]) -> str:
     return ", ".join(_names([data] if isinstance(data, str) else data)) or DEFAULT_TEXT
 
 
-def _without_path(test: JsonObject) -> JsonObject:
+def _test(measured: Measurement) -> TestData:
     """A test without the path of its text, whose name is in `texts`."""
-    return {name: value for name, value in test.items() if name != "text"}
+    return cast("TestData", {name: value for name, value in asdict(measured).items() if name != "text"})
 
 
-def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> JsonObject:
+def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> SystemRow:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer = "adamw" if chosen is None else chosen.optimizer
     runs = [read_run(plan.final_job(entry, optimizer, seed)) for seed in range(plan.seeds(entry.arm))]
@@ -171,12 +190,12 @@ def _steps_of(tuning: Tuning) -> int | None:
     return next((run.options["steps"] for run in tuning.runs.values() if run.options), None)
 
 
-def _cell(run: Run) -> Any:
+def _cell(run: Run) -> float | str:
     """The result of a trial: its loss on held-out text in nats per token, or the state of its run."""
     return run.final.loss if run.final is not None else run.state
 
 
-def _run(run: Run, seed: int, speed: float | None) -> JsonObject:
+def _run(run: Run, seed: int, speed: float | None) -> RunData:
     """The data of a run. Its seconds follow from the speed that was measured alone, if there is one."""
     final = run.final
     tokens_per_batch: int = run.options.get("tokens_per_batch") or 0
@@ -193,34 +212,34 @@ def _run(run: Run, seed: int, speed: float | None) -> JsonObject:
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
         "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in points],
-        "tests": [_without_path(asdict(test)) for test in run.tests],
+        "tests": [_test(test) for test in run.tests],
     }
 
 
-def add_relative_losses(plan: Plan, rows: list[JsonObject]) -> None:
+def add_relative_losses(plan: Plan, rows: list[SystemRow]) -> None:
     """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
     bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
-    base = min(bases, key=lambda row: _mean(row, "loss") or float("inf"), default=None)
+    base = min(bases, key=lambda row: _mean_loss(row) or float("inf"), default=None)
     for row in rows:
         row["relative_loss"] = _relative_loss(row, base)
-        row["paper_relative_loss"] = _over(row["paper_loss"], base and base["paper_loss"])
+        row["paper_relative_loss"] = _over(row["paper_loss"], base["paper_loss"] if base else None)
         others = base["runs"] if base else []
         row["speedups"] = [_speedup(run, other) for run, other in zip(row["runs"], others, strict=False)]  # seed by seed
 
 
-def _relative_loss(row: JsonObject, base: JsonObject | None) -> float | None:
+def _relative_loss(row: SystemRow, base: SystemRow | None) -> float | None:
     """The relative difference of a row's mean loss from the baseline's, over the seeds that both have."""
     pairs = [(run["loss"], other["loss"]) for run, other in zip(row["runs"], base["runs"] if base else [], strict=False)]
-    both = [pair for pair in pairs if None not in pair]
+    both = [(loss, other) for loss, other in pairs if loss is not None and other is not None]
     return _over(sum(loss for loss, _ in both), sum(other for _, other in both)) if both else None
 
 
-def _over(value: float | None, base: Any) -> float | None:
+def _over(value: float | None, base: float | None) -> float | None:
     """The relative difference of a value from the baseline's."""
     return None if value is None or not base else value / base - 1
 
 
-def _speedup(run: JsonObject, baseline: JsonObject) -> float | None:
+def _speedup(run: RunData, baseline: RunData) -> float | None:
     """The time in which the baseline reaches its final quality, divided by the run's; None if the run does not reach it."""
     quality = baseline["loss"]
     if quality is None:
@@ -229,33 +248,32 @@ def _speedup(run: JsonObject, baseline: JsonObject) -> float | None:
     return None if needed is None or of_baseline is None else of_baseline / needed
 
 
-def _mean(row: JsonObject, name: str) -> float | None:
-    values = [run[name] for run in row["runs"] if run[name] is not None]
-    return statistics.fmean(values) if values else None
+def _mean_loss(row: SystemRow) -> float | None:
+    losses = values_of_row(row, itemgetter("loss"))
+    return statistics.fmean(losses) if losses else None
 
 
-def values_of_row(row: JsonObject, metric: Callable[[JsonObject], float | None]) -> list[float]:
+def values_of_row(row: SystemRow, metric: Callable[[RunData], float | None]) -> list[float]:
     """The values of a metric over the seeds of a row that have one."""
     return [value for run in row["runs"] if (value := metric(run)) is not None]
 
 
-def metric_of_test(name: str, metric: str) -> Callable[[JsonObject], float | None]:
+def metric_of_test(name: str, metric: TestMetric) -> Callable[[RunData], float | None]:
     """A metric of a run: a number of one of its tests."""
 
-    def value(run: JsonObject) -> float | None:
+    def value(run: RunData) -> float | None:
         return next((test[metric] for test in run["tests"] if test["name"] == name), None)
 
     return value
 
 
-def _latency(plan: Plan, index: int, state: _State) -> JsonObject:
+def _latency(plan: Plan, setting: Setting, state: _State) -> LatencySetting:
     """The time of a step of all arms at a context."""
-    setting = plan.settings[index]
     run = read_run(plan.latency_job(setting))
     state.note(plan, run)
     measured = {entry.subject: entry for entry in run.outcome.entries}
     entries = plan.entries_of(setting)
-    rows: list[JsonObject] = []
+    rows: list[LatencyRow] = []
     for entry in entries:
         found = measured.get(entry.options["preset"])
         seconds = None if found is None else found.median_seconds
@@ -265,10 +283,10 @@ def _latency(plan: Plan, index: int, state: _State) -> JsonObject:
                 "arm": entry.arm.name,
                 "parameters": entry.parameters,
                 "parameters_over_first": entry.parameters / entries[0].parameters - 1,
-                "problem": found and found.problem,
+                "problem": None if found is None else found.problem,
                 "microseconds_per_token": None if found is None or seconds is None else 1e6 * seconds / found.tokens,
                 "milliseconds": None if seconds is None else 1e3 * seconds,
-                "precision": found and found.dtype,
+                "precision": None if found is None else found.dtype,
                 "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, setting),
             }
         )
@@ -283,7 +301,6 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def within_tolerance(row: JsonObject) -> bool:
+def within_tolerance(row: AnyRow) -> bool:
     """Whether the parameters of a row are within 3 % of the first one's."""
-    off: float = abs(row["parameters_over_first"])
-    return off <= TOLERANCE
+    return abs(row["parameters_over_first"]) <= TOLERANCE

@@ -4,9 +4,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lineartime.experiments.collect import metric_of_test, values_of_row
+from lineartime.experiments.data import LatencyReport, QualityReport, QualitySetting, Report, TestMetric
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_texts import CURVES
 from lineartime.runs.figures import new_figure, save_figure
@@ -17,17 +18,19 @@ _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
 _MARKERS = "osD^v<>PX*dph"
 
 
-def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
+def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
     """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
     if plan.experiment.kind == "latency":
-        figures = [("latency", _latency(plan, report), "Time of a token by the length of the context, here and in the paper.")]
+        times = cast("LatencyReport", report)
+        figures = [("latency", _latency(plan, times), "Time of a token by the length of the context, here and in the paper.")]
     else:
-        figures = [("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline))]
+        results = cast("QualityReport", report)
+        figures = [("quality", _curves(plan, results), CURVES.format(base=plan.experiment.baseline))]
         figures.append(
-            ("contexts", _contexts(plan, report), "Final quality by the length of the context, here and in the paper.")
+            ("contexts", _contexts(plan, results), "Final quality by the length of the context, here and in the paper.")
         )
         if len(plan.experiment.tests) > 2:
-            figures.append(("tests", _tests(plan, report), "Quality by the size of chunks in the test; circled: as trained."))
+            figures.append(("tests", _tests(plan, results), "Quality by the size of chunks in the test; circled: as trained."))
     drawn = []
     for name, figure, caption in figures:
         if figure is None:
@@ -37,7 +40,7 @@ def draw_pictures(plan: Plan, report: dict[str, Any]) -> list[tuple[Path, str]]:
     return drawn
 
 
-def _metric(plan: Plan) -> tuple[str, str]:
+def _metric(plan: Plan) -> tuple[TestMetric, str]:
     return ("loss", "nats per masked token") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits per byte")
 
 
@@ -73,7 +76,7 @@ def _legend(figure: Any, lines: dict[str, Any], panels: int) -> None:
     )
 
 
-def _curves(plan: Plan, report: dict[str, Any]) -> Any:
+def _curves(plan: Plan, report: QualityReport) -> Any:
     """Held-out loss by seconds of training: a panel for each setting."""
     name, unit = _metric(plan)
     place = 3 if name == "bits_per_byte" else 2
@@ -114,10 +117,10 @@ def _curves(plan: Plan, report: dict[str, Any]) -> Any:
     return figure
 
 
-def _contexts(plan: Plan, report: dict[str, Any]) -> Any:
+def _contexts(plan: Plan, report: QualityReport) -> Any:
     """Final quality by context: a panel for each text with two contexts or more, and one of the paper."""
     metric, unit = _metric(plan)
-    texts: dict[str, list[dict[str, Any]]] = {}
+    texts: dict[str, list[QualitySetting]] = {}
     for setting in report["settings"]:
         texts.setdefault(setting["text"], []).append(setting)
     panels: list[tuple[str, str, dict[str, list[tuple[float, float]]]]] = []
@@ -143,7 +146,7 @@ def _contexts(plan: Plan, report: dict[str, Any]) -> Any:
     return _by_number(plan, panels, "tokens of context")
 
 
-def _tests(plan: Plan, report: dict[str, Any]) -> Any:
+def _tests(plan: Plan, report: QualityReport) -> Any:
     """Quality by the chunk size of the test: a panel for each setting."""
     metric, unit = _metric(plan)
     panels = []
@@ -189,7 +192,7 @@ def _by_number(
     return figure
 
 
-def _latency(plan: Plan, report: dict[str, Any]) -> Any:
+def _latency(plan: Plan, report: LatencyReport) -> Any:
     """Microseconds a token by context, here and in the paper."""
     ours: dict[str, list[tuple[float, float]]] = {}
     paper: dict[str, list[tuple[float, float]]] = {}

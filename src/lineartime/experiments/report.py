@@ -2,14 +2,16 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lineartime.errors import LineartimeError
-from lineartime.experiments.collect import JsonObject, collect, metric_of_test, values_of_row, within_tolerance
+from lineartime.experiments.collect import collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.data import LatencyReport, LatencyRow, QualityReport, Report, RunData, SystemRow, TestMetric
 from lineartime.experiments.folder import PLAN_FILE, check_options, plan_options
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
@@ -18,11 +20,12 @@ from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CH
 from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_file
+from lineartime.markdown import three_digits
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 
 
-def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
+def write_report(plan: Plan) -> tuple[Path, Report, list[str]]:
     """Write the report of the existing results. Return its file, its data, and a sentence for each missing picture.
 
     Raises:
@@ -39,7 +42,7 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any], list[str]]:
     return file, report, notes
 
 
-def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
+def render(plan: Plan, report: Report) -> tuple[Path, list[str]]:
     """Write the text and the pictures of a report from its data. Return the file, and a sentence for each missing picture.
 
     Raises:
@@ -54,7 +57,7 @@ def render(plan: Plan, report: dict[str, Any]) -> tuple[Path, list[str]]:
     return write_file(file, "\n\n".join(_blocks(plan, report, pictures)) + "\n"), notes
 
 
-def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
+def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
     yield f"# {report['title']}"
     yield report["question"]
     yield _facts(plan, report)
@@ -62,10 +65,12 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
         yield _incomplete(report)
     for picture, caption in pictures:
         yield f"![{caption}]({picture.name})\n\n{caption}"
-    yield from _latency_tables(report) if plan.experiment.kind == "latency" else _quality_tables(plan, report)
     if plan.experiment.kind == "quality":
-        yield from equal_treatment(plan, report)
+        results = cast("QualityReport", report)
+        yield from _quality_tables(plan, results)
+        yield from equal_treatment(plan, results)
     else:
+        yield from _latency_tables(cast("LatencyReport", report))
         yield LATENCY
         yield parameters_apart(report)
     tables = [f"{DESCRIPTIONS[name]}" for name in plan.experiment.paper_tables]
@@ -73,7 +78,7 @@ def _blocks(plan: Plan, report: dict[str, Any], pictures: Sequence[tuple[Path, s
     yield f"The paper: {report['paper']}{where}."
 
 
-def _facts(plan: Plan, report: dict[str, Any]) -> str:
+def _facts(plan: Plan, report: Report) -> str:
     lines = [
         f"- experiment `{report['experiment']}`, scale `{report['scale']}`: {plan.scale.description}",
         f"- command: `{_command(plan, report['options'])}`",
@@ -84,7 +89,7 @@ def _facts(plan: Plan, report: dict[str, Any]) -> str:
     if precisions := report.get("precisions"):  # reports of earlier versions do not hold them
         lines.append(f"- precision of matrix products: {' and '.join(precisions)}")
     labels = (
-        {setting["label"] for setting in settings_with_results(report)}
+        {setting["label"] for setting in settings_with_results(cast("QualityReport", report))}
         if plan.experiment.kind == "quality"
         else report["texts"].keys()
     )
@@ -105,7 +110,7 @@ def _command(plan: Plan, options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _incomplete(report: dict[str, Any]) -> str:
+def _incomplete(report: Report) -> str:
     lines = ["**Not complete.**"]
     if report["missing"]:
         shown = ", ".join(f"`{name}`" for name in report["missing"][:8])
@@ -120,21 +125,21 @@ def _incomplete(report: dict[str, Any]) -> str:
 # Tables of quality ---------------------------------------------------------------------------------------------------
 
 
-def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
+def _quality_tables(plan: Plan, report: QualityReport) -> Iterator[str]:
     masked, words = plan.experiment.task == "mlm", plan.experiment.words
-    metric = "loss" if masked else "bits_per_byte"
+    metric: TestMetric = "loss" if masked else "bits_per_byte"
     for setting in settings_with_results(report):
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         rows = setting["rows"]
         columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
         columns["parameters"] = [_parameters_of(row) for row in rows]
         columns["optimiser, rate"] = [_rate(row) for row in rows]
-        columns["steps"] = [_each(row, "steps", ",.0f") for row in rows]
+        columns["steps"] = [_each(row, itemgetter("steps"), ",.0f") for row in rows]
         columns["tokens/s"] = [
             NOT_THERE if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}" for row in rows
         ]
-        columns["training (s)"] = [_each(row, "seconds", ",.0f") for row in rows]
-        columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, metric, ".4f") for row in rows]
+        columns["training (s)"] = [_each(row, itemgetter("seconds"), ",.0f") for row in rows]
+        columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, itemgetter(metric), ".4f") for row in rows]
         name = "test nats per masked token" if masked else "**test bits/byte**"
         columns[name] = [_values(values_of_row(row, metric_of_test("", metric))) for row in rows]
         if words:
@@ -158,7 +163,7 @@ def _quality_tables(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
         yield from _pairs_table(plan, report, metric)
 
 
-def _positions_table(report: dict[str, Any]) -> Iterator[str]:
+def _positions_table(report: QualityReport) -> Iterator[str]:
     """The test losses of the first seed by the position of a token in its context."""
     for setting in settings_with_results(report):
         measured = {row["name"]: _by_position(row) for row in setting["rows"]}
@@ -171,13 +176,13 @@ def _positions_table(report: dict[str, Any]) -> Iterator[str]:
             yield table(columns)
 
 
-def _by_position(row: JsonObject) -> dict[str, float]:
+def _by_position(row: SystemRow) -> dict[str, float]:
     """The loss by position at the context of training, from the fourth token on; empty if the first run is not finished."""
     parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
     return {f"{first:,.0f} to {last:,.0f}": loss for first, last, loss in parts if 4 <= first < last}
 
 
-def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
+def _tests_table(report: QualityReport, metric: TestMetric) -> Iterator[str]:
     """Measurements that differ from training: columns are the tests."""
     unit = "bits per byte" if metric == "bits_per_byte" else "nats"
     for setting in settings_with_results(report):
@@ -191,7 +196,7 @@ def _tests_table(report: dict[str, Any], metric: str) -> Iterator[str]:
         yield OTHER_CHUNKS
 
 
-def _pairs_table(plan: Plan, report: dict[str, Any], metric: str) -> Iterator[str]:
+def _pairs_table(plan: Plan, report: QualityReport, metric: TestMetric) -> Iterator[str]:
     """What an approximation costs, for each seed that both models have."""
     unit = "bits/byte" if metric == "bits_per_byte" else "nats"
     columns: dict[str, list[str]] = {"context": [], "from -> to": [], unit: [], "loss": [], "paper: perplexity": []}
@@ -221,24 +226,25 @@ def _pairs_table(plan: Plan, report: dict[str, Any], metric: str) -> Iterator[st
 # Tables of latency ----------------------------------------------------------------------------------------------------
 
 
-def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
+def _latency_tables(report: LatencyReport) -> Iterator[str]:
     precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
-    for title, name, form in (
+    columns_of: tuple[tuple[str, Callable[[LatencyRow], float | None], Callable[[float], str]], ...] = (
         (
             f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}",
-            "microseconds_per_token",
-            _three_digits,
+            itemgetter("microseconds_per_token"),
+            three_digits,
         ),
-        (f"The time of a step over that of {report['baseline']}", "relative", "{:.2f}".format),
-        ("The paper: the same ratio, on 64 TPU-v4 cores", "paper_relative", "{:.2f}".format),
-    ):
-        if all(row[name] is None for setting in report["settings"] for row in setting["rows"]):
+        (f"The time of a step over that of {report['baseline']}", itemgetter("relative"), "{:.2f}".format),
+        ("The paper: the same ratio, on 64 TPU-v4 cores", itemgetter("paper_relative"), "{:.2f}".format),
+    )
+    for title, value, form in columns_of:
+        if all(value(row) is None for setting in report["settings"] for row in setting["rows"]):
             continue
         names = [row["name"] for row in report["settings"][0]["rows"]]
         columns: dict[str, list[str]] = {"system": names}
         for setting in report["settings"]:
             columns[f"{setting['context']:,}"] = [
-                (row["problem"] or NOT_THERE) if row[name] is None else form(row[name]) for row in setting["rows"]
+                (row["problem"] or NOT_THERE) if (found := value(row)) is None else form(found) for row in setting["rows"]
             ]
         yield f"## {title}"
         yield table(columns)
@@ -247,33 +253,29 @@ def _latency_tables(report: dict[str, Any]) -> Iterator[str]:
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _values(values: Sequence[float], form: str = ".4f") -> str:
     """The values of all seeds."""
     return " / ".join(format(value, form) for value in values) or NOT_THERE
 
 
-def _each(row: JsonObject, name: str, form: str) -> str:
-    return _values([run[name] for run in row["runs"] if run[name] is not None], form)
+def _each(row: SystemRow, metric: Callable[[RunData], float | None], form: str) -> str:
+    return _values(values_of_row(row, metric), form)
 
 
-def _parameters_of(row: JsonObject) -> str:
+def _parameters_of(row: SystemRow) -> str:
     mark = "" if within_tolerance(row) else " (!)"
     millions = row["parameters"] / 1e6
     count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
     return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
 
 
-def _rate(row: JsonObject) -> str:
+def _rate(row: SystemRow) -> str:
     if row["rate"] is None:
         return NOT_THERE
     return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
 
 
-def _paper(row: JsonObject, name: str, form: str) -> str:
+def _paper(row: SystemRow, name: str, form: str) -> str:
     return NOT_THERE if row["paper"].get(name) is None else format(row["paper"][name], form)
 
 
@@ -281,12 +283,12 @@ def _percent(value: float | None) -> str:
     return NOT_THERE if value is None else f"{100 * value:+.2f} %"
 
 
-def _final_losses(rows: Sequence[JsonObject], baseline: str | None) -> list[float | None]:
+def _final_losses(rows: Sequence[SystemRow], baseline: str | None) -> list[float | None]:
     """The final losses of the baseline by seed, which speed-ups refer to."""
     return [run["loss"] for row in rows if row["arm"] == baseline for run in row["runs"]]
 
 
-def _speedups(row: JsonObject, reached: Sequence[float | None]) -> str:
+def _speedups(row: SystemRow, reached: Sequence[float | None]) -> str:
     cells = []
     for run, speedup, loss in zip(row["runs"], row["speedups"], reached, strict=False):
         if run["loss"] is not None and loss is not None:

@@ -1,20 +1,18 @@
 """What the tables of a report share."""
 
-from typing import Any
-
-from lineartime.experiments.collect import JsonObject
+from lineartime.experiments.data import QualityReport, QualitySetting, SystemRow
 from lineartime.markdown import markdown_table
 
 NOT_THERE = "-"
 
 
-def settings_with_results(report: dict[str, Any]) -> list[JsonObject]:
+def settings_with_results(report: QualityReport) -> list[QualitySetting]:
     """The settings of which anything has run, each with the systems that have."""
-    found = [{**setting, "rows": list(filter(_has_begun, setting["rows"]))} for setting in report["settings"]]
+    found = [QualitySetting({**setting, "rows": list(filter(_has_begun, setting["rows"]))}) for setting in report["settings"]]
     return [setting for setting in found if setting["rows"]]
 
 
-def _has_begun(row: JsonObject) -> bool:
+def _has_begun(row: SystemRow) -> bool:
     tried = [cell for grid in row["grid"].values() for cell in grid.values()]
     return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
 

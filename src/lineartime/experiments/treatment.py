@@ -1,9 +1,9 @@
 """The section of a report that says how all systems were treated alike, with every trial of a learning rate."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from lineartime.experiments.collect import JsonObject, within_tolerance
+from lineartime.experiments.collect import within_tolerance
+from lineartime.experiments.data import AnyRow, QualityReport, Report, SystemRow
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
@@ -14,7 +14,7 @@ PAPER_TREATMENT = (
 )
 
 
-def equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
+def equal_treatment(plan: Plan, report: QualityReport) -> Iterator[str]:
     """The paragraphs and tables of the section."""
     yield "## Equal treatment"
     if not plan.tunes:
@@ -36,7 +36,7 @@ def equal_treatment(plan: Plan, report: dict[str, Any]) -> Iterator[str]:
             yield table(columns)
 
 
-def _paragraph(plan: Plan, report: dict[str, Any]) -> str:
+def _paragraph(plan: Plan, report: QualityReport) -> str:
     compiled = "compiled" if plan.compile == "on" else "not compiled"
     return "\n".join(
         [
@@ -70,7 +70,7 @@ def _scores(plan: Plan) -> str:
     return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}." if said else ""
 
 
-def _tried(row: JsonObject, optimizer: str, rate: str) -> str:
+def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
     grid = row["grid"][optimizer]
     cell = grid[rate]
     if not isinstance(cell, float):
@@ -81,7 +81,7 @@ def _tried(row: JsonObject, optimizer: str, rate: str) -> str:
     return (f"**{cell:.4f}**" if chosen else f"{cell:.4f}") + ("\\*" if at_end else "")
 
 
-def _trials(plan: Plan, report: dict[str, Any]) -> str:
+def _trials(plan: Plan, report: QualityReport) -> str:
     """Sentences about trials that were prolonged, and about those that are too short to choose by."""
     rows = [(setting["name"], row) for setting in settings_with_results(report) for row in setting["rows"]]
     said = ""
@@ -97,7 +97,7 @@ def _trials(plan: Plan, report: dict[str, Any]) -> str:
     return said
 
 
-def _trial_steps(plan: Plan, row: JsonObject, optimizer: str) -> int | None:
+def _trial_steps(plan: Plan, row: SystemRow, optimizer: str) -> int | None:
     """The steps of a trial; those of older reports, which do not hold them, from the speed that was measured."""
     if "trial_steps" in row:
         found: int | None = row["trial_steps"].get(optimizer)
@@ -108,13 +108,14 @@ def _trial_steps(plan: Plan, row: JsonObject, optimizer: str) -> int | None:
     return steps
 
 
-def parameters_apart(report: dict[str, Any]) -> str:
+def parameters_apart(report: Report) -> str:
     """A sentence about how far the numbers of parameters are apart."""
-    rows = [row for setting in report["settings"] for row in setting["rows"]]
+    of_settings: list[list[AnyRow]] = [[*setting["rows"]] for setting in report["settings"]]
+    rows = [row for of_setting in of_settings for row in of_setting]
     far = sorted({f"{row['name']} ({row['parameters_over_first']:+.1%})" for row in rows if not within_tolerance(row)})
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
-        counts = [[row["parameters"] for row in setting["rows"]] for setting in report["settings"]]
+        counts = [[row["parameters"] for row in of_setting] for of_setting in of_settings]
         apart = max((max(each) / min(each) - 1 for each in counts if each), default=0.0)
         return (
             f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
