@@ -1,6 +1,7 @@
 """The one contract that everything which moves information between tokens has to keep."""
 
 import copy
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -634,3 +635,8 @@ def test_a_token_shift_has_no_parameters(name: str) -> None:
     shifted, plain = (build(name, causal=False, token_shift=token_shift).state_dict() for token_shift in (True, False))
     assert list(shifted) == list(plain)
     assert all(torch.equal(shifted[key], plain[key]) for key in plain)
+
+
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if name in ONE_OF_EACH])
+def test_tools_can_look_at_every_attribute(name: str, causal: bool) -> None:
+    assert dict(inspect.getmembers(build(name, causal)))["causal"] == causal

@@ -1,5 +1,7 @@
 """Products of one row are computed as sums, with equal results; others are left alone. test_compile_blocks.py compiles them."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -97,3 +99,12 @@ def test_a_compiled_model_still_names_wrong_tokens_and_streams() -> None:
     assert isinstance(other, CausalLM)
     with pytest.raises(ValueError, match="streams is a MixedChunkStreams with a token shift, but this FLASH needs a Mixed"):
         model.step(torch.zeros(1, 1, dtype=torch.long), other.join_streams([other.init_state(1)]))
+
+
+def test_a_model_with_a_compiled_step_is_pickled_without_it() -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=4)
+    model.compile_step()
+    other = pickle.loads(pickle.dumps(model))
+    assert other._compiled_step is copy.deepcopy(model)._compiled_step is None
+    assert model._compiled_step is not None
+    assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in model.state_dict().items())

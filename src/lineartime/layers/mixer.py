@@ -248,7 +248,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
     def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
         batch = x.shape[0]
         for part in state.states if isinstance(state, RaggedState) else [state]:
-            check_state(part, self.no_streams, type(self).__name__)
+            check_state(part, self.no_streams(), type(self).__name__)
             if part[0].device != x.device:
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, like x.")
         own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
@@ -257,7 +257,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 "state", f"is of {own} streams, but there are tokens of {batch}: give the state of these streams."
             )
 
-    @property
     def no_streams(self) -> Any:
         """The structure of the state of zero streams, to which other states are compared."""
         if self._no_streams is not None:

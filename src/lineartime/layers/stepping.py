@@ -67,7 +67,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         if not groups:
             raise ArgumentError("states", "is empty, but must hold the state of at least one group of streams.")
         for state in groups:
-            check_state(state, self.no_streams, type(self).__name__, "states")
+            check_state(state, self.no_streams(), type(self).__name__, "states")
         with normal_tensors():
             own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in groups])
             shifted = [state.last for state in groups if isinstance(state, ShiftedState)]

@@ -188,10 +188,10 @@ class Backbone(nn.Module):
         if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
             for block, of_block in zip(self.blocks, zip(*states, strict=True), strict=True):
                 for state in of_block:
-                    check_state(state, block.mixer.no_streams, type(block.mixer).__name__, "states")
+                    check_state(state, block.mixer.no_streams(), type(block.mixer).__name__, "states")
             return GroupedStreams(states, self.embedding.weight.device)
         return tuple(
-            block.stepping_mixer.join_streams(block_states)
+            block.stepping_mixer().join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
@@ -202,7 +202,7 @@ class Backbone(nn.Module):
             _check_one_each(ids, len(streams))
         else:
             self._check_joined(ids, streams)
-            next(iter(self.blocks)).stepping_mixer.check_streams(streams[0])  # tells models apart; step_embedded checks each
+            next(iter(self.blocks)).stepping_mixer().check_streams(streams[0])  # tells models apart; step_embedded checks each
 
     def _check_joined(self, tokens: Tensor, streams: BackboneState) -> None:
         self._check_states("streams", streams)

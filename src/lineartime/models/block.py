@@ -51,10 +51,9 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
         """Continue joined streams by one token: [B, 1, d] -> [B, 1, d]. Updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer.step_with_layout(x, streams, layout))
+        out: Tensor = self.feed_forward(self.stepping_mixer().step_with_layout(x, streams, layout))
         return out
 
-    @property
     def stepping_mixer(self) -> SteppingMixer[Any, Any]:
         """The mixer as a `SteppingMixer`. Raises ArgumentError if it cannot step in place."""
         if not isinstance(self.mixer, SteppingMixer):

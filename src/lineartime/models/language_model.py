@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -219,10 +219,16 @@ class CausalLM(LanguageModel):
         """Compile `step` with torch.compile, in place, if this model `steps_in_place`. The first step compiles it.
 
         Compilation takes as long as thousands of steps, or less if PyTorch finds the code in its cache on disk. A different
-        number of streams is compiled anew. If the model `steps_in_native`, the compiled step is slower.
+        number of streams is compiled anew. A copy of the model is not compiled. If the model `steps_in_native`, the compiled
+        step is slower.
         """
         if self.steps_in_place:
             self._compiled_step = compiled_step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or to pickle, without compiled code, as that of every module."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "_compiled_step"}
 
     def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
         """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V]. Updates `streams` in place."""
