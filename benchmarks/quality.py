@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from measure import RESULTS
 
 from lineartime.experiments.catalogue import EXPERIMENTS
+from lineartime.experiments.collect import add_relative_losses
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.data import QualityReport, QualitySetting, SystemRow
 from lineartime.experiments.pictures import draw_pictures
@@ -87,9 +88,13 @@ def copy(folder: Path) -> None:
 
 
 def render_again(folder: Path) -> None:
-    """Regenerate the text and the pictures of a report from its data."""
+    """Regenerate the text and the pictures of a report from its data, with today's comparisons of the runs."""
     report = json.loads((folder / "report.json").read_text())
     with plan_of(report) as plan:
+        if plan.experiment.kind == "quality":
+            for setting in report["settings"]:
+                add_relative_losses(plan, setting["rows"])
+            (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         render(plan, report)
         for file in plan.folder.iterdir():
             shutil.copy(file, folder)

@@ -76,6 +76,25 @@ def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Pa
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
 
 
+def test_an_override_on_the_command_line_changes_one_field_of_the_model_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"preset": "flash-tiny", "override": ["d_model=32", "n_blocks=2"]}')
+    found = printed(capsys, "--config", str(file), "--override", "n_blocks=1", "dropout=0.1")
+    assert found["override"] == ["d_model=32", "n_blocks=1", "dropout=0.1"]
+    assert printed(capsys, "--config", str(file))["override"] == ["d_model=32", "n_blocks=2"]
+    file.write_text('{"recipe": "lm-pg19", "preset": "flash-base", "override": ["n_blocks=2"]}')
+    found = printed(capsys, "--config", str(file), "--override", "dropout=0.1")
+    assert found["override"] == ["chunk_size=512", "n_blocks=2", "dropout=0.1"]
+
+
+def test_printed_options_do_not_refer_to_what_they_were_taken_from(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "--recipe", "quick", "--warmup-steps", "3", "--steps", "9")
+    assert (found["optimizer"], found["steps"]) == ("muon", 9)
+    assert "recipe" not in found
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}

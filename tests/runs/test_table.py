@@ -249,6 +249,21 @@ def test_runs_are_ranked_only_beside_those_with_their_text_tokenizer_and_task(
     ]
 
 
+def test_a_run_that_began_from_another_is_in_its_group(tmp_path: Path) -> None:
+    def summary(name: str, tokenizer: str | None, definition: str) -> RunSummary:
+        run = make_run(tmp_path / name, tokenizer=tokenizer)
+        (run / "step-00000040").mkdir()
+        (run / "step-00000040" / "tokenizer.json").write_text(definition)
+        return summarize(run, name)[0]
+
+    first, tuned = summary("first", "bpe-300", "bpe"), summary("tuned", str(tmp_path / "first" / "step-00000040"), "bpe")
+    other = summary("other", None, "bytes")
+    assert [(group.title, len(group.runs)) for group in group_runs([tuned, first, other])] == [
+        ("tokenizer bpe-300", 2),
+        ("tokenizer bytes", 1),
+    ]
+
+
 def test_inside_a_group_bits_per_byte_rank_and_nats_where_a_run_has_none(tmp_path: Path) -> None:
     def summary(name: str, nats: float | None, bits: float | None) -> RunSummary:
         run, _ = summarize(make_run(tmp_path / name), name)

@@ -637,6 +637,18 @@ def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: 
         trained(config(**options))
 
 
+def test_a_text_that_was_moved_is_called_the_text_of_the_run(config: MakeConfig, text: Path) -> None:
+    run = trained(config(steps=2, max_time=1e-6))
+    moved = text.rename(text.with_name("moved.txt"))
+    message = r"^The text of this run is .*text.txt, which is neither .*\. Give the place where it is now: data\.$"
+    with pytest.raises(LineartimeError, match=message):
+        train(resume=True, out=run)
+    with pytest.raises(LineartimeError, match=message):
+        lineartime.evaluate(run)
+    assert lineartime.evaluate(run, moved).tokens > 0
+    assert train(resume=True, out=run, data=str(moved), max_time=9.0).finished
+
+
 def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
     if torch.cuda.is_available():
         trained(config(device="cuda", steps=1))

@@ -117,6 +117,21 @@ def test_an_override_beside_a_run_to_repeat_changes_one_field_and_keeps_the_othe
     assert completed(like=first).override == config().override
 
 
+def test_what_a_run_was_not_told_is_chosen_again_where_it_is_repeated(config: Callable[..., TrainConfig]) -> None:
+    first = train(config(steps=2, batch_size=4, precision="auto", compile="auto", max_time=1e-6)).run  # stops after a step
+    saved, repeated = saved_config(last_checkpoint(first)), completed(like=first, batch_size=6)
+    assert (saved.tokens_per_batch, saved.compile) == (4 * saved.context_length, "off")
+    assert (repeated.tokens_per_batch, repeated.precision, repeated.compile) == (None, "auto", "auto")
+    assert train(resume=True, out=first, max_time=9.0).finished  # computes as before
+    again = saved_config(last_checkpoint(first))
+    assert (again.tokens_per_batch, again.precision, again.compile) == (saved.tokens_per_batch, saved.precision, "off")
+    assert completed(like=first).precision == "auto"
+    told = train(
+        config(steps=1, batch_size=4, tokens_per_batch=8 * saved.context_length, precision="fp32", out=first.with_name("told"))
+    ).run
+    assert (completed(like=told).tokens_per_batch, completed(like=told).precision) == (8 * saved.context_length, "fp32")
+
+
 def test_a_run_to_repeat_that_began_from_another_keeps_its_own_model(config: Callable[..., TrainConfig]) -> None:
     base = train(config(steps=1)).run
     second = train(

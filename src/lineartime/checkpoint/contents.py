@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from lineartime.choices import Task
@@ -81,6 +81,8 @@ class TrainingState:
         config: the run's options, as a dictionary.
         skipped: steps that were skipped because the loss or the gradient was not finite.
         validation_loss: in nats per token, at this step; None if it was not measured before the checkpoint was written.
+        automatic: options that were left to the library, as they were given: `config` has what it chose. A run with the same
+            options, but another length or machine, chooses again.
     """
 
     step: Step
@@ -89,9 +91,11 @@ class TrainingState:
     config: dict[str, Any]
     skipped: Step = 0
     validation_loss: float | None = None
+    automatic: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_options("config", self.config)
+        check_options("automatic", self.automatic)
         if self.skipped > self.step:
             raise ArgumentError("skipped", f"is {self.skipped}, but must be at most the {self.step} steps taken.")
 

@@ -42,18 +42,21 @@ def run(options: Options, arguments: Sequence[str]) -> None:
         raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument("resume", True), ".")
     in_file = {} if options.config is None else _in_file(options.config)
 
+    from lineartime.training.resuming import complete, merged_override
+
     def reparse(defaults: TrainConfig) -> TrainConfig:
-        defaults = dataclasses.replace(defaults, **in_file)
-        usual = Options(**{**vars(defaults), "data": ()})  # given texts replace the default ones
+        with_file = dataclasses.replace(defaults, **in_file)
+        usual = Options(**{**vars(with_file), "data": (), "override": ()})  # given texts replace the default ones
         given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
-        return TrainConfig(**{**values, "data": given.data or defaults.data})
-
-    from lineartime.training.resuming import complete
+        of_file = with_file.override if "override" in in_file else ()
+        override = merged_override(defaults.override, of_file, given.override)
+        return TrainConfig(**{**values, "data": given.data or with_file.data, "override": override})
 
     config, defaults = complete(reparse(TrainConfig()), reparse)
     if options.print_config:
-        print(to_toml(config.to_dict()), end="")
+        expanded = {**config.to_dict(), "like": None, "recipe": None}  # which would replace options that are None
+        print(to_toml(expanded), end="")
     elif options.dry_run:
         _dry_run(config)
     else:

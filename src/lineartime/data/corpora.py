@@ -23,7 +23,7 @@ from lineartime.data.splits import (
     named_split,
     within_files,
 )
-from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, file_error
+from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, file_error
 from lineartime.fields import Between, check_limits, check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -241,6 +241,18 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
         where = " and ".join(source.name for source in sources)
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
+
+
+def load_corpus_of_run(data: Data, text_column: str, max_expansion: int) -> Corpus:
+    """`load_corpus` for the text that a run was trained on. LineartimeError if it is not there any more."""
+    try:
+        return load_corpus(data, text_column, max_expansion)
+    except ArgumentError as error:
+        if error.argument != "data":
+            raise
+        raise LineartimeError(
+            "The text of this run ", *error.predicate, " Give the place where it is now: ", Argument("data"), "."
+        ) from None
 
 
 def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:

@@ -10,6 +10,7 @@ import torch
 from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_tokenizer, read_from, read_training_state
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
+from lineartime.data.corpora import load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError, check_choice
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
@@ -86,7 +87,10 @@ def evaluate(
 
     column = text_column or (TEXT_COLUMN if data is not None else trained.get("text_column", TEXT_COLUMN))
     expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
-    corpus = load_corpus(trained["data"] if data is None else data, column, expansion)
+    if data is None:
+        corpus = load_corpus_of_run(trained["data"], column, expansion)
+    else:
+        corpus = load_corpus(data, column, expansion)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
@@ -202,4 +206,4 @@ def _check_no_windows(stride: int | None, packed: bool | None) -> None:
     if stride is not None:
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
     if packed:
-        raise ArgumentError("packed", "is True, but carried context reads all documents as one sequence: use windowed.")
+        raise ArgumentError("packed", "is for windows, but carried context reads all documents as one sequence: use windowed.")

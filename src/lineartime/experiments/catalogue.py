@@ -327,6 +327,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Arm("gau count", "flash-quad", _UNIT | {"normalization": "count"}),
             Arm("gau count, small scores", "flash-quad", _SMALL | {"normalization": "count"}),
             Arm("gau 1/n^2", "flash-quad", _UNIT | {"normalization": "paper", "max_length": 1024}),
+            Arm("gau 1/n^2, small scores", "flash-quad", _SMALL | {"normalization": "paper", "max_length": 1024}),
             Arm("flash count", "flash", _SMALL | {"normalization": "count"}),
             Arm("flash count, unit scores", "flash", _UNIT | {"normalization": "count"}),
             Arm("flash 1/n^2", "flash", _SMALL | {"normalization": "paper"}),

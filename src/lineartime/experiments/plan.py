@@ -11,7 +11,6 @@ from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Scale, Setting
 from lineartime.experiments.models import count_parameters_cached, match_parameters, model_at, paper_preset, training_options
-from lineartime.layers.gau import PUBLISHED_LENGTH
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
 from lineartime.training.config import TrainConfig, written
@@ -277,6 +276,6 @@ def _published(model: ModelConfig, setting: Setting) -> dict[str, str]:
     if "normalization" not in known:
         return {}
     published = {"normalization": "paper"}
-    if "max_length" in known and setting.context > PUBLISHED_LENGTH:  # its default; up to it, max_length would make a table
+    if "max_length" in known:  # the constant n; up to 512 tokens, it also makes the relative bias a table
         published["max_length"] = str(setting.context)
     return published

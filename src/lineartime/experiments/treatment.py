@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lineartime.experiments import catalogue
 from lineartime.experiments.collect import within_tolerance
 from lineartime.experiments.data import AnyRow, QualityReport, Report, SystemRow
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
@@ -43,7 +44,7 @@ def _paragraph(plan: Plan, report: QualityReport) -> str:
             "- **Data.** All runs of a setting and a seed read the same windows of the same text in the same order.",
             f"- **Batches.** {plan.scale.tokens_per_batch:,} tokens in a step; a longer context is a step of one sequence.",
             f"- **Optimisers.** The same for all: {', '.join(plan.optimizers)}, each with a warm-up of a tenth of the steps, a "
-            "linear fall to zero, and the same weight decay and clipping.",
+            f"linear fall to zero, and the same weight decay and clipping.{_adamw_ratio(plan)}",
             f"- **Learning rates.** Each system's is tuned over the same grid, {plan.tuning:g} s of training each. "
             f"{_trials(plan, report)}The loss on held-out text chooses rate and optimiser. The tables below show every trial.",
             f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule "
@@ -53,9 +54,17 @@ def _paragraph(plan: Plan, report: QualityReport) -> str:
             "and the curves are at this speed: what else the machine does later changes nothing.",
             f"- **Parameters.** {parameters_apart(report)}",
             "- **Not equalised.** Each system has the initialisation, the norm and the other options of its preset. "
-            f"{_scores(plan)}",
+            f"{_scores(plan)}"
+            "On a CPU with a C++ compiler, gated units compute parts of their tiles in functions in C++; other systems are "
+            "PyTorch's operations alone, with fused softmax attention.",
         ]
     )
+
+
+def _adamw_ratio(plan: Plan) -> str:
+    """A sentence about the second rate of Muon."""
+    ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.optimizers} - {None}
+    return "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
 
 
 def _scores(plan: Plan) -> str:
@@ -67,7 +76,7 @@ def _scores(plan: Plan) -> str:
         f"{name} {', '.join(str(options[each]) for each in ('normalization', 'initial_scores') if each in options)}"
         for name, options in gated.items()
     ]
-    return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}." if said else ""
+    return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}. " if said else ""
 
 
 def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
@@ -77,7 +86,7 @@ def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
         return str(cell)
     chosen = row["optimizer"] == optimizer and row["rate"] is not None and f"{row['rate']:g}" == rate
     best = cell == min(each for each in grid.values() if isinstance(each, float))
-    at_end = best and rate in (min(grid, key=float), max(grid, key=float))
+    at_end = best and len(grid) > 1 and rate in (min(grid, key=float), max(grid, key=float))
     return (f"**{cell:.4f}**" if chosen else f"{cell:.4f}") + ("\\*" if at_end else "")
 
 

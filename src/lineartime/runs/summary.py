@@ -3,13 +3,15 @@
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints, read_from, read_training_state
 from lineartime.errors import LineartimeError, reporting_file_errors
-from lineartime.files import is_there
+from lineartime.files import TOKENIZER_FILE, is_there
 from lineartime.runs.curve import thinned
 from lineartime.runs.lock import is_locked
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
@@ -27,6 +29,7 @@ class RunSummary:
         name: the name for display.
         path: its folder.
         options: the options with which it was started; empty if unknown.
+        tokenizer: a digest of its tokenizer; empty if unknown.
         step: the last recorded step.
         tokens: the number of tokens trained on.
         training_loss: the mean of the last 20 steps, in nats per token.
@@ -46,6 +49,7 @@ class RunSummary:
     name: str
     path: Path
     options: dict[str, Any]
+    tokenizer: str
     step: int
     tokens: int | None
     training_loss: float | None
@@ -109,6 +113,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         name=name,
         path=path,
         options=options,
+        tokenizer=_tokenizer(path),
         step=int(step or 0),
         tokens=None if tokens is None else int(tokens),
         training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
@@ -139,6 +144,14 @@ def _record(path: Path, problems: list[str]) -> Record:
         except LineartimeError as error:
             problems.append(str(error))
     return Record({}, ())
+
+
+def _tokenizer(path: Path) -> str:
+    """A digest of the tokenizer in the last checkpoint of a run; empty if there is none."""
+    for checkpoint in list_checkpoints(path)[-1:]:
+        with suppress(OSError):
+            return sha256((checkpoint / TOKENIZER_FILE).read_bytes()).hexdigest()[:16]
+    return ""
 
 
 def _largest(lines: list[dict[str, float]], name: str) -> float | None:

@@ -78,8 +78,9 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     """Group runs by text, tokenizer and task. Runs with unknown options form the last group."""
     groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
+    names = _tokenizer_names(runs)
     for run in runs:
-        groups.setdefault(_compared_by(run), []).append(run)
+        groups.setdefault(_compared_by(run, names), []).append(run)
     known = sorted(key for key in groups if key)
     parts = {word: _cells(values) for word, values in zip(_GROUPED_BY.values(), zip(*known, strict=True), strict=False)}
     told = {word: cells for word, cells in parts.items() if len(set(cells)) > 1 or (word == "text" and () in groups)}
@@ -89,7 +90,13 @@ def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     return [*found, *unknown]
 
 
-def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
+def _tokenizer_names(runs: Sequence[RunSummary]) -> dict[str, str]:
+    """A name for each tokenizer, by its digest: the shortest that a run has for it, which is seldom a path."""
+    named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
+    return dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
+
+
+def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
     """The texts, the tokenizer and the task of a run; empty if unknown."""
     if not run.options:
         return ()
@@ -97,7 +104,8 @@ def _compared_by(run: RunSummary) -> tuple[tuple[str, ...], ...]:
     data, column = given("data") or DEFAULT_TEXT, given("text_column")
     texts = [data] if isinstance(data, str) else data
     in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
-    return (*map(str, texts), *in_column), (str(given("tokenizer") or "bytes"),), (str(given("task") or "clm"),)
+    tokenizer = tokenizers.get(run.tokenizer, str(given("tokenizer") or "bytes"))
+    return (*map(str, texts), *in_column), (tokenizer,), (str(given("task") or "clm"),)
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:

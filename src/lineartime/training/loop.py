@@ -310,5 +310,6 @@ class Trainer:
                 config=self.config.to_dict(),
                 skipped=self.skipped,
                 validation_loss=self._validation_loss,
+                automatic=self.setup.automatic,
             )
         )

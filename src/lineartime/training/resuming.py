@@ -1,8 +1,9 @@
 """Options that are taken from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,9 @@ def _naming(option: str, path: Path) -> Iterator[None]:
 
 
 def _repeated_config(checkpoint: Path) -> TrainConfig:
-    """The options of a checkpoint's run; they state where its preset means another model today."""
-    config, model = saved_config(checkpoint), read_model_config(checkpoint)
+    """The options of a checkpoint's run as they were given; they state where its preset means another model today."""
+    automatic = read_training_state(checkpoint).automatic
+    config, model = dataclasses.replace(saved_config(checkpoint), **automatic), read_model_config(checkpoint)
     if config.model_config(model.vocab_size) == model:
         return config
     return dataclasses.replace(config, **_options_of_model(model))
@@ -178,8 +180,12 @@ def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
     if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         fields = resolve(asked.preset, asked.task).override_names
         inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
-    merged = {item.partition("=")[0]: item for item in (*inherited, *asked.override)}
-    return dataclasses.replace(asked, override=tuple(merged.values()))
+    return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
+
+
+def merged_override(*overrides: Sequence[str]) -> tuple[str, ...]:
+    """Merge overrides field by field; later ones win."""
+    return tuple({item.partition("=")[0]: item for item in chain(*overrides)}.values())
 
 
 def _shown(value: object) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from lineartime.data import (
     tokenizer_for,
     tokenizer_from_json,
 )
+from lineartime.data.corpora import load_corpus_of_run
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.files import is_folder
 from lineartime.host import cache_folder
@@ -43,6 +45,7 @@ class Setup:
         objective: the model and its loss.
         slice_unit: with context parallelism, the length of a sequence must be a multiple of this.
         tokens_per_step: the number of tokens in a step, over all processes.
+        automatic: the options that "auto" and None left to be resolved, as they were given.
         why_not_compiled: why the model is not compiled, although it was asked for or would save time; otherwise empty.
     """
 
@@ -53,6 +56,7 @@ class Setup:
     objective: Objective
     slice_unit: int
     tokens_per_step: int
+    automatic: dict[str, Any]
     why_not_compiled: str = ""
 
     @property
@@ -88,9 +92,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
         cache = config.cache or cache_folder()
         if start is None and config.init_from is not None:
             check_start(config, config.init_from)
-    corpus: Corpus = world.local_main_first(
-        "the corpus", lambda: load_corpus(config.data, config.text_column, config.max_expansion)
-    )
+    corpus: Corpus = world.local_main_first("the corpus", lambda: _corpus(config, start))
     tokenizer: Tokenizer = world.local_main_first(
         "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
     )
@@ -130,10 +132,28 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     if compiled:
         model.compile_blocks()
     # Checkpoints store the resolved options, so that a resumed run computes the same.
-    config = dataclasses.replace(
+    resolved = dataclasses.replace(
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
-    return Setup(config, device, tokenizer, text, objective, slice_unit, tokens_per_step, why_not_compiled)
+    automatic = _automatic(config, resolved, start)
+    return Setup(resolved, device, tokenizer, text, objective, slice_unit, tokens_per_step, automatic, why_not_compiled)
+
+
+def _corpus(config: TrainConfig, start: Path | None) -> Corpus:
+    """The text of a run. If a resumed run is not given another place of it, an error says that it is the run's."""
+    is_known = start is not None and config.to_dict()["data"] == checkpoints.read_training_state(start).config.get("data")
+    load = load_corpus_of_run if is_known else load_corpus
+    return load(config.data, config.text_column, config.max_expansion)
+
+
+def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) -> dict[str, Any]:
+    """The options that were left to the library, as they were given: now, or before, if the run is resumed with the same."""
+    found = {name: value for name, value in given.to_dict().items() if value != resolved.to_dict()[name]}
+    if start is None:
+        return found
+    before = checkpoints.read_training_state(start)
+    kept = {name: value for name, value in before.automatic.items() if given.to_dict()[name] == before.config.get(name)}
+    return {**found, **kept}
 
 
 MAY_DIFFER = ("data", "tokenizer", "cache", "device", "threads")
