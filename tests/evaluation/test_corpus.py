@@ -153,7 +153,7 @@ def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(run: Path, tmp
     together, apart = (evaluate(run, packed=packed, **given).loss for packed in (None, True))
     assert together == evaluate(run, packed=False, **given).loss
     assert together != apart
-    with pytest.raises(ArgumentError, match="packed is True, but carried context reads all documents as one sequence"):
+    with pytest.raises(ArgumentError, match="packed is for windows, but carried context reads all documents as one sequence"):
         evaluate(run, packed=True, context="carried", **given)
     with pytest.raises(ArgumentError, match="packed is 1, but must be true or false"):
         evaluate(run, packed=1, **given)  # type: ignore[arg-type]

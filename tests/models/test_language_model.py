@@ -292,8 +292,10 @@ def test_a_model_made_without_memory_is_drawn_as_the_constructor_draws_it(option
             module.reset_parameters()
     for name, weight in drawn.state_dict().items():
         expected = built.state_dict()[name]
-        if expected.std() > 0:
-            assert weight.std() == pytest.approx(float(expected.std()), rel=4 / weight.numel() ** 0.5), name
+        if expected.std(correction=0) > 0:
+            assert weight.std(correction=0) == pytest.approx(
+                float(expected.std(correction=0)), rel=4 / weight.numel() ** 0.5
+            ), name
         else:
             assert torch.equal(weight, expected), name
 

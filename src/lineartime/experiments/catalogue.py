@@ -344,8 +344,6 @@ EXPERIMENTS: dict[str, Experiment] = {
 def experiment_of(name: str) -> Experiment:
     """The experiment of a name; ArgumentError for an unknown one."""
     if name not in EXPERIMENTS:
-        known = ", ".join(EXPERIMENTS)
-        raise ArgumentError(
-            "name", f"is {name!r}, which is no experiment{did_you_mean(name, EXPERIMENTS)}: use one of {known}."
-        )
+        like, known = did_you_mean(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
+        raise ArgumentError("name", f"is {name!r}, which is no experiment{like}: use one of {known}.")
     return EXPERIMENTS[name]

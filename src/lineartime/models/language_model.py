@@ -226,7 +226,7 @@ class CausalLM(LanguageModel):
             self._compiled_step = compiled_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or to pickle, without compiled code, as that of every module."""
+        """What a copy takes over: everything but compiled code, as for every module."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {name: value for name, value in state.items() if name != "_compiled_step"}
 
