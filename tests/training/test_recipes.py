@@ -125,7 +125,9 @@ def test_what_a_run_was_not_told_is_chosen_again_where_it_is_repeated(config: Ca
     assert train(resume=True, out=first, max_time=9.0).finished  # computes as before
     again = saved_config(last_checkpoint(first))
     assert (again.tokens_per_batch, again.precision, again.compile) == (saved.tokens_per_batch, saved.precision, "off")
-    assert completed(like=first).precision == "auto"
+    same, longer = completed(like=first), completed(like=first, context_length=48)
+    assert (same.precision, same.tokens_per_batch) == ("auto", saved.tokens_per_batch)
+    assert (longer.context_length, longer.tokens_per_batch) == (48, None)
     told = train(
         config(steps=1, batch_size=4, tokens_per_batch=8 * saved.context_length, precision="fp32", out=first.with_name("told"))
     ).run

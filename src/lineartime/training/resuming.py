@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -122,8 +122,12 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
     elif config.like is not None:
         with _naming("like", config.like):
             started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
-        defaults = dataclasses.replace(started, out=None, resume=False, recipe=None, like=config.like)
+        defaults = dataclasses.replace(started.config, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
+        sizes = ("batch_size", "context_length", "tokens_per_batch")
+        changed = [getattr(config, name) != getattr(defaults, name) for name in sizes]
+        if started.chose_step and changed[:2] != [False, False] and not changed[2]:
+            config = dataclasses.replace(config, tokens_per_batch=None)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
@@ -146,13 +150,24 @@ def _naming(option: str, path: Path) -> Iterator[None]:
         raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
 
 
-def _repeated_config(checkpoint: Path) -> TrainConfig:
-    """The options of a checkpoint's run as they were given; they state where its preset means another model today."""
-    automatic = read_training_state(checkpoint).automatic
+class _Repeated(NamedTuple):
+    """The options of a run to repeat, and whether its tokens per batch followed from other options."""
+
+    config: TrainConfig
+    chose_step: bool
+
+
+def _repeated_config(checkpoint: Path) -> _Repeated:
+    """The options of a checkpoint's run as they were given; they state where its preset means another model today.
+
+    Its tokens per batch are those of the run, which may have had another number of processes.
+    """
+    automatic = dict(read_training_state(checkpoint).automatic)
+    chose_step = automatic.pop("tokens_per_batch", 0) is None
     config, model = dataclasses.replace(saved_config(checkpoint), **automatic), read_model_config(checkpoint)
-    if config.model_config(model.vocab_size) == model:
-        return config
-    return dataclasses.replace(config, **_options_of_model(model))
+    if config.model_config(model.vocab_size) != model:
+        config = dataclasses.replace(config, **_options_of_model(model))
+    return _Repeated(config, chose_step)
 
 
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
