@@ -27,6 +27,8 @@ from lineartime.markdown import markdown_table
 REPORTS = RESULTS / "reproduce"
 LANGUAGE_MODELS = ("lm-cpu-600s-wikipedia-512", "lm-cpu-600s-wikipedia-2048-fp32", "lm-cpu-600s-books")
 """The reports that the README shows: a setting of `lm` each."""
+OFF_SCALE = ("performer",)
+"""Systems whose losses are so high that the curves of all others would lie together."""
 DOCUMENTS = RESULTS.parents[1] / "docs"
 PICTURES = {"latency-cpu": "latency.png"}
 """The pictures of single reports that the documents show."""
@@ -62,9 +64,13 @@ def together(reports: list[QualityReport]) -> QualityReport:
 
 
 def draw_quality(report: QualityReport) -> None:
-    """Draw the curves of a report for the README."""
+    """Draw the curves of a report for the README, without those of `OFF_SCALE`."""
+    settings = [
+        QualitySetting({**setting, "rows": [row for row in setting["rows"] if row["name"] not in OFF_SCALE]})
+        for setting in report["settings"]
+    ]
     with plan_of(report) as plan:
-        draw_pictures(plan, report)
+        draw_pictures(plan, QualityReport({**report, "settings": settings}))
         shutil.copy(plan.folder / "quality.png", DOCUMENTS)
 
 
