@@ -69,9 +69,9 @@ class GAUMultiHead(GAU):
         attended, state = super().attend_next(self._split(maps), self._split(v), state, layout)
         return self._merge(attended), state
 
-    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams) -> Tensor:
+    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
         """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
-        return self._merge(super().attend_step(self._split(maps), self._split(v), streams))
+        return self._merge(super().attend_step(self._split(maps), self._split(v), streams, layout))
 
     def _split(self, x: Tensor) -> Tensor:
         """[..., L, f] -> [..., H, L, f / H]."""

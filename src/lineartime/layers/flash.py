@@ -147,13 +147,10 @@ class FLASH(
 
     def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
         """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        projected, chunk = self.to_gate_value_base(normed), layout.require_open_chunk()
-        if self.is_fused():
-            tokens, row = Projected(projected, self.gamma, self.beta), self._bias_row(layout)
-            gated = step_projected(tokens, row, layout.rotations, self.options, streams, chunk)
-        else:
-            gate, v, maps = self.split(projected, layout)
-            gated = self.apply_gate(gate, self.attend_step(maps, v, streams, layout))
+        if not self.is_fused():
+            return super().mix_step(normed, streams, layout)
+        tokens, row = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self._bias_row(layout)
+        gated = step_projected(tokens, row, layout.rotations, self.options, streams, layout.require_open_chunk())
         out: Tensor = self.to_output(gated)
         return out
 

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +139,10 @@ class GatedUnit(OpenMixer[State]):
         """Bidirectional attention within prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], if the layer `reads_prefix`."""
         raise NotImplementedError
 
+    def attend_step(self, maps: Tensor, v: Tensor, streams: Any, layout: Layout) -> Tensor:
+        """Attend from one token of every stream, [B, maps, 1, s] and [B, 1, e] -> [B, 1, e], if the layer steps in place."""
+        raise NotImplementedError
+
     def mix(self, normed: Tensor, layout: Layout) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
@@ -162,6 +166,12 @@ class GatedUnit(OpenMixer[State]):
         attended, state = self.attend_next(maps, v, state, layout)
         attended = layout.with_prefix(attended, partial(self.attend_bidirectional, maps, v))
         return self.to_output(self.apply_gate(gate, attended)), state
+
+    def mix_step(self, normed: Tensor, streams: Any, layout: Layout) -> Tensor:
+        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+        out: Tensor = self.to_output(self.apply_gate(gate, self.attend_step(maps, v, streams, layout)))
+        return out
 
     def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""

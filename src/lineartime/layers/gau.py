@@ -178,13 +178,7 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
         """Join streams at different positions."""
         return KVStreams(states)
 
-    def mix_step(self, normed: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
-        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
-        out: Tensor = self.to_output(self.apply_gate(gate, self.attend_step(maps, v, streams)))
-        return out
-
-    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams) -> Tensor:
+    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
         """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
         q, k = maps.unbind(1)
         return quadratic_attention_step(
