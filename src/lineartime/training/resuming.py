@@ -125,8 +125,8 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         defaults = dataclasses.replace(started.config, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
         sizes = ("batch_size", "context_length", "tokens_per_batch")
-        changed = [getattr(config, name) != getattr(defaults, name) for name in sizes]
-        if started.chose_step and changed[:2] != [False, False] and not changed[2]:
+        changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
+        if started.chose_step and changed and "tokens_per_batch" not in changed:
             config = dataclasses.replace(config, tokens_per_batch=None)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
