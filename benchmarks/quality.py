@@ -18,10 +18,10 @@ from measure import RESULTS
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.collect import add_relative_losses
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.data import QualityReport, QualitySetting, SystemRow
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import render
+from lineartime.experiments.report_data import QualityReport, QualitySetting, SystemRow
 from lineartime.markdown import markdown_table
 
 REPORTS = RESULTS / "reproduce"

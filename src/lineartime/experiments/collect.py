@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.experiments.data import (
+from lineartime.experiments.definitions import Setting
+from lineartime.experiments.folder import plan_options
+from lineartime.experiments.models import TOLERANCE
+from lineartime.experiments.outcome import Measurement
+from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
+from lineartime.experiments.plan import Entry, Plan
+from lineartime.experiments.report_data import (
     AnyReport,
     AnyRow,
     LatencyReport,
@@ -22,12 +28,6 @@ from lineartime.experiments.data import (
     TestData,
     TestMetric,
 )
-from lineartime.experiments.definitions import Setting
-from lineartime.experiments.folder import plan_options
-from lineartime.experiments.models import TOLERANCE
-from lineartime.experiments.outcome import Measurement
-from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
-from lineartime.experiments.plan import Entry, Plan
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import RECORD_FILE, Machine, read_record

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lineartime.experiments.collect import metric_of_test, values_of_row
-from lineartime.experiments.data import LatencyReport, QualityReport, QualitySetting, Report, TestMetric
 from lineartime.experiments.plan import Plan
+from lineartime.experiments.report_data import LatencyReport, QualityReport, QualitySetting, Report, TestMetric
 from lineartime.experiments.report_texts import CURVES
 from lineartime.runs.figures import new_figure, save_figure
 from lineartime.runs.ticks import label_axes

@@ -11,11 +11,11 @@ from typing import Any, cast
 from lineartime.errors import LineartimeError
 from lineartime.experiments.collect import collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.data import LatencyReport, LatencyRow, QualityReport, Report, RunData, SystemRow, TestMetric
 from lineartime.experiments.folder import PLAN_FILE, check_options, plan_options
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan
+from lineartime.experiments.report_data import LatencyReport, LatencyRow, QualityReport, Report, RunData, SystemRow, TestMetric
 from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, legend
 from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
 from lineartime.experiments.treatment import equal_treatment, parameters_apart

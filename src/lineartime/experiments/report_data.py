@@ -5,6 +5,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from lineartime.choices import ScaleName
+from lineartime.experiments.results import State
 
 TestMetric = Literal["loss", "bits_per_byte", "word_perplexity"]
 
@@ -27,7 +28,7 @@ class RunData(TypedDict):
     Attributes:
         seed: the seed.
         folder: the name of its folder.
-        state: "done", "missing", "interrupted", "damaged" or "failed".
+        state: whether it is finished.
         steps, tokens: of the whole run.
         planned_seconds: the budget.
         seconds: those of training, at the speed that was measured alone.
@@ -40,7 +41,7 @@ class RunData(TypedDict):
 
     seed: int
     folder: str
-    state: str
+    state: State
     steps: int | None
     tokens: int | None
     planned_seconds: float | None

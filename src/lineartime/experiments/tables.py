@@ -1,6 +1,6 @@
 """What the tables of a report share."""
 
-from lineartime.experiments.data import QualityReport, QualitySetting, SystemRow
+from lineartime.experiments.report_data import QualityReport, QualitySetting, SystemRow
 from lineartime.markdown import markdown_table
 
 NOT_THERE = "-"

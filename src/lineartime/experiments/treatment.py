@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from lineartime.experiments import catalogue
 from lineartime.experiments.collect import within_tolerance
-from lineartime.experiments.data import AnyRow, QualityReport, Report, SystemRow
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.plan import Plan
+from lineartime.experiments.report_data import AnyRow, QualityReport, Report, SystemRow
 from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
 
 PAPER_TREATMENT = (
@@ -55,8 +55,8 @@ def _paragraph(plan: Plan, report: QualityReport) -> str:
             f"- **Parameters.** {parameters_apart(report)}",
             "- **Not equalised.** Each system has the initialisation, the norm and the other options of its preset. "
             f"{_scores(plan)}"
-            "On a CPU with a C++ compiler, gated units compute parts of their tiles in functions in C++; other systems are "
-            "PyTorch's operations alone, with fused softmax attention.",
+            "On a CPU with a C++ compiler, gated units and mhsa-relu2 compute parts of their tiles in functions in C++; "
+            "other systems are PyTorch's operations alone, with fused softmax attention.",
         ]
     )
 
