@@ -96,17 +96,21 @@ class Ungated(FLASH):
     [
         (
             lambda block: setattr(block.mixer, "normalization", "paper"),
-            "model has normalization = 'paper' in the mixer of block 0, but 'count' in its config, so another model would be "
-            "loaded: build it with normalization='paper'",
+            "model has normalization = 'paper' in backbone.blocks.0.mixer, but 'count' in its config, so another model would "
+            "be loaded: build it with normalization='paper'",
         ),
-        (lambda block: setattr(block.mixer, "norm_position", "post"), "model has norm_position = 'post' in the mixer"),
+        (lambda block: setattr(block.mixer, "norm_position", "post"), "model has norm_position = 'post' in backbone"),
+        (
+            lambda block: setattr(block.mixer.norm, "eps", 1e-3),
+            "model has eps = 0.001 in backbone.blocks.0.mixer.norm, but 1e-05",
+        ),
         (
             lambda block: setattr(block, "mixer", Ungated(16, d_qk=8, chunk_size=8, causal=True)),
-            r"model has a Ungated in the mixer of block 0, but a FLASH in its config, so .*: save its state_dict\(\) instead",
+            r"model has a Ungated as backbone.blocks.0.mixer, but a FLASH in its config.*: save its state_dict\(\) instead",
         ),
         (
             lambda block: setattr(block, "feed_forward", torch.nn.ReLU()),
-            "model has a ReLU in the feed_forward of block 0, but a",
+            "model has a ReLU as backbone.blocks.0.feed_forward, but a",
         ),
     ],
 )

@@ -60,33 +60,33 @@ def check_finite(argument: str, model: "LanguageModel") -> None:
 
 
 def _check_layers(model: "LanguageModel") -> None:
-    """Raise ArgumentError unless every layer has the class and the options of the config, from which it is built again."""
+    """Raise ArgumentError unless every module has the class and the options with which the config builds it again."""
     from torch import nn
 
-    config = model.config
-    of_model: dict[str, object] = {"norm_position": config.norm_position}
-    for index, block in enumerate(model.backbone.blocks):
-        parts = {
-            "mixer": (config.mixer, {**of_model, "causal": config.task != "mlm"}),
-            "feed_forward": (config.feed_forward, of_model),
-        }
-        for name, (described, shared) in parts.items():
-            layer, where = getattr(block, name), f"in the {name} of block {index}"
-            kind = nn.Identity if described is None else described.layer
-            if type(layer) is not kind:
+    from lineartime.models.language_model import build_model
+    from lineartime.shapes import shapes_only
+
+    with shapes_only():
+        built = build_model(model.config)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, wanted in built.named_modules(remove_duplicate=False):
+        found = modules.get(name)
+        if found is None or isinstance(found, nn.Dropout):  # missing weights are named later; saved models do not drop
+            continue
+        if type(found) is not type(wanted):
+            raise ArgumentError(
+                "model",
+                f"has a {type(found).__name__} as {name}, but a {type(wanted).__name__} in its config, so another model would "
+                "be loaded: save its state_dict() instead.",
+            )
+        for option, value in vars(wanted).items():
+            is_option = isinstance(value, (bool, int, float, str, type(None))) and option[0] != "_" and option != "training"
+            if is_option and getattr(found, option) != value:
                 raise ArgumentError(
                     "model",
-                    f"has a {type(layer).__name__} {where}, but a {kind.__name__} in its config, so another model would be "
-                    "loaded: save its state_dict() instead.",
+                    f"has {option} = {getattr(found, option)!r} in {name}, but {value!r} in its config, so another model would "
+                    f"be loaded: build it with {option}={getattr(found, option)!r}, and copy its weights.",
                 )
-            options = {} if described is None else {**described.options, **shared}
-            for option, value in options.items():
-                if getattr(layer, option) != value:
-                    raise ArgumentError(
-                        "model",
-                        f"has {option} = {getattr(layer, option)!r} {where}, but {value!r} in its config, so another model "
-                        f"would be loaded: build it with {option}={getattr(layer, option)!r}, and copy its weights.",
-                    )
 
 
 @contextmanager
