@@ -45,7 +45,7 @@ from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
-from lineartime.ops.triton import chunk_kernels, common, gated_kernels, mixed_chunk, quadratic_kernels
+from lineartime.ops.triton import chunk_kernels, common, gated_kernels, mixed_chunk, score_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
@@ -310,18 +310,22 @@ class Run:
         scales = torch.rand(1, count, device=self.device)
         options: dict[str, Any] = {"causal": True, "activation": "relu2"}
         states = mixed_chunk.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)[0]
-        of_chunks = partial(chunk_kernels.chunk_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
+        of_chunks = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
         weights = of_chunks()
         read_all = partial(chunk_kernels.read_chunks, weights, v, q, states, causal=True)
         read_numbers = 2 * v.numel() + q.numel() + states.numel() + weights.numel()
         inputs = (q, k, v, bias, rows, d_out, 0.1)
-        gradient = partial(quadratic_kernels.score_gradient, *inputs, n_summed=1, dtype=dtype, weights=weights, **options)
+        gradient = partial(score_kernels.score_gradient, *inputs, dtype=dtype, **options)
         inside, across = count * chunk**2, 2 * count * chunk * d_qk * d_value  # causal: half of all pairs, twice
         cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
-            "chunk_weights": (of_chunks, inside * d_qk, 2 * q.numel() + weights.numel()),
+            "attention_weights": (of_chunks, inside * d_qk, 2 * q.numel() + weights.numel()),
             "read_chunks": (read_all, inside * d_value + across, read_numbers),
             "read_chunks transposed": (partial(read_all, transposed=True), inside * d_value + across, read_numbers),
-            "score_gradient": (gradient, inside * (d_qk + d_value), 2 * v.numel() + 2 * q.numel() + 2 * weights.numel()),
+            "score_gradient": (
+                lambda: gradient()[0],
+                inside * (d_qk + d_value),
+                2 * v.numel() + 2 * q.numel() + 2 * weights.numel(),
+            ),
             "chunk_states": (
                 partial(mixed_chunk.chunk_states, k[None], v[None], scales, starts, causal=True, transposed=False),
                 across,

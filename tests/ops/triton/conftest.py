@@ -12,7 +12,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = tuple(
     f"lineartime.ops.triton.{name}"
-    for name in ("quadratic_kernels", "quadratic", "chunk_kernels", "mixed_chunk", "gated_kernels", "gated", "cross_entropy")
+    for name in ("score_kernels", "quadratic", "chunk_kernels", "mixed_chunk", "gated_kernels", "gated", "cross_entropy")
 )
 
 

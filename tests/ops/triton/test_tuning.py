@@ -6,20 +6,14 @@ import pytest
 import torch
 
 common = pytest.importorskip("lineartime.ops.triton.common")
-quadratic = pytest.importorskip("lineartime.ops.triton.quadratic_kernels")
+scores = pytest.importorskip("lineartime.ops.triton.score_kernels")
 chunks = pytest.importorskip("lineartime.ops.triton.chunk_kernels")
 
 
 def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
-    kernels = (quadratic.weigh_kernel, quadratic.score_input_gradient_kernel, quadratic.score_gradient_kernel)
-    for kernel in (*kernels, chunks.chunk_weights_kernel, chunks.read_chunks_kernel):
+    for kernel in (scores.attention_weights_kernel, scores.score_gradient_kernel, chunks.read_chunks_kernel):
         assert "tokens" in kernel.keys
     assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)
-    assert "SUMS" in quadratic.score_gradient_kernel.keys
-
-
-def test_another_number_of_rows_is_not_tuned_again() -> None:
-    assert "n_summed" not in quadratic.score_gradient_kernel.keys  # packs have another number in every batch
 
 
 def test_lengths_within_a_bucket_are_tuned_once() -> None:

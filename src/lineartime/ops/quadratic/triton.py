@@ -1,4 +1,4 @@
-"""Quadratic attention by Triton kernels, for GPUs: see `lineartime.ops.triton.quadratic_kernels`."""
+"""Quadratic attention by Triton kernels, for GPUs: see `lineartime.ops.triton.quadratic`."""
 
 import torch
 from torch import Tensor

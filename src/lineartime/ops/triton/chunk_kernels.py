@@ -1,11 +1,9 @@
-"""The kernels of mixed chunk attention: the weights of every chunk, and their products with the values.
+"""The kernel of mixed chunk attention: the products of the weights of every chunk, and of its state.
 
-    P[g, t, j] = row_scale[g, t] f(X[g, t, j])                             X as in quadratic_kernels.py
     out[g] = P[g] v[g] + readers[g] states[g]        dv[h] = P[h]^T dout[h] + readers[h] states[h]
 
-Shapes: N chunks of the batch, C tokens each, s query/key width, e value width. The weights [N, C, C] are in memory for a
-moment: each of the blocks of columns that divide the values would have to compute all of them again. They are smaller
-than the values where C < e, as in all presets, but large for chunks of thousands of tokens.
+Shapes: N chunks of the batch, C tokens each, s query/key width, e value width. The weights P [N, C, C] are those of
+score_kernels.py. They are smaller than the values where C < e, as in all presets, but large for chunks of thousands of tokens.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
@@ -14,13 +12,11 @@ than the values where C < e, as in all presets, but large for chunks of thousand
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.triton.common import (
-    activate,
     add_product,
     as_operand,
     configurations,
@@ -33,74 +29,21 @@ from lineartime.ops.triton.common import (
     store_tile,
     token_bucket,
     tuned,
-    width_block,
     workspace,
 )
-from lineartime.ops.triton.fit import chunk_weights_is_unfit, read_chunks_is_unfit
-from lineartime.ops.triton.score_tiles import mask_tile, score_tile, tile_of_program, visible_range
-
-# 1. P -----------------------------------------------------------------------------------------------------------------
+from lineartime.ops.triton.fit import read_chunks_is_unfit
 
 
-@tuned(
-    configurations(
-        ("BLOCK_M", "BLOCK_N"),
-        (128, 128, 8, 2),
-        (128, 64, 4, 2),
-        (64, 64, 4, 2),
-        (32, 32, 4, 2),
-    ),
-    key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},  # smaller than those below, which then read tiles that are all zero
-    unfit=chunk_weights_is_unfit,
-)
 @jit
-def chunk_weights_kernel(
-    q, k, bias, row_scale, out, T, bucket, tokens, score_scale,
-    S: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """P, zeros included. One program computes one tile of one chunk."""
-    chunk, row_start, other_start = tile_of_program(T, BLOCK_M, BLOCK_N)
-    rows = row_start + tl.arange(0, BLOCK_M)
-    others = other_start + tl.arange(0, BLOCK_N)
-    q += chunk * T * S
-    k += chunk * T * S
-
-    # A loop of one round or none: the products of a tile whose keys all come after its queries are left out.
-    visible = 1
-    if CAUSAL:
-        visible = tl.where(other_start < row_start + BLOCK_M, 1, 0)
-    tile = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
-    for _ in range(0, visible):
-        x_tile = load_tile(q, rows, tl.arange(0, BLOCK_S), T, S, COMPUTE)
-        scores = score_tile(q, k, bias, x_tile, rows, others, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
-        tile += mask_tile(activate(scores, ACTIVATION), rows, others, row_scale + chunk * T, T, CAUSAL, False)
-    store_tile(out + chunk * T * T, tile, rows, others, T, T)
-
-
-def chunk_weights(
-    q: Tensor, k: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool, activation: str,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """P of queries and keys [N, C, s]: [N, C, C] in `dtype`."""
-    n_chunks, length, width = q.shape
-    out = workspace((n_chunks, length, length), dtype, q.device)
-
-    def grid(config: dict[str, Any]) -> tuple[int]:
-        return (n_chunks * triton.cdiv(length, config["BLOCK_M"]) * triton.cdiv(length, config["BLOCK_N"]),)
-
-    with on_device(q):
-        chunk_weights_kernel[grid](
-            q, k, bias, row_scale, out, length, length_bucket(length), token_bucket(n_chunks * length), score_scale,
-            S=width, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            BLOCK_S=width_block(width, q.dtype), **number_formats(q.dtype),
-        )  # fmt: skip
-    return out
-
-
-# 2. out, and dv -------------------------------------------------------------------------------------------------------
+def visible_range(block, T, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first of the others that a block of rows reads, in steps of BLOCK_N, and the end of them."""
+    first = 0
+    last = T
+    if CAUSAL and TRANSPOSED:
+        first = block * BLOCK_M // BLOCK_N * BLOCK_N
+    if CAUSAL and not TRANSPOSED:
+        last = tl.minimum((block + 1) * BLOCK_M, T)
+    return first, last
 
 
 @tuned(

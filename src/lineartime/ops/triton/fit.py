@@ -13,8 +13,8 @@ from typing import Any
 import triton.language as tl
 
 
-def chunk_weights_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `chunk_weights_kernel`."""
+def attention_weights_is_unfit(sizes: dict[str, Any]) -> bool:
+    """Whether these blocks are too large for `attention_weights_kernel`."""
     return bool(sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32))
 
 
@@ -23,30 +23,10 @@ def read_chunks_is_unfit(sizes: dict[str, Any]) -> bool:
     return bool(sizes["IN_REGISTERS"] and sizes["TRANSPOSED"] and sizes["BLOCK_M"] * sizes["BLOCK_E"] > 128 * 128)
 
 
-def weigh_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `weigh_kernel`."""
-    return bool(
-        (sizes["IN_REGISTERS"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
-        or (sizes["IN_REGISTERS"] and sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_M"] > 32)
-        or (sizes["LITTLE_SHARED"] and sizes["BLOCK_M"] * sizes["BLOCK_E"] > (128 if sizes["BLOCK_S"] <= 128 else 64) * 128)
-    )
-
-
-def score_input_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `score_input_gradient_kernel`."""
-    return bool(
-        ((sizes["BLOCK_S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_N"] > 32)
-        or (sizes["BLOCK_S"] > 128 and sizes["IN_REGISTERS"] and sizes["BLOCK_E"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and max(sizes["BLOCK_N"], sizes["BLOCK_E"]) > 32)
-        or (sizes["LITTLE_SHARED"] and sizes["S"] > 256 and sizes["BLOCK_M"] > 64)
-    )
-
-
 def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `score_gradient_kernel`; a sum over sequences needs a second tile."""
+    """Whether these blocks are too large for `score_gradient_kernel`."""
     return bool(
-        ((sizes["SUMS"] or sizes["S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
+        ((sizes["S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
         or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
     )

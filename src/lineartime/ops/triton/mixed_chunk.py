@@ -2,7 +2,7 @@
 
 Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/key width, e value width.
 
-    out[g, t] = sum over j of P[g, t, j] v[g, j] + q_lin[g, t] . M[g]               P, and dX below, as in quadratic_kernels.py
+    out[g, t] = sum over j of P[g, t, j] v[g, j] + q_lin[g, t] . M[g]               P, and dX below, as in score_kernels.py
     M[g] = a[g] sum over h in R(g) of k_lin[h]^T v[h]                N[h] = sum over g with h in R(g) of a[g] q_lin[g]^T dout[g]
 
     dv[h, j] = sum over t of P[h, t, j] dout[h, t] + k_lin[h, j] . N[h]
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
 from lineartime.ops.precision import without_autocast
-from lineartime.ops.triton.chunk_kernels import Gate, chunk_weights, read_chunks
+from lineartime.ops.triton.chunk_kernels import Gate, read_chunks
 from lineartime.ops.triton.common import (
     jit,
     number_formats,
@@ -36,7 +36,7 @@ from lineartime.ops.triton.common import (
     tuned,
     workspace,
 )
-from lineartime.ops.triton.quadratic_kernels import score_gradient
+from lineartime.ops.triton.score_kernels import attention_weights, score_gradient
 
 # 1. States: M and N ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def forward(
     q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
     bias = None if bias is None else bias.contiguous()
     options: dict[str, Any] = {"causal": causal, "activation": activation}
-    weights = chunk_weights(q, k, bias, row_scale, score_scale, dtype=states.dtype, **options)
+    weights = attention_weights(q, k, bias, row_scale, score_scale, dtype=states.dtype, **options)
     out = read_chunks(weights, values, readers, of_chunks, causal=causal, gate=gate)
     return out.view(v.shape), states
 
@@ -258,10 +258,7 @@ def backward(
         d_k_lin = (v.to(dtype) @ states.mT).to(v.dtype)
 
         q, k, values, d_values = (x.flatten(0, 1) for x in (q_quad, k_quad, v, d_out))
-        weights = workspace((len(q), q.shape[1], q.shape[1]), dtype, v.device)
-        d_scores = score_gradient(
-            q, k, values, bias, row_scale, d_values, score_scale, n_summed=1, dtype=dtype, weights=weights, **options
-        )  # fmt: skip
+        weights, d_scores = score_gradient(q, k, values, bias, row_scale, d_values, score_scale, dtype=dtype, **options)
         d_v = read_chunks(weights, d_values, k_lin.flatten(0, 1), states.flatten(0, 1), causal=causal, transposed=True)
         del weights, states
         nothing = d_scores.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds

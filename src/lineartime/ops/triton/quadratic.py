@@ -1,30 +1,61 @@
 """Quadratic attention on the GPU as an operator, without a T x T matrix in memory, forward or backward.
 
-The mathematics and the kernels are in `quadratic_kernels`. Shapes: B batch, T tokens, s query/key width, e value width.
+Shapes: B batch, T tokens, s query/key width, e value width.
+
+    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in score_kernels.py
+    dv[j]  = sum over t of P[t, j] dout[t]      dbias = sum over b of dX
+    dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]
+
+Forward, P is in memory for a part of the queries at a time; backward, P and dX for a part of the keys. A kernel computes them
+once, and they enter matrix products of PyTorch. The parts follow each other in a fixed order, so that the same inputs always
+give the same bits.
 """
 
 # Triton may be absent, and has no types.
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineartime.ops.operator import refuse_second_derivative, register_operator
-from lineartime.ops.triton.common import workspace
-from lineartime.ops.triton.quadratic_kernels import score_gradient, score_input_gradient, weigh
+from lineartime.ops.precision import acc_dtype, without_autocast
+from lineartime.ops.triton.common import state_dtype, workspace
+from lineartime.ops.triton.score_kernels import Pairs, attention_weights, score_gradient
+
+SCORES = 2**26
+"""The largest number of pairs whose scores are in memory at a time, unless `TOKENS` tokens of each sequence have more."""
+TOKENS = 256
+"""The smallest number of queries or keys at a time: matrix products of fewer are slow."""
+
+
+def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
+    """Parts of the sequences, first token and end. Of a causal sequence they are short: half of a part's own pairs are zero."""
+    size = max(TOKENS, min(SCORES // (batch * length), length // 8 if causal else length) // TOKENS * TOKENS)
+    for first in range(0, length, size):
+        yield first, min(first + size, length)
 
 
 def _triton_quadratic(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, causal: bool,
     activation: str,
 ) -> Tensor:  # fmt: skip
+    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
     if v.numel() == 0:
         return workspace(v.shape, v.dtype, v.device)
-    q, k, v, row_scale = (x.contiguous() for x in (q, k, v, row_scale))
+    q, k, row_scale = (x.contiguous() for x in (q, k, row_scale))
     bias = None if bias is None else bias.contiguous()
-    return weigh(q, k, v, bias, row_scale, score_scale, causal=causal, activation=activation)
+    options: dict[str, Any] = {"causal": causal, "activation": activation, "dtype": dtype}
+    out, values = workspace(v.shape, dtype, v.device), v.to(dtype)
+    with without_autocast(v):
+        for first, last in _parts(batch, length, causal):
+            seen = last if causal else length
+            weights = attention_weights(q, k, bias, row_scale, score_scale, pairs=Pairs(first, last, 0, seen), **options)
+            torch.bmm(weights, values[:, :seen], out=out[:, first:last])
+            del weights  # before there is memory for the next ones
+    return out.to(v.dtype)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Tensor:
@@ -35,35 +66,33 @@ def _triton_quadratic_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, causal: bool,
     activation: str, with_d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
     d_bias = q.new_empty(0)
+    if bias is not None and with_d_bias:
+        d_bias = workspace(bias.shape, torch.promote_types(bias.dtype, acc_dtype(v)), v.device).zero_()
+    d_bias_dtype = q.dtype if bias is None else bias.dtype
     if v.numel() == 0:
-        if bias is not None and with_d_bias:
-            d_bias = bias.new_zeros(bias.shape)
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_bias
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_bias.to(d_bias_dtype)
     q, k, v, row_scale, d_out = (x.contiguous() for x in (q, k, v, row_scale, d_out))
     bias = None if bias is None else bias.contiguous()
-    options: dict[str, Any] = {"causal": causal, "activation": activation}
-    bias_of_keys = None if bias is None else bias.mT.contiguous()
-    d_v = weigh(q, k, d_out, bias_of_keys, row_scale, score_scale, transposed=True, **options)
-    d_k = score_input_gradient(q, k, v, bias_of_keys, row_scale, d_out, score_scale, transposed=True, **options)
-    inputs = (q, k, v, bias, row_scale, d_out, score_scale)
-    d_q = score_input_gradient(*inputs, transposed=False, **options)
-    if bias is not None and with_d_bias:
-        parts = _parts_of_sum(bias.shape[0], bias.shape[1], len(q))
-        sums = score_gradient(
-            *inputs, n_summed=len(q) // parts, dtype=torch.promote_types(bias.dtype, torch.float32), **options
-        )
-        d_bias = sums.sum(0).to(bias.dtype)
-    return d_q, d_k, d_v, d_bias
-
-
-def _parts_of_sum(rows: int, columns: int, batch: int) -> int:
-    """Into how many equal parts the batch is divided, of which each sums its gradients of the bias: more keep a GPU busy.
-
-    All parts together take at most 256 MiB, or as much as the bias. Their sum does not depend on what runs first.
-    """
-    most = max(1, min(batch, 64, 2**26 // (rows * columns)))
-    return next(parts for parts in range(most, 0, -1) if batch % parts == 0)
+    options: dict[str, Any] = {"causal": causal, "activation": activation, "dtype": dtype}
+    d_q = workspace(q.shape, acc_dtype(v), v.device).zero_()  # a sum over the parts, which bf16 would round each time
+    d_k, d_v = (workspace(x.shape, dtype, v.device) for x in (k, v))
+    of_queries, of_keys, d_read = q.to(dtype), k.to(dtype), d_out.to(dtype)
+    nothing = d_k.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds
+    with without_autocast(v):
+        for first, last in _parts(batch, length, causal):
+            start = first if causal else 0
+            pairs = Pairs(start, length, first, last)
+            weights, d_scores = score_gradient(q, k, v, bias, row_scale, d_out, score_scale, pairs=pairs, **options)
+            torch.bmm(weights.mT, d_read[:, start:], out=d_v[:, first:last])
+            del weights
+            d_q[:, start:] += torch.baddbmm(nothing, d_scores, of_keys[:, first:last], beta=0, alpha=score_scale)
+            d_k[:, first:last] = torch.baddbmm(nothing, d_scores.mT, of_queries[:, start:], beta=0, alpha=score_scale)
+            if bias is not None and with_d_bias:
+                d_bias[start:, first:last] = d_scores.sum(0, dtype=d_bias.dtype)
+            del d_scores
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_bias.to(d_bias_dtype)
 
 
 def _fake_backward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

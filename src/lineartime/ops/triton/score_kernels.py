@@ -1,0 +1,191 @@
+"""The kernels of everything that has a number for each pair of a query and a key: the weights of attention, and gradients.
+
+Shapes: N sequences, T tokens, s query/key width, e value width. Of a sequence, a kernel computes some queries and some keys.
+
+    P[t, j] = r[t] f(X[t, j])        dX[t, j] = r[t] f'(X[t, j]) dout[t].v[j]        X[t, j] = c q[t].k[j] + bias[t, j]
+
+with r = row_scale, c = score_scale, f the activation, and P = dX = 0 at j > t where attention is causal. Both go to memory: the
+products that they enter, with the wide values above all, would otherwise compute them again for each block of columns.
+Chunks are sequences of their own for mixed chunk attention. Quadratic attention takes a part of the pairs at a time.
+"""
+
+# Triton may be absent, has no types, and writes the constants of a kernel in capitals.
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+# ruff: noqa: N803
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineartime.ops.triton.common import (
+    activate,
+    configurations,
+    jit,
+    length_bucket,
+    number_formats,
+    on_device,
+    store_tile,
+    token_bucket,
+    tuned,
+    width_block,
+    workspace,
+)
+from lineartime.ops.triton.fit import attention_weights_is_unfit, score_gradient_is_unfit
+from lineartime.ops.triton.score_tiles import mask_tile, score_gradient_tile, score_tile, tile_of_program
+
+
+class Pairs(NamedTuple):
+    """The pairs that a kernel computes: queries from `first_query` to before `last_query`, and keys likewise."""
+
+    first_query: int
+    last_query: int
+    first_key: int
+    last_key: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.last_query - self.first_query, self.last_key - self.first_key
+
+    def blocks(self, config: dict[str, Any]) -> int:
+        """The number of tiles of BLOCK_M queries and BLOCK_N keys."""
+        n_queries, n_keys = self.shape
+        blocks: int = triton.cdiv(n_queries, config["BLOCK_M"]) * triton.cdiv(n_keys, config["BLOCK_N"])
+        return blocks
+
+
+# 1. P -----------------------------------------------------------------------------------------------------------------
+
+
+@tuned(
+    configurations(
+        ("BLOCK_M", "BLOCK_N"),
+        (128, 128, 8, 2),
+        (128, 64, 4, 2),
+        (64, 64, 4, 2),
+        (32, 32, 4, 2),
+    ),
+    key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},  # smaller than those of read_chunks, which then reads tiles that are all zero
+    unfit=attention_weights_is_unfit,
+)
+@jit
+def attention_weights_kernel(
+    q, k, bias, row_scale, out, T, first_query, last_query, first_key, last_key, bucket, tokens, score_scale,
+    S: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """P, zeros included. One program computes one tile of one sequence."""
+    n_queries, n_keys = last_query - first_query, last_key - first_key
+    sequence, query_start, key_start = tile_of_program(n_queries, n_keys, BLOCK_M, BLOCK_N)
+    rows, columns = query_start + tl.arange(0, BLOCK_M), key_start + tl.arange(0, BLOCK_N)
+    queries, keys = first_query + rows, first_key + columns
+    q += sequence * T * S
+    k += sequence * T * S
+
+    # A loop of one round or none: the products of a tile whose keys all come after its queries are left out.
+    visible = 1
+    if CAUSAL:
+        visible = tl.where(first_key + key_start < first_query + query_start + BLOCK_M, 1, 0)
+    tile = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
+    for _ in range(0, visible):
+        scores = score_tile(q, k, bias, queries, keys, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
+        tile += mask_tile(activate(scores, ACTIVATION), queries, keys, row_scale + sequence * T, T, CAUSAL)
+    store_tile(out + sequence * n_queries * n_keys, tile, rows, columns, n_queries, n_keys)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, bias: Tensor | None, row_scale: Tensor, score_scale: float, *, causal: bool, activation: str,
+    dtype: torch.dtype, pairs: Pairs | None = None,
+) -> Tensor:  # fmt: skip
+    """P of queries and keys [N, T, s], in `dtype`: [N, T, T], or that of some pairs alone."""
+    n_sequences, length, width = q.shape
+    pairs = pairs or Pairs(0, length, 0, length)
+    out = workspace((n_sequences, *pairs.shape), dtype, q.device)
+    with on_device(q):
+        attention_weights_kernel[lambda config: (n_sequences * pairs.blocks(config),)](
+            q, k, bias, row_scale, out, length, *pairs, *_buckets(n_sequences, pairs), score_scale,
+            S=width, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            BLOCK_S=width_block(width, q.dtype), **number_formats(q.dtype),
+        )  # fmt: skip
+    return out
+
+
+def _buckets(n_sequences: int, pairs: Pairs) -> tuple[int, int]:
+    """`bucket` and `tokens`, for the autotuner."""
+    return length_bucket(min(pairs.shape)), token_bucket(n_sequences * max(pairs.shape))
+
+
+# 2. P and dX ----------------------------------------------------------------------------------------------------------
+
+
+@tuned(
+    configurations(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
+        (128, 128, 64, 8, 3),
+        (128, 64, 64, 8, 3),
+        (64, 64, 64, 4, 3),
+        (64, 64, 32, 4, 2),
+        (64, 32, 32, 4, 2),
+        (32, 32, 32, 4, 2),
+    ),
+    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},  # smaller than those of read_chunks
+    unfit=score_gradient_is_unfit,
+)
+@jit
+def score_gradient_kernel(
+    q, k, v, bias, row_scale, d_out, weights, d_scores, T, first_query, last_query, first_key, last_key, bucket, tokens,
+    score_scale,
+    S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """P and dX, zeros included, of the same scores. One program computes one tile of one sequence."""
+    n_queries, n_keys = last_query - first_query, last_key - first_key
+    sequence, query_start, key_start = tile_of_program(n_queries, n_keys, BLOCK_M, BLOCK_N)
+    rows, columns = query_start + tl.arange(0, BLOCK_M), key_start + tl.arange(0, BLOCK_N)
+    queries, keys = first_query + rows, first_key + columns
+    q += sequence * T * S
+    k += sequence * T * S
+    v += sequence * T * E
+    d_out += sequence * T * E
+    weights += sequence * n_queries * n_keys
+    d_scores += sequence * n_queries * n_keys
+
+    visible = 1
+    if CAUSAL:
+        visible = tl.where(first_key + key_start < first_query + query_start + BLOCK_M, 1, 0)
+    d_tile = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
+    for _ in range(visible, 1):
+        store_tile(weights, d_tile, rows, columns, n_queries, n_keys)
+    for _ in range(0, visible):
+        scores = score_tile(q, k, bias, queries, keys, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
+        tile = mask_tile(activate(scores, ACTIVATION), queries, keys, row_scale + sequence * T, T, CAUSAL)
+        store_tile(weights, tile, rows, columns, n_queries, n_keys)
+        d_tile += score_gradient_tile(
+            scores, d_out, v, row_scale + sequence * T, queries, keys, T,
+            E, CAUSAL, ACTIVATION, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
+        )  # fmt: skip
+    store_tile(d_scores, d_tile, rows, columns, n_queries, n_keys)
+
+
+def score_gradient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, row_scale: Tensor, d_out: Tensor, score_scale: float, *,
+    causal: bool, activation: str, dtype: torch.dtype, pairs: Pairs | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """P and dX of queries and keys [N, T, s], values and output gradients [N, T, e], in `dtype`, as `attention_weights`."""
+    (n_sequences, length, width), n_columns = q.shape, v.shape[-1]
+    pairs = pairs or Pairs(0, length, 0, length)
+    weights, d_scores = (workspace((n_sequences, *pairs.shape), dtype, v.device) for _ in range(2))
+    with on_device(v):
+        score_gradient_kernel[lambda config: (n_sequences * pairs.blocks(config),)](
+            q, k, v, bias, row_scale, d_out, weights, d_scores, length, *pairs, *_buckets(n_sequences, pairs), score_scale,
+            S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
+        )  # fmt: skip
+    return weights, d_scores
