@@ -238,10 +238,13 @@ def test_the_operations_of_reading_a_prompt_are_those_that_it_does(name: str) ->
     assert forward > 2 * counter.get_total_flops() / 256
 
 
-def test_results_hold_the_options_the_machine_and_no_paths(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
+def test_results_hold_the_options_the_machine_and_no_paths(
+    options: Callable[..., BenchConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "quality.json").write_text('{"flash-tiny": 1.5, "other": 2}')
     config = options(measure=("forward",), metrics=(tmp_path / "quality.json",))
     run_benchmark(config)
+    assert "metrics also has results of other, not measured here" in capsys.readouterr().err
     results = saved(config)
     assert results["options"]["rounds"] == 3
     assert results["peak_flops"]["fp32"] == {"runs": [1e9, 1e9], "taken": 1e9}
@@ -469,7 +472,7 @@ def test_the_quality_of_a_run_is_that_of_its_best_evaluation_and_of_its_own_mode
         {"step": step, "validation_loss": loss, "validation_bits_per_byte": 2 * loss} for step, loss in ((1, 3.0), (2, 1.5))
     ]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_quality([tmp_path], {"flash-tiny": trained, "gau-tiny": measured}) == {"flash-tiny": 3.0}
+    assert read_quality([tmp_path], {"flash-tiny": trained, "gau-tiny": measured}) == ({"flash-tiny": 3.0}, [])
     with pytest.raises(ArgumentError, match=r"not the one measured here: dropout is 0.1 there and 0.0 here; measure the model"):
         read_quality([tmp_path], {"flash-tiny": measured})
     smaller = resolve("flash-tiny", d_qk=8, vocab_size=999, dropout=0.1)

@@ -141,7 +141,7 @@ def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest
     assert main([*arguments, "--stop", "no such text", stop]) == 0
     assert capsys.readouterr().out == f"the {whole[: whole.index(stop)]}\n"
     fails([*arguments, "--stop", ""], "--stop holds '', but must hold texts of at least one character")
-    fails([*arguments, "--samples", "0"], "--samples is 0, but must be at least 1")
+    fails([*arguments, "--samples", "0"], "^error: --samples is 0, but must be at least 1")  # before the note
 
 
 @pytest.mark.slow

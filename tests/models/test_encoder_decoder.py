@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from lineartime.models.layer_config import LayerConfig
+from lineartime.models.presets import build
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,
@@ -161,6 +162,8 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match="model is in training mode, in which dropout changes its logits"):
         greedy(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
     assert len(greedy(short, source, start_token=0, stop_token=None, max_tokens=10)[0]) == 10
+    with pytest.raises(ValueError, match="model is of type CausalLM, but must be an EncoderDecoder: for a language model"):
+        greedy(build("flash-tiny", n_blocks=1, d_model=32), source, start_token=0, stop_token=None, max_tokens=1)  # type: ignore[arg-type]
 
 
 # What it learns --------------------------------------------------------------------------------------------------------

@@ -50,11 +50,13 @@ def run_benchmark(config: BenchConfig) -> None:
 
 
 def _run_plan(config: BenchConfig, plan: Plan) -> None:
-    quality = read_quality(config.metrics, {subject.name: subject.config for subject in plan.subjects})
+    quality, strangers = read_quality(config.metrics, {subject.name: subject.config for subject in plan.subjects})
     folder = config.folder()
     results = Results(folder, config.to_dict(), plan.device, plan.precision)
     results.save()
     with _Progress(plan) as progress:
+        if strangers:
+            progress.say(f"metrics also has results of {', '.join(strangers)}, not measured here")
         try:
             with _quiet(), separate_compilations(), freed_memory_kept():  # freed memory is kept as in training
                 _Run(config, plan, results, progress).all_cells()

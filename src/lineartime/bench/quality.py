@@ -12,8 +12,8 @@ from lineartime.models.config import ModelConfig
 from lineartime.runs.summary import summarize
 
 
-def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> dict[str, float]:
-    """Read bits per byte, by the name of a measured model.
+def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> tuple[dict[str, float], list[str]]:
+    """Read bits per byte by the name of a measured model, and the names that the sources have of other models.
 
     Args:
         sources: folders of runs, whose best evaluation is used, or JSON files of {name: bits per byte}.
@@ -37,7 +37,7 @@ def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> 
     if sources and not quality:
         models_named = ", ".join(strangers) or "no model"
         raise ArgumentError("metrics", f"has results for {models_named}, but none of these models is measured.")
-    return quality
+    return quality, strangers
 
 
 def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:

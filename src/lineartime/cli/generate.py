@@ -65,7 +65,9 @@ def run(options: Options) -> None:
     A note on how the text is computed goes to standard error.
     """
     from lineartime.machine import choose_device, using_threads
+    from lineartime.ops.checks import check_positive
 
+    check_positive(samples=options.samples, max_tokens=options.max_tokens)
     prompt, device = read_text("prompt", options.prompt, "prompt_file", options.prompt_file), choose_device(options.device)
     with using_threads(options.threads):
         _generate(options, prompt, device)

@@ -242,9 +242,12 @@ def greedy(
         The token ids of B targets.
 
     Raises:
-        ArgumentError: if shapes do not match, a token is outside the vocabulary, `max_tokens` is below 1 or more than the
-            decoder can read, or the model is in training mode with dropout.
+        ArgumentError: for another kind of model, if shapes do not match, a token is outside the vocabulary, `max_tokens` is
+            below 1 or more than the decoder can read, or the model is in training mode with dropout.
     """
+    if not isinstance(model, EncoderDecoder):
+        found = type(model).__name__
+        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
     check_positive(max_tokens=max_tokens)
     for name, token in (("start_token", start_token), ("stop_token", stop_token)):
         check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
