@@ -62,6 +62,11 @@ def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_
     assert isinstance(load_tokenizer(path), ByteTokenizer)
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    modes = {file.stat().st_mode for file in save(tmp_path, 1).iterdir() if file.is_file()}
+    assert len(modes) == 1
+
+
 def test_a_tokenizer_is_loaded_from_whatever_a_model_is(tmp_path: Path) -> None:
     path = save(tmp_path / "run", 1)
     for place in (tmp_path / "run", str(tmp_path / "run"), path, str(path), path / "tokenizer.json"):

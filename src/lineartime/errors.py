@@ -34,6 +34,25 @@ class Call:
 
 
 MessagePart = str | Argument | Call
+Spelling = Callable[[Argument | Call], str]
+
+_spelling: Spelling = str
+
+
+@contextmanager
+def spelled(written: Spelling) -> Iterator[None]:
+    """Write the arguments and calls in messages in another way for the duration of a `with` block, for instance as options."""
+    global _spelling
+    before, _spelling = _spelling, written
+    try:
+        yield
+    finally:
+        _spelling = before
+
+
+def spell(part: Argument | Call) -> str:
+    """An argument or a call in a message that is not an error."""
+    return _spelling(part)
 
 
 class LineartimeError(Exception):
@@ -48,9 +67,9 @@ class LineartimeError(Exception):
         self.parts = parts
 
     def __str__(self) -> str:
-        return self.message(str)
+        return self.message(_spelling)
 
-    def message(self, written: Callable[[Argument | Call], str]) -> str:
+    def message(self, written: Spelling) -> str:
         """The message, with arguments and calls formatted by `written`."""
         return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 

@@ -14,6 +14,8 @@ from lineartime.errors import ArgumentError, reporting_file_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 """The file name of a tokenizer, as in the tokenizers library."""
+RECORD_FILE = "run.json"
+"""The file in the folder of a run that tells how it was started."""
 
 
 def write_atomically(file: Path, text: str) -> None:

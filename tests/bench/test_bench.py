@@ -36,13 +36,13 @@ from lineartime.bench.subjects import (
 )
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.files import RECORD_FILE
 from lineartime.generation.streams import prefill_batch
 from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM
 from lineartime.models.presets import presets, resolve
 from lineartime.runs.metrics import METRICS_FILE
-from lineartime.runs.record import RECORD_FILE
 from lineartime.shapes import shapes_only
 
 CPU = torch.device("cpu")

@@ -135,6 +135,16 @@ def test_a_run_that_is_refused_leaves_the_picture_of_the_run_in_its_folder(folde
     assert picture.read_bytes() == before
 
 
+def test_an_error_on_record_names_options_as_the_command_line_does(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str], fails: Fails
+) -> None:
+    run = str(tmp_path / "run")
+    arguments = ["train", *options, "--out", run, "--steps", "3", "--learning-rate", "1e30", "--max-skipped", "1"]
+    fails(arguments, "with --learning-rate below 1e[+]30 or more --warmup-steps")
+    assert main(["runs", run]) == 0
+    assert "with --learning-rate below 1e+30 or more --warmup-steps" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_can_be_repeated_with_one_thing_changed(tmp_path: Path, options: list[str]) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(["train", *options, "--out", str(first), "--steps", "3", "--seed", "4"]) == 0

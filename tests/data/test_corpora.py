@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 import pytest
@@ -134,6 +135,30 @@ def test_folders_are_read_to_the_bottom_but_hidden_files_are_not(tmp_path: Path)
         (tmp_path / name).write_text("text\n")
     names = {part.path.name for split in load_corpus(tmp_path).splits.values() for part in split}
     assert names == {"a.txt", "b.txt", "c.md"}
+
+
+def test_a_run_below_the_folder_that_it_is_trained_on_is_no_part_of_the_text(tmp_path: Path) -> None:
+    for name in ("a.txt", "runs/own/metrics.jsonl", "runs/own/run.json", "runs/own/step-00000001/model.json", "other/run.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    parts = load_corpus(tmp_path).splits.values()  # type: ignore[union-attr]
+    names = {part.path.relative_to(tmp_path).as_posix() for parts in parts for part in parts}
+    assert names == {"a.txt", "other/run.json"}
+
+
+def test_a_folder_that_cannot_be_read_is_named_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    read = Path.iterdir
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        if folder.name == "closed":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(LineartimeError, match=r"Cannot read .*/closed: Permission denied"):
+        load_corpus(tmp_path)
 
 
 def test_files_and_folders_called_like_splits_are_the_splits(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, load_corpus, token_stream
+from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, joined, load_corpus, token_stream
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.corpora import Source
@@ -181,15 +181,44 @@ def test_what_cannot_be_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("text")
-    old, new = tmp_path / "cache" / "x.1.partial", tmp_path / "cache" / "x.2.partial"
-    for folder in (old, new):
+    names = (f"{'0' * 20}.{'1' * 32}.partial", f"{'0' * 20}.{'2' * 32}.partial", "download.partial")
+    old, new, other = (tmp_path / "cache" / name for name in names)
+    for folder in (old, new, other):
         folder.mkdir(parents=True)
         (folder / "tokens-00000.bin").write_bytes(b"12")
-    for path in (old / "tokens-00000.bin", old):
+    for path in (old / "tokens-00000.bin", old, other / "tokens-00000.bin", other):
         os.utime(path, (time.time() - 7200, time.time() - 7200))
     encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
     assert not old.exists()
     assert new.exists()
+    assert other.exists(), "a folder of another program is deleted"
+
+
+def test_a_limit_of_tokens_is_also_one_of_the_text_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "BLOCK", 100)
+    read: list[str] = []
+
+    class Counted(Blocks):
+        def documents(self, split: Split) -> Iterator[Iterator[str]]:
+            return (map(self._count, blocks) for blocks in super().documents(split))
+
+        def _count(self, block: str) -> str:
+            read.append(block)
+            return block
+
+    assert len(encode(Counted(*[["x" * 50]] * 100), tmp_path, max_tokens=20)) == 20
+    assert len(read) <= 4
+    assert len(encode(Counted(*[["x" * 50]] * 100), tmp_path)) == 5100
+
+
+def test_streams_of_several_sources_are_joined_with_their_counts(tmp_path: Path) -> None:
+    both = encode(Blocks(["one two"], ["three"]), tmp_path)
+    parts = [encode(Blocks(["one two"]), tmp_path), encode(Blocks(["three"]), tmp_path, max_tokens=3)]
+    found = joined(Blocks(), "train", parts)
+    assert found.tokens[:].tolist() == both.tokens[:].tolist()[:11]
+    assert found.tokens[6:9].tolist() == both.tokens[6:9].tolist()
+    assert (len(found), found.n_bytes, found.n_words, found.n_documents, found.is_cut) == (11, 10, 3, 2, True)
+    assert found.digest not in (both.digest, *(part.digest for part in parts))
 
 
 def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:

@@ -388,6 +388,17 @@ def test_weights_are_taken_from_whatever_holds_a_model(
     assert is_checkpoint(result.checkpoint)
 
 
+def test_a_tokenizer_that_is_not_the_models_is_refused_even_if_it_has_the_same_size(text: Path, tmp_path: Path) -> None:
+    tiny = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
+    options: dict[str, Any] = {"context_length": 16, "steps": 1, "cache": tmp_path / "c", "track": (), "tokenizer": "bpe-270"}
+    first = train(data=str(text), out=tmp_path / "first", override=tiny, **options).run
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} other words of another text\n" for i in range(900)))
+    with pytest.raises(ArgumentError, match="tokenizer is bpe-270, but the model of init_from has learnt the tokens"):
+        train(init_from=first, data=str(other), out=tmp_path / "other", **options)
+    assert train(init_from=first, data=str(text), out=tmp_path / "second", **options).finished
+
+
 def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"context_length": 16, "out": tmp_path / "new", "track": ()}
     options["data"] = str(tmp_path / "unread.jsonl")  # which is not read before the model is known to fit

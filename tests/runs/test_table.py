@@ -142,6 +142,16 @@ def test_a_run_may_be_given_itself_and_none_is_shown_twice(tmp_path: Path, capsy
     assert [Path(found["path"]).name for found in facts["runs"]] == ["a", "b"]
 
 
+def test_a_run_with_a_link_to_it_has_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run-2024")
+    make_run(tmp_path / "z" / "own")
+    (tmp_path / "latest").symlink_to(tmp_path / "run-2024")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    shown(tmp_path, json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert sorted(str(Path(found["path"]).relative_to(tmp_path)) for found in facts["runs"]) == ["run-2024", "z/own"]
+
+
 def test_folders_are_searched_three_levels_down_and_never_in_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "1" / "2" / "3")
     make_run(tmp_path / "1" / "2" / "3" / "inside")

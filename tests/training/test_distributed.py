@@ -331,6 +331,23 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     assert second.startswith("ReportedError")  # which the command line does not show
 
 
+def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
+    config: MakeConfig, launch: Launch, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"text": f"{i} times {i} is {i * i}. "}) for i in range(600)]
+    (tmp_path / "text").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "text" / f"{split}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "text" / "train.jsonl").write_text("\n".join([*lines[:301], '{"text": 5}', *lines[302:]]))
+    processes = launch(config(data=str(tmp_path / "text"), streaming=True, lanes=2, steps=100, tokens_per_batch=4 * 24), 2)
+    assert processes.wait(60) == [1, 1]
+    said = sorted(processes.errors())
+    assert [each.partition(":")[0] for each in said] == ["LineartimeError", "ReportedError"]
+    error = last_error(read_record(tmp_path / "run"))
+    assert error is not None
+    assert "line 302" in error
+
+
 def test_processes_that_were_started_for_different_runs_are_told_so(config: MakeConfig, launch: Launch) -> None:
     other = """
 if os.environ["RANK"] == "1":

@@ -73,6 +73,10 @@ def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
     with pytest.raises(LineartimeError, match="batch_size is 0"):
         trained(config(batch_size=0))
     assert not config().run_directory.exists()
+    config().run_directory.mkdir()
+    with pytest.raises(LineartimeError, match="data is nothing"):
+        trained(config(data="nothing"))
+    assert config().run_directory.exists(), "a folder of the user is deleted"
 
 
 def test_a_place_that_can_hold_no_folder_is_named(config: MakeConfig, text: Path) -> None:

@@ -94,6 +94,18 @@ def test_a_shuffle_of_documents_needs_a_stream(config: MakeConfig) -> None:
         config(shuffle_documents=5).check()
     with pytest.raises(ArgumentError, match=r"^lanes is 3, but needs streaming: leave it out"):
         config(lanes=3).check()
+    config(lanes=3, shuffle_documents=5, like="another").check()  # taken from a run that streams its text
+
+
+def test_a_stream_of_several_texts_holds_out_some_of_each(config: MakeConfig, tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, word in zip(files, ("aaaa ", "zzzz "), strict=True):
+        file.write_text((json.dumps({"text": word * 30}) + "\n") * 200)
+    trainer = prepare(config(data=[str(file) for file in files], streaming=True, lanes=2, eval_windows=4))
+    held_out = bytes(trainer.text.validation.tokens[:][trainer.text.validation.tokens[:] < 256].astype("uint8"))
+    trainer.text.loader.close()
+    assert abs(held_out.count(b"a") - held_out.count(b"z")) <= 5
+    assert 4 * trainer.config.context_length + 1 <= len(trainer.text.validation) <= 4 * trainer.config.context_length + 2
 
 
 def test_prefixes_cannot_be_split_over_processes(config: MakeConfig) -> None:

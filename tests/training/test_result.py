@@ -82,6 +82,16 @@ def test_an_interrupted_run_says_that_it_is_not_finished_and_is_resumed(
     assert resumed.training_losses == whole.training_losses
 
 
+def test_a_run_whose_time_is_over_says_so_and_so_does_the_run_that_resumes_it(
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = train(**options | {"steps": 100_000, "eval_every": 100_000, "max_time": 0.005})
+    assert not stopped.finished
+    assert f"Stopped after step {stopped.step}, which is saved (max_time is over: 0.005 minutes)." in capsys.readouterr().err
+    train(out=str(stopped.run), resume=True)
+    assert "It stops after 0.005 minutes (max_time)." in capsys.readouterr().err
+
+
 def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dict[str, Any], tmp_path: Path) -> None:
     first = train(TrainConfig(**options), steps=2)
     assert list(first.training_losses) == [1, 2]

@@ -14,7 +14,7 @@ from lineartime.training import loop
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.parallel import part_of
-from lineartime.training.step import compute_gradient
+from lineartime.training.step import compute_gradient, count_targets
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.cpu, Tensor.numpy)
 
@@ -37,7 +37,8 @@ def test_a_step_waits_for_the_device_once_however_many_micro_batches_it_has(
     batches = trainer.text.loader.next_step()
     assert len(batches) == accumulate
     with HostCopies() as copies:
-        compute_gradient(trainer.parallel, batches, 0, trainer.config, trainer.world, trainer.setup.device)
+        targets = count_targets(batches, None, trainer.world)
+        compute_gradient(trainer.parallel, batches, targets, 0, trainer.config, trainer.world, trainer.setup.device)
     trainer.text.loader.close()
     assert copies.count == 1
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -275,6 +276,7 @@ def write_files(
     save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / WEIGHTS)
     synchronise(checkpoint / WEIGHTS)
     _write_json(checkpoint / _MODEL, config.to_dict())
+    shutil.copymode(checkpoint / _MODEL, checkpoint / WEIGHTS)  # safetensors lets only their owner read them
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
     if state is not None:
         _write_json(checkpoint / _TRAINING, state.to_dict())

@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from lineartime.errors import Argument, Call, LineartimeError, ReportedError, did_you_mean, file_error
+from lineartime.errors import Argument, Call, LineartimeError, ReportedError, did_you_mean, file_error, spelled
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
 
@@ -60,10 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         _check(arguments)
         options = parse(arguments)
-        if arguments[0] in ("train", "reproduce"):
-            _command(arguments[0]).run(options, arguments[1:])
-        else:
-            _command(arguments[0]).run(options)
+        with spelled(partial(_written, options=options, arguments=arguments)):
+            if arguments[0] in ("train", "reproduce"):
+                _command(arguments[0]).run(options, arguments[1:])
+            else:
+                _command(arguments[0]).run(options)
         sys.stdout.flush()  # so that a closed output fails here
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes when one ends: let the one that reports the error end first

@@ -23,8 +23,15 @@ from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merg
 from lineartime.data.prefetch import PrefetchedLoader
 from lineartime.data.streaming import StreamingLoader, stream_documents
 from lineartime.data.summary import describe_splits
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer, tokenizer_from_json
-from lineartime.data.tokens import TokenStream, token_stream
+from lineartime.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    fingerprint,
+    read_tokenizer,
+    tokenizer_from_json,
+)
+from lineartime.data.tokens import TokenStream, joined, token_stream
 from lineartime.data.train_tokenizer import is_tokenizer_name, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
@@ -44,8 +51,10 @@ __all__ = [
     "causal_batch",
     "describe_splits",
     "evaluation_batch",
+    "fingerprint",
     "is_corpus_name",
     "is_tokenizer_name",
+    "joined",
     "load_corpus",
     "masked_batch",
     "merge_states",

@@ -25,6 +25,7 @@ from lineartime.data.splits import (
 )
 from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, file_error
 from lineartime.fields import Between, check_limits, check_type
+from lineartime.files import RECORD_FILE
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -267,14 +268,14 @@ def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
             files = list(_shown_files(path))
         parts = [FilePart(SourceFile(file, column, max_expansion)) for file in sorted(files) if file.stat().st_size]
     except OSError as error:
-        raise file_error("read", path, error) from None
+        raise file_error("read", error.filename or path, error) from None
     if not parts:
         raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
     return parts
 
 
 def _shown_files(folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """The files below a folder, except hidden ones. Raises OSError for a folder that cannot be read or contains itself."""
+    """The files below a folder, except hidden ones and runs. Raises OSError for a folder that is unreadable or in itself."""
     own = folder.resolve()
     if own in parents:
         raise OSError(errno.ELOOP, f"{folder} is a link to a folder that contains it")
@@ -282,9 +283,15 @@ def _shown_files(folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _shown_files(path, (*parents, own))
+            if not _is_run(path):
+                yield from _shown_files(path, (*parents, own))
         elif path.is_file():
             yield path
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, which may be trained on the text of a folder above it."""
+    return (folder / RECORD_FILE).is_file() and any(folder.glob("step-*"))
 
 
 def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,22 @@ from numpy.typing import NDArray
 from lineartime.data.readers import BLOCK
 from lineartime.data.tokenizers import Tokenizer, whole_lines
 from lineartime.fields import Count, Digest, Matching
+from lineartime.host import available_cores
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
-_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters to encode together, on all cores
+_AT_ONCE = 4 * BLOCK * len(available_cores())  # characters to encode together, on all cores
 
 ShardName = Annotated[str, Matching(r"tokens-\d{5,9}\.bin", "tokens- and a number, .bin")]
 Integers = NDArray[np.unsignedinteger[Any]]
 
 
-def text_batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
-    """Yield batches of texts to encode together, with None after the last text of each document."""
+def text_batches(documents: Iterator[Iterator[str]], max_tokens: int | None = None) -> Iterator[list[str | None]]:
+    """Yield batches of texts to encode together, with None after the last text of each document.
+
+    If only the first `max_tokens` are wanted, the batches are small: a token is seldom longer than 8 characters.
+    """
+    at_once = _AT_ONCE if max_tokens is None else min(_AT_ONCE, max(BLOCK, 8 * max_tokens))
     batch: list[str | None] = []
     size = 0
     for document in documents:
@@ -33,7 +37,7 @@ def text_batches(documents: Iterator[Iterator[str]]) -> Iterator[list[str | None
             empty = False
             batch.append(text)
             size += len(text)
-            if size >= _AT_ONCE:
+            if size >= at_once:
                 yield batch
                 batch, size = [], 0
         if not empty:

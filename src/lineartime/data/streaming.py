@@ -124,6 +124,10 @@ class _Lane:
         self._buffer: NDArray[np.int64] = np.zeros(0, np.int64)
         self._tokens = self._read(state["epoch"], state["source"])
 
+    def begin(self) -> None:
+        """Read the first tokens. Raises LineartimeError for text that cannot be read, or if there is none in this lane."""
+        self._buffer = next(self._tokens)
+
     def state(self) -> State:
         """The state for `restore`: where the oldest unfinished example starts, and how many of its tokens have been used."""
         place = self._place + self._used
@@ -191,8 +195,8 @@ class StreamingLoader:
             0 for no shuffling.
 
     Raises:
-        LineartimeError: if `lanes` is not a multiple of the number of processes; for a corpus that cannot be streamed; and
-            during reading, for text that cannot be read.
+        LineartimeError: if `lanes` is not a multiple of the number of processes; for a corpus that cannot be streamed, or has
+            fewer documents than lanes; and during reading, for text that cannot be read.
     """
 
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int, shuffle: int = 0) -> None:
@@ -212,6 +216,8 @@ class StreamingLoader:
         self._lanes = {
             lane: _Lane(corpus, make.tokenizer, lane, lanes, shuffle, make.seed) for lane in range(rows.rank, lanes, rows.ranks)
         }
+        for each in self._lanes.values():  # a lane may be read for the first time after many steps
+            each.begin()
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""

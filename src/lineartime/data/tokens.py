@@ -13,10 +13,11 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from lineartime.json_files import read_file, read_plain
 
 _FORMAT = 3  # part of every folder's name: increase it when the same input would give other tokens
 _VERIFIED = "verified.json"
+_PARTIAL = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial")
 
 
 class Tokens(Protocol):
@@ -78,11 +80,29 @@ class TokenStream:
                 self.tokens.prefetch(start, stop)
 
 
+def joined(corpus: Corpus, split: Split, streams: Sequence[TokenStream]) -> TokenStream:
+    """The tokens of a split of a corpus, from those of its sources, one after another."""
+    documents = [stream.n_documents for stream in streams if stream.n_documents is not None]
+    return TokenStream(
+        f"the {split} split of {corpus.name}",
+        Shards([shard for stream in streams for shard in _shards(stream)]),
+        sum(stream.n_bytes for stream in streams),
+        sum(stream.n_words for stream in streams),
+        hashlib.sha256("".join(stream.digest for stream in streams).encode()).hexdigest()[:12],
+        sum(documents) if len(documents) == len(streams) else None,
+        any(stream.is_cut for stream in streams),
+    )
+
+
+def _shards(stream: TokenStream) -> Sequence[Integers]:
+    return stream.tokens.shards if isinstance(stream.tokens, Shards) else [stream.tokens[:]]
+
+
 class Shards:
     """The tokens of several files as one sequence; slices may cross the ends of files."""
 
     def __init__(self, shards: list[Integers]) -> None:
-        self._shards = shards
+        self.shards = shards
         self._ends = np.cumsum([len(shard) for shard in shards])
 
     def __len__(self) -> int:
@@ -92,15 +112,15 @@ class Shards:
         start, stop, step = places.indices(len(self))
         if step != 1:
             raise ValueError(f"The step of a slice is {step}, but must be 1.")
-        found = [self._shards[index][first:last] for index, first, last in self._parts(start, stop)]
+        found = [self.shards[index][first:last] for index, first, last in self._parts(start, stop)]
         if len(found) == 1:
             return found[0]
-        return np.concatenate(found) if found else self._shards[0][:0]
+        return np.concatenate(found) if found else self.shards[0][:0]
 
     def prefetch(self, start: int, stop: int) -> None:
         """Tell the system to read these tokens from the disk, without waiting for them."""
         for index, first, last in self._parts(start, min(stop, len(self))):
-            shard = self._shards[index]
+            shard = self.shards[index]
             page, size = mmap.PAGESIZE, shard.itemsize
             if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_WILLNEED"):
                 begin = first * size // page * page
@@ -111,7 +131,7 @@ class Shards:
         """The shards that hold these tokens: the index of each, and the start and end within it."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            before = int(self._ends[index]) - len(self._shards[index])
+            before = int(self._ends[index]) - len(self.shards[index])
             end = min(stop, int(self._ends[index]))
             yield index, start - before, end - before
             start = end
@@ -214,7 +234,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         partial.mkdir()
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, ShardWriter(partial, tokenizer) as writer:
-                for texts in text_batches(corpus.documents(split)):
+                for texts in text_batches(corpus.documents(split), max_tokens):
                     writer.add(texts, max_tokens)
                     progress.advance(sum(len(text) for text in texts if text is not None))
                     if max_tokens is not None and writer.n_tokens >= max_tokens:
@@ -233,7 +253,9 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
 
 def _remove_abandoned(cache: Path) -> None:
     """Delete partial folders that killed processes left; a live process writes at least once an hour."""
-    for left in cache.glob("*.partial"):
+    for left in cache.iterdir():
+        if not _PARTIAL.fullmatch(left.name):  # other programs may use the same folder
+            continue
         try:
             if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > 3600:
                 shutil.rmtree(left, ignore_errors=True)

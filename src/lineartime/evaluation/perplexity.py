@@ -155,7 +155,7 @@ def evaluate_windowed(
         part = "document" if packed else "window"
         context += f"; the first half of each {part} is its prefix, read in both directions, and not counted"
     if packed:
-        context += "; no document reads another, as in training"
+        context += "; no document reads another"
     return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=task == "mlm")
 
 

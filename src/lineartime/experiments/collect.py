@@ -29,8 +29,9 @@ from lineartime.experiments.report_data import (
     TestMetric,
 )
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
+from lineartime.files import RECORD_FILE
 from lineartime.host import threads_in_words
-from lineartime.runs.record import RECORD_FILE, Machine, read_record
+from lineartime.runs.record import Machine, read_record
 
 TEXTS = ("data", "code", "books", "wikipedia")
 

@@ -10,9 +10,10 @@ from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError
 from lineartime.experiments.outcome import OUTCOME_FILE, Measurement, Outcome
 from lineartime.experiments.plan import Entry, Job, Plan
+from lineartime.files import RECORD_FILE
 from lineartime.json_files import read_file
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
-from lineartime.runs.record import RECORD_FILE, read_record
+from lineartime.runs.record import read_record
 
 State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
 PAUSE = 5.0

@@ -18,11 +18,10 @@ from typing import Any
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
 from lineartime.errors import LineartimeError, typed_first_line
-from lineartime.files import write_file
+from lineartime.files import RECORD_FILE, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
 
-RECORD_FILE = "run.json"
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
 
 

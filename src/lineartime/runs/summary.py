@@ -11,11 +11,11 @@ from typing import Any
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints, read_from, read_training_state
 from lineartime.errors import LineartimeError, reporting_file_errors
-from lineartime.files import TOKENIZER_FILE, is_there
+from lineartime.files import RECORD_FILE, TOKENIZER_FILE, is_there
 from lineartime.runs.curve import thinned
 from lineartime.runs.lock import is_locked
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
-from lineartime.runs.record import RECORD_FILE, Record, last_error, read_record
+from lineartime.runs.record import Record, last_error, read_record
 
 DEPTH = 3
 """Levels of folders to search for runs."""

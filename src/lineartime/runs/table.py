@@ -71,8 +71,15 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
             missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
         for run in runs:
             name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
-            found.setdefault(run.resolve(), (run, str(name)))
+            own = run.resolve()
+            if own not in found or _indirection(run) < _indirection(found[own][0]):
+                found[own] = (run, str(name))
     return dict(found.values()), missing
+
+
+def _indirection(run: Path) -> tuple[int, int]:
+    """How many links a path has, and how many parts."""
+    return sum(part.is_symlink() for part in (run, *run.parents)), len(run.parts)
 
 
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:

@@ -209,9 +209,9 @@ class TrainConfig:
                 Argument("parallel", "ddp"),
                 ".",
             )
-        if self.lanes != TrainConfig.lanes and not self.streaming:
+        if self.lanes != TrainConfig.lanes and not self.streaming and not inherits:
             raise ArgumentError("lanes", f"is {self.lanes}, but needs ", Argument("streaming"), ": leave it out.")
-        if self.shuffle_documents and not self.streaming:
+        if self.shuffle_documents and not self.streaming and not inherits:
             advice = ": text that is encoded beforehand is shuffled by windows."
             raise ArgumentError("shuffle_documents", f"is {self.shuffle_documents}, but needs ", Argument("streaming"), advice)
         if self.packed and self.context_parallel > 1:

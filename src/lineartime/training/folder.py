@@ -30,6 +30,7 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
     lock = None
     with world.raise_on_all_ranks():
         check_folder(config)
+        existed = is_there(run)
         if config.resume and not is_there(run):
             raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
@@ -42,7 +43,8 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
             with lock, suppress(OSError):
                 if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
                     (run / LOCK_FILE).unlink()
-                    run.rmdir()
+                    if not existed:
+                        run.rmdir()
 
 
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:

@@ -21,7 +21,12 @@ class Stop:
     @property
     def requested(self) -> bool:
         """Whether the run has to stop."""
-        return self.signalled or time.monotonic() >= self.deadline
+        return self.signalled or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
 
 
 @contextmanager

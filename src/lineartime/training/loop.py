@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import merge_states
-from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, did_you_mean
+from lineartime.data import Batch, merge_states
+from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, did_you_mean, spell
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept
@@ -33,7 +33,7 @@ from lineartime.training.result import TrainingResult
 from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.setup import Setup, set_up
-from lineartime.training.step import compute_gradient
+from lineartime.training.step import compute_gradient, count_targets
 from lineartime.training.validation import Validation
 
 
@@ -150,6 +150,8 @@ class Trainer:
             with world.raise_on_all_ranks():
                 restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
+            if config.max_time is not None:
+                self.notes.append(f"It stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
         if config.task == "prefix-lm":
             each = "document" if config.packed else "sequence"
             self.notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
@@ -207,7 +209,9 @@ class Trainer:
                         self.save()
                 self.writer.finish()
                 if stopped:  # the step is saved before it is evaluated, since there may be little time
-                    report.say(f"Stopped after step {self.step}, which is saved. It is now evaluated.")
+                    late = stop.is_late and not stop.signalled
+                    why = f" ({spell(Argument('max_time'))} is over: {minutes:g} minutes)" if late else ""
+                    report.say(f"Stopped after step {self.step}, which is saved{why}. It is now evaluated.")
                     self._evaluate_saved(report)
         finally:
             self.text.loader.close()
@@ -225,9 +229,10 @@ class Trainer:
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
         start = time.perf_counter()
-        batches = self.text.loader.next_step()
+        batches, failure = self._read()
         waiting = time.perf_counter() - start
-        gradient = compute_gradient(self.parallel, batches, self.step, self.config, self.world, self.setup.device)
+        targets = count_targets(batches, failure, self.world)
+        gradient = compute_gradient(self.parallel, batches, targets, self.step, self.config, self.world, self.setup.device)
         finite = math.isfinite(gradient.loss) and math.isfinite(gradient.norm)
         loss_sum, norm_sum, infinite, failed, stopped = self.world.sum(
             gradient.loss, gradient.norm, not finite, self.writer.failed, stop.requested
@@ -250,6 +255,13 @@ class Trainer:
         if infinite:
             self._report_skipped(loss, report)
         return stopped > 0
+
+    def _read(self) -> tuple[list[Batch], Exception | None]:
+        """This process's micro-batches of the next step, or none and the error, which is to end all processes."""
+        try:
+            return self.text.loader.next_step(), None
+        except Exception as error:
+            return [], error
 
     def _report_skipped(self, loss: float, report: NullReporter) -> None:
         """Say why the step was skipped. Raises LineartimeError after too many in a row."""

@@ -29,7 +29,7 @@ from lineartime.models.memory import check_memory
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.distributed import World
 from lineartime.training.parallel import Objective
-from lineartime.training.start import check_start
+from lineartime.training.start import check_start, check_tokenizer
 from lineartime.training.text import Text
 
 
@@ -101,6 +101,8 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     if definition != tokenizer.to_json():
         tokenizer = tokenizer_from_json(definition, "the tokenizer of the main process")
     with world.raise_on_all_ranks():
+        if start is None and config.init_from is not None:
+            check_tokenizer(config, tokenizer, config.init_from)
         # A run keeps its model, whatever its preset means today.
         model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
         slice_unit = _slice_unit(model_config, config)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import ready_tokenizer, size_to_train
+from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
 from lineartime.errors import Argument, ArgumentError
 from lineartime.files import is_folder
 from lineartime.models.config import ModelConfig
@@ -37,6 +37,12 @@ def check_start(config: TrainConfig, start: Path) -> None:
         if _changes_shapes(theirs, name, value):
             raise _unfit("override", f"sets {name} to {value}", f"has {there.get(name)}")
     raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
+
+
+def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> None:
+    """Raise ArgumentError unless the tokenizer is the one whose tokens the model of a checkpoint knows."""
+    if fingerprint(tokenizer) != fingerprint(read_tokenizer(start)):
+        raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
 
 
 def _unfit(option: str, given: str, there: str) -> ArgumentError:

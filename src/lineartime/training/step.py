@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +32,35 @@ class Gradient:
     norm: float
 
 
+class Targets(NamedTuple):
+    """How many targets each micro-batch of this process has, and all of them in all processes."""
+
+    own: list[int]
+    total: float
+
+
+def count_targets(batches: Sequence[Batch], failure: Exception | None, world: World) -> Targets:
+    """Count the targets of a step. If one process could not read its micro-batches, all raise its `failure` here."""
+    own = [int((batch.targets != IGNORED).sum()) for batch in batches]
+    # Processes that share a sequence have the same batches.
+    total, failed = world.sum(sum(own) / world.context_parallel, failure is not None)
+    if failed:
+        with world.raise_on_all_ranks():
+            if failure is not None:
+                raise failure
+    return Targets(own, max(1.0, total))
+
+
 def compute_gradient(
-    parallel: Parallel, batches: Sequence[Batch], step: int, config: TrainConfig, world: World, device: torch.device
+    parallel: Parallel,
+    batches: Sequence[Batch],
+    targets: Targets,
+    step: int,
+    config: TrainConfig,
+    world: World,
+    device: torch.device,
 ) -> Gradient:
     """Run the forward and backward passes of a step and clip the gradient. All processes must call this together."""
-    own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
-    [targets] = world.sum(sum(own_targets) / world.context_parallel)  # processes that share a sequence have the same batches
-    targets = max(1.0, targets)
     # The seed of dropout is derived from the step, so that checkpoints need not store a state.
     seed = np.random.SeedSequence((config.seed, step, world.rank)).generate_state(1, np.uint64)[0] >> np.uint64(1)
     torch.manual_seed(int(seed))
@@ -45,7 +68,7 @@ def compute_gradient(
     norms: list[Tensor] = []
     size = len(batches) // parallel.groups
     for start in range(0, len(batches), size):
-        weight = parallel.loss_weight(sum(own_targets[start : start + size]), targets)
+        weight = parallel.loss_weight(sum(targets.own[start : start + size]), targets.total)
         for index in range(start, start + size):
             with parallel.accumulate(last=index == len(batches) - 1):
                 with autocast(device, config.precision == "bf16"):
@@ -56,4 +79,4 @@ def compute_gradient(
     parallel.finish()
     # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
     numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
-    return Gradient(sum(numbers[: len(losses)]), targets, sum(numbers[len(losses) :]) / len(norms))
+    return Gradient(sum(numbers[: len(losses)]), targets.total, sum(numbers[len(losses) :]) / len(norms))

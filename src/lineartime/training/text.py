@@ -13,7 +13,9 @@ from lineartime.data import (
     Rows,
     StreamingLoader,
     Tokenizer,
+    TokenStream,
     describe_splits,
+    joined,
     no_text,
     portable_identity,
     token_stream,
@@ -44,7 +46,7 @@ class Text:
         if corpus.describe("train") is None:
             raise missing_split(corpus, "train")
         held_out = config.eval_windows * config.context_length + 1 if config.streaming else None
-        self.validation = token_stream(corpus, "validation", tokenizer, cache, max_tokens=held_out)
+        self.validation = _held_out(corpus, tokenizer, cache, held_out)
         if len(self.validation) < 2:
             raise no_text(self.validation.name)
         sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
@@ -76,6 +78,15 @@ class Text:
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
         return bits_per_byte(loss, len(self.validation), self.validation.n_bytes) if self._causal else None
+
+
+def _held_out(corpus: Corpus, tokenizer: Tokenizer, cache: Path, max_tokens: int | None) -> TokenStream:
+    """The validation split, or the beginnings of that of each source, of `max_tokens` together or a few more."""
+    sources = [source for source in corpus.sources if source.describe("validation")]
+    if max_tokens is None or len(sources) < 2:
+        return token_stream(corpus, "validation", tokenizer, cache, max_tokens)
+    each = -(-max_tokens // len(sources))
+    return joined(corpus, "validation", [token_stream(source, "validation", tokenizer, cache, each) for source in sources])
 
 
 def _short_hash(text: str) -> str:
