@@ -89,7 +89,7 @@ def test_a_run_whose_time_is_over_says_so_and_so_does_the_run_that_resumes_it(
     assert not stopped.finished
     assert f"Stopped after step {stopped.step}, which is saved (max_time is over: 0.005 minutes)." in capsys.readouterr().err
     train(out=str(stopped.run), resume=True)
-    assert "It stops after 0.005 minutes (max_time)." in capsys.readouterr().err
+    assert "Training stops after 0.005 minutes (max_time)." in capsys.readouterr().err
 
 
 def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dict[str, Any], tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Trainer:
                 restore_moments(start, self.optimizer, self.step - self.skipped, world)
             self.notes.append(f"Resuming from {start.name}.")
             if config.max_time is not None:
-                self.notes.append(f"It stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
+                self.notes.append(f"Training stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
         if config.task == "prefix-lm":
             each = "document" if config.packed else "sequence"
             self.notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
