@@ -21,12 +21,13 @@ _WRAPPED = re.compile(r"^module\.|(?:^|(?<=\.))_orig_mod\.(?:module\.)?")
 """What distributed training and torch.compile put into the names of the modules that they wrap."""
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
+def read_weights(file: str | Path) -> dict[str, Tensor]:
     """Read the tensors in a weight file by name, on the CPU, from safetensors or torch.save, without running code.
 
     Raises:
         LineartimeError: if the file cannot be read, or does not hold weights.
     """
+    file = Path(file)
     with reporting_file_errors("read", file):
         size = file.stat().st_size
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file, size)
