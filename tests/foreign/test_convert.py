@@ -166,4 +166,4 @@ def test_a_file_of_safetensors_that_lies_is_one_sentence(tmp_path: Path) -> None
 def test_names_of_compiled_and_distributed_models_are_those_of_the_models(prefix: str, tmp_path: Path) -> None:
     torch.save({f"{prefix}0.weight": torch.ones(2), "end": torch.ones(1)}, tmp_path / "w.pt")
     expected = "layers.0.weight" if prefix.startswith("layers") else "0.weight"
-    assert set(read_weights(tmp_path / "w.pt")) == {expected, "end"}
+    assert set(read_weights(str(tmp_path / "w.pt"))) == {expected, "end"}
