@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineartime
 from lineartime import generation
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, generate_batch, streams
 from lineartime.generation.sampling import draw, pick
 from lineartime.models import CausalLM
@@ -378,3 +378,11 @@ def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:
     logits[[0, 1, 2], [4, 0, 2]] = 1.0
     for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, 3), Sampling(1.0, 99, 1.0)):
         assert draw(logits, sampling, torch.Generator()).tolist() == [4, 0, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM, temperature: float) -> None:
+    with torch.no_grad():
+        model.backbone.embedding.weight.fill_(torch.nan)
+    with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
+        list(generate(model, [1, 2], 3, Sampling(temperature=temperature)))

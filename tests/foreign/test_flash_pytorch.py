@@ -193,3 +193,9 @@ def test_weights_saved_in_half_precision_are_not_taken_for_those_of_other_rotati
     wrong = {name: 1.1 * tensor if name.endswith("freqs") else tensor for name, tensor in weights.items()}
     with pytest.raises(LineartimeError, match="does not hold the standard rotary frequencies"):
         from_flash_pytorch(wrong, causal=True)
+
+
+@pytest.mark.parametrize("given", [None, "weights.pt", torch.nn.Linear(2, 2)])
+def test_weights_that_are_no_tensors_by_name_are_named(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"weights is of type .*, but must be tensors by name: give model.state_dict"):
+        from_flash_pytorch(given)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.fields import shown
 from lineartime.files import utf8_path
 
@@ -80,6 +80,9 @@ class StateDict:
     """Named tensors of another package, taken one by one; `finish` reports those that were not taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor], package: str) -> None:
+        if not isinstance(tensors, Mapping):
+            found = type(tensors).__name__
+            raise ArgumentError("weights", f"is of type {found}, but must be tensors by name: give model.state_dict().")
         self._left = dict(tensors)
         self._package = package
 

@@ -186,12 +186,14 @@ def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
 
 def _check_end(source: Path, end: int) -> None:
     """Raise LineartimeError if texts of the model end with another token than documents in lineartime."""
-    given = read_plain(source / CONFIG).get("eos_token_id")
-    if given not in (None, end, [end]):
-        raise LineartimeError(
-            f"{source / CONFIG} ends texts with eos_token_id {shown(given)}, but lineartime ends documents of this tokenizer "
-            f"with token {end}: tune the model with that end, or set eos_token_id to {end} to convert it without its own."
-        )
+    for name in (CONFIG, "generation_config.json"):  # `generate` of transformers obeys the second
+        file = source / name
+        given = read_plain(file).get("eos_token_id") if file.is_file() else None
+        if given not in (None, end, [end]):
+            raise LineartimeError(
+                f"{file} ends texts with eos_token_id {shown(given)}, but lineartime ends documents of this tokenizer with "
+                f"token {end}: tune the model with that end, or set eos_token_id to {end} to convert it without its own."
+            )
 
 
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
