@@ -144,6 +144,12 @@ def test_an_end_of_text_that_lineartime_does_not_use_is_not_lost_silently(folder
     with pytest.raises(LineartimeError, match=r"config.json ends texts with eos_token_id 10, but .* with token 256"):
         convert(folder, tmp_path / "back")
     change_config(folder, eos_token_id=[256])
+    generation = folder / "generation_config.json"
+    before = generation.read_text() if generation.exists() else "{}"
+    generation.write_text(json.dumps({**json.loads(before), "eos_token_id": [256, 10]}))
+    with pytest.raises(LineartimeError, match=r"generation_config.json ends texts with eos_token_id .*256, 10"):
+        convert(folder, tmp_path / "other")
+    generation.write_text(before)
     convert(folder, tmp_path / "back")
 
 
