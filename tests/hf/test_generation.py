@@ -245,6 +245,7 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: A
         expected = list(lineartime.generate(own, row[real == 1], 8, lineartime.Sampling(temperature=0)))
         assert text[-8:].tolist() == expected
     unfit: list[tuple[str, dict[str, Any]]] = [
+        ("guidance_scale", {"guidance_scale": 2.0}),
         ("use_cache", {"use_cache": False}),
         ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 2}),
         ("prefill_chunk_size", {"prefill_chunk_size": 4}),

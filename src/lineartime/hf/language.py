@@ -106,6 +106,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             "prompt_lookup_num_tokens": looks_up,
             "assistant_model": assisted and not looks_up,
             "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
+            "guidance_scale": generation_config.guidance_scale not in (None, 1),  # its prompt would be read causally
         }
         for name in (name for name, given in unfit.items() if given and self.config.task == "prefix-lm"):
             raise ArgumentError(
@@ -114,7 +115,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 "continues from a cache: generate in another mode.",
             )
         mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+        if mask is not None and mask.dim() == 2 and not (mask.shape[1] and bool(mask[:, -1:].all())):
             empty = (~mask.bool().any(1)).nonzero().flatten().tolist()
             if empty:
                 what = f"has no token in row {empty[0]}: begin an empty prompt with the end-of-document token, eos_token."
