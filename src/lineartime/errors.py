@@ -41,7 +41,7 @@ _spelling: Spelling = str
 
 @contextmanager
 def spelled(written: Spelling) -> Iterator[None]:
-    """Write the arguments and calls in messages in another way for the duration of a `with` block, for instance as options."""
+    """Let `spell` write arguments and calls in another way for the duration of a `with` block, for instance as options."""
     global _spelling
     before, _spelling = _spelling, written
     try:
@@ -51,7 +51,7 @@ def spelled(written: Spelling) -> Iterator[None]:
 
 
 def spell(part: Argument | Call) -> str:
-    """An argument or a call in a message that is not an error."""
+    """An argument or a call as the user of this process writes it. The fields of files keep their names in Python."""
     return _spelling(part)
 
 
@@ -67,7 +67,7 @@ class LineartimeError(Exception):
         self.parts = parts
 
     def __str__(self) -> str:
-        return self.message(_spelling)
+        return self.message(str)
 
     def message(self, written: Spelling) -> str:
         """The message, with arguments and calls formatted by `written`."""

@@ -29,7 +29,7 @@ from lineartime.bench.quality import read_quality
 from lineartime.bench.report import print_results, write_report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prefill_flops_per_token, prepare
-from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.errors import Argument, LineartimeError, spell, typed_first_line
 from lineartime.host import freed_memory_kept
 from lineartime.machine import is_out_of_memory, using_threads
 from lineartime.screen import SCREEN
@@ -56,7 +56,7 @@ def _run_plan(config: BenchConfig, plan: Plan) -> None:
     results.save()
     with _Progress(plan) as progress:
         if strangers:
-            progress.say(f"metrics also has results of {', '.join(strangers)}, not measured here")
+            progress.say(f"{spell(Argument('metrics'))} also has results of {', '.join(strangers)}, not measured here")
         try:
             with _quiet(), separate_compilations(), freed_memory_kept():  # freed memory is kept as in training
                 _Run(config, plan, results, progress).all_cells()

@@ -17,7 +17,7 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
-from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.errors import LineartimeError, spell, typed_first_line
 from lineartime.files import RECORD_FILE, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
@@ -147,7 +147,8 @@ class RunRecord:
     def _add_error(self, entry: int, error: Exception) -> None:
         record = read_record(self._run)
         processes = list(record.processes)
-        processes[entry] = dataclasses.replace(processes[entry], error=typed_first_line(error))
+        message = error.message(spell) if isinstance(error, LineartimeError) else typed_first_line(error)
+        processes[entry] = dataclasses.replace(processes[entry], error=message)
         _write(self._run, dataclasses.replace(record, processes=tuple(processes)))
 
 
