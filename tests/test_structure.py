@@ -169,6 +169,7 @@ READS_VALUES = {
     "ops/prefix.py": "shows lengths that do not fit, on a CPU alone",
     "ops/context.py": "compares the shapes of slices, once a forward pass",
     "layers/streams.py": "groups streams that stand at different positions, once a call of extend with a mask",
+    "layers/stepping.py": "separates streams by their positions, once a call",
     "ops/triton/interpreter.py": "kernels that run as Python on the CPU",
     "baselines/reformer.py": "its definition, which only tests run",
 }

@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import lineartime
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM
-from lineartime.hf.cache import SteppedStreams
+from lineartime.hf.cache import SteppedStreams, Streams
+from lineartime.models.backbone import Backbone
 from lineartime.models.systems import SYSTEMS
 
 Tiny = Callable[..., LineartimeConfig]
@@ -98,6 +99,44 @@ def test_generation_goes_on_from_a_returned_cache(system: str, tiny: Tiny, awake
         more = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
         rest = model.generate(first.sequences, attention_mask=more, past_key_values=use, max_new_tokens=7, do_sample=False)
         assert rest.tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("prompts", ["of one length", "padded on the left"])
+def test_a_model_that_steps_in_place_copies_no_state_at_a_token(
+    prompts: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("join_streams", "step_embedded", "extend_embedded"):
+        method = getattr(Backbone, name)
+
+        def counted(*args: Any, _method: Callable[..., Any] = method, _name: str = name, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _method(*args, **kwargs)
+
+        monkeypatch.setattr(Backbone, name, counted)
+    ids, mask = left_padded()
+    mask = torch.ones_like(ids) if prompts == "of one length" else mask
+    causal.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    prompt_calls = ["extend_embedded"] * (1 if prompts == "of one length" else 3)
+    assert calls == [*prompt_calls, "join_streams", *["step_embedded"] * 8]
+
+
+@torch.no_grad()
+def test_many_tokens_after_steps_in_place_are_read_at_once(causal: LineartimeForCausalLM) -> None:
+    ids = ids_of(2, 60)
+    expected = causal(ids).logits
+    cache = causal(ids[:, :9], use_cache=True).past_key_values
+    for at in range(9, 14):
+        found = causal(ids[:, at, None], past_key_values=cache).logits[:, 0]
+        torch.testing.assert_close(found, expected[:, at], atol=1e-5, rtol=0)
+    assert isinstance(cache.state, SteppedStreams)
+    copied = cache.copy()
+    torch.testing.assert_close(causal(ids[:, 14:50], past_key_values=cache).logits, expected[:, 14:50], atol=1e-5, rtol=0)
+    assert isinstance(cache.state, Streams)  # at one position: they were not read one by one
+    copied.activate_past_recording()
+    causal(torch.full((2, 1), 3), past_key_values=copied)
+    copied.crop(-1)
+    torch.testing.assert_close(causal(ids[:, 14:50], past_key_values=copied).logits, expected[:, 14:50], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("system", ["flash", "flash-next"])  # the second has a token shift here

@@ -90,6 +90,36 @@ def test_streams_whose_memory_grows_are_continued_together(kind: str, token_shif
         assert torch.equal(tensor, value)
 
 
+BOTH: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {"flash": partial(FLASH, d_qk=8, chunk_size=16), **GROWING}
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+@torch.no_grad()
+def test_separated_streams_are_the_states_of_all_tokens_read(kind: str, token_shift: bool) -> None:
+    torch.manual_seed(0)
+    layer = BOTH[kind](D_MODEL, causal=True, token_shift=token_shift).double()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    lengths, steps = [0, 1, 7, 30], 19  # the open chunks then hold 3, 4, 10 and 1 tokens; groups are of 8
+    x = torch.randn(4, 60, D_MODEL, dtype=torch.float64)
+    streams = layer.join_streams([layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)])
+    for step in range(steps):
+        layer.step(x[range(4), torch.tensor(lengths) + step][:, None], streams)
+    states = layer.separate_streams(streams)
+    for row, length in enumerate(lengths):
+        expected = layer.extend(x[row : row + 1, : length + steps], None)[1]
+        assert states[row].position == expected.position
+        for found, wanted in zip(tensors_of(states[row]), tensors_of(expected), strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+    kept = [tensor.clone() for tensor in tensors_of(tuple(states))]
+    layer.step(x[:, -1:], streams)  # in place
+    for found, wanted in zip(tensors_of(tuple(states)), kept, strict=True):
+        assert torch.equal(found, wanted)
+    with pytest.raises(ArgumentError, match=r"^streams is a .*, but this \w+ needs a \w+"):
+        layer.separate_streams(layer.init_state(1))  # type: ignore[arg-type]
+
+
 def test_a_step_beyond_a_table_of_biases_is_named() -> None:
     layer = GAU(8, d_qk=4, causal=True, max_length=3)
     streams = layer.join_streams([layer.init_state(1), layer.extend(torch.zeros(1, 2, 8), None)[1]])

@@ -133,6 +133,10 @@ def test_streams_at_different_positions_are_continued_together_as_each_would_be_
             for row, place in enumerate(at.tolist()):
                 alone = model(ids[row : row + 1, : place + 1])[0, -1]
                 torch.testing.assert_close(logits[row, 0], alone, atol=1e-4, rtol=1e-4)
+        for row, state in enumerate(model.separate_streams(streams)):
+            together, _ = model.extend(ids[row : row + 1, lengths[row] + 8 :][:, :5], state)
+            alone = model(ids[row : row + 1, : lengths[row] + 13])[0, -together.shape[1] :]
+            torch.testing.assert_close(together[0], alone, atol=1e-4, rtol=1e-4)
         for row, length in enumerate(lengths):  # what was joined stays as it was
             again, _ = model.extend(ids[row : row + 1, length : length + 1], states[row])
             torch.testing.assert_close(again[0, 0], model(ids[row : row + 1, : length + 1])[0, -1], atol=1e-4, rtol=1e-4)
@@ -174,6 +178,8 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
             some.extend(ids, state)
     with pytest.raises(ArgumentError, match="streams belongs to a model with 3 blocks"):
         some.step(ids, other.join_streams([other.init_state(1)]))
+    with pytest.raises(ArgumentError, match="streams belongs to a model with 3 blocks"):
+        some.separate_streams(other.join_streams([other.init_state(1)]))
     with pytest.raises(ArgumentError, match="states is empty"):
         some.join_streams([])
     with pytest.raises(ArgumentError, match="states is of type list"):

@@ -14,7 +14,7 @@ from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.streams import pieces
-from lineartime.layers.streams import RaggedState, extend_ragged, take_streams, tensors_of
+from lineartime.layers.streams import RaggedState, extend_ragged, group_streams, take_streams, tensors_of
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.grouped import GroupedStreams
 
@@ -36,7 +36,7 @@ class Streams(NamedTuple):
 
 
 class SteppedStreams(NamedTuple):
-    """Streams at different positions that are continued together, token by token, and updated in place.
+    """Streams that are continued together, token by token, and updated in place; they may be at different positions.
 
     Attributes:
         blocks: the streams of each block.
@@ -54,7 +54,7 @@ class Call(NamedTuple):
         mask: bool [B, N], True for real tokens.
     """
 
-    before: "Streams | RaggedState | SteppedStreams | None"
+    before: "Streams | RaggedState | None"
     embedded: Tensor
     mask: Tensor
 
@@ -111,6 +111,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             mask = torch.cat([self._pending.mask, _as_mask(mask, len(embedded), new, embedded.device)], 1)
         if mask is not None and bool(mask.all()):
             mask = None
+        self._prepare_to_read(backbone, embedded.shape[1])
         call = self._call(embedded, mask) if self._recording else None
         hidden = self._read(backbone, embedded, mask, prefix, inputs is not None)[:, embedded.shape[1] - new :]
         self._length += new
@@ -130,16 +131,25 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             copy.batch_select_indices(torch.arange(self.batch_size, device=next(tensors_of(self.state)).device))
         return copy
 
+    def _prepare_to_read(self, backbone: Backbone, new: int) -> None:
+        """Join the streams to continue them in place by one token, and separate them to read more at once.
+
+        Autograd and `crop` need the state as it was before a call, so it is not updated in place for them.
+        """
+        in_place = new == 1 and backbone.steps_in_place and not self._recording and not torch.is_grad_enabled()
+        if isinstance(self.state, SteppedStreams):
+            if not in_place:
+                self.state = group_streams([Streams(blocks) for blocks in backbone.separate_streams(self.state.blocks)])
+        elif self.state is not None and in_place:
+            self.state = _joined(backbone, self.state)
+
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, prefix: bool, every: bool) -> Tensor:
         """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with the inputs of all blocks in front."""
         state, first = self.state, self.state is None
         if state is None:
             state = Streams(backbone.init_state(len(embedded)))
-        if isinstance(state, RaggedState) and not self._recording and not torch.is_grad_enabled() and backbone.steps_in_place:
-            state = _joined(backbone, state)
         if isinstance(state, SteppedStreams):
-            self.state = state
-            return _step_tokens(backbone, embedded, mask, state, every)
+            return _step(backbone, embedded, mask, state, every)
         read = _prefix_reader(backbone, every) if first and prefix else _reader(backbone, every)
         if isinstance(state, Streams) and mask is None:
             hidden, self.state = read(embedded, state)
@@ -167,11 +177,9 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._recording, self._calls = False, []
 
     def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
-        before = self.state
-        if isinstance(before, SteppedStreams):  # the call changes them in place
-            before = take_streams(before, torch.arange(len(embedded), device=embedded.device))
+        assert not isinstance(self.state, SteppedStreams)  # which the call would change in place
         batch, length = embedded.shape[:2]
-        return Call(before, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
+        return Call(self.state, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens read since the last crop; their number is given as a negative number.
@@ -304,30 +312,27 @@ def _prefix_reader(backbone: Backbone, every: bool) -> Read:
     return read
 
 
-def _joined(backbone: Backbone, state: RaggedState) -> SteppedStreams:
-    """Join streams at different positions, in the order of the batch, to continue them together."""
-    joined = backbone.join_streams([group.blocks for group in state.states])
+def _joined(backbone: Backbone, state: Streams | RaggedState) -> SteppedStreams:
+    """Join streams in the order of the batch, to continue them together; `state` is not modified."""
+    groups = state.states if isinstance(state, RaggedState) else (state,)
+    joined = backbone.join_streams([group.blocks for group in groups])
     assert not isinstance(joined, GroupedStreams)  # the backbone steps in place
-    order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
-    return SteppedStreams(take_streams(joined, order))
+    if isinstance(state, RaggedState):
+        order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
+        joined = take_streams(joined, order)
+    return SteppedStreams(joined)
 
 
-def _step_tokens(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: SteppedStreams, every: bool) -> Tensor:
-    """Continue joined streams token by token, skipping padding; updates `streams` in place.
-
-    Autograd keeps what a step has read, so with gradients, each step works on a copy.
-    """
-    every_row = torch.arange(len(embedded), device=embedded.device) if torch.is_grad_enabled() else None
-    out = embedded.new_zeros(*embedded.shape[:2], _width(backbone, every) * embedded.shape[-1])
-    for place in range(embedded.shape[1]):
-        real = every_row if mask is None or bool(mask[:, place].all()) else mask[:, place].nonzero()[:, 0]
-        rows = slice(None) if real is None else real
-        part = streams if real is None else take_streams(streams, real)
-        inputs: list[Tensor] | None = [] if every else None
-        hidden = backbone.step_embedded(embedded[rows, place, None], part.blocks, inputs=inputs)
-        if real is not None:
-            for whole, changed in zip(tensors_of(streams), tensors_of(part), strict=True):
-                whole[real] = changed
-        out = out.to(hidden.dtype)
-        out[rows, place] = torch.cat([*(inputs or ()), hidden], -1)[:, 0]
-    return out
+def _step(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: SteppedStreams, every: bool) -> Tensor:
+    """Continue joined streams by one token, [B, 1, d] and bool [B, 1] or None, where it is real; updates `streams` in place."""
+    inputs: list[Tensor] | None = [] if every else None
+    if mask is None:
+        hidden = backbone.step_embedded(embedded, streams.blocks, inputs=inputs)
+        return torch.cat([*(inputs or ()), hidden], -1)
+    real = mask[:, 0].nonzero()[:, 0]
+    part = take_streams(streams, real)
+    hidden = backbone.step_embedded(embedded[real], part.blocks, inputs=inputs)
+    for whole, changed in zip(tensors_of(streams), tensors_of(part), strict=True):
+        whole[real] = changed
+    read = torch.cat([*(inputs or ()), hidden], -1)
+    return read.new_zeros(len(embedded), 1, read.shape[-1]).index_copy(0, real, read)

@@ -87,6 +87,10 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
         """Join streams at different positions."""
         return KVStreams(states)
 
+    def separate_own_streams(self, streams: KVStreams, positions: Sequence[int]) -> list[KVCache]:
+        """The state of each stream."""
+        return streams.separate(positions)
+
     def mix_step(self, normed: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
         """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
         q, k, v = self.project(normed, layout)

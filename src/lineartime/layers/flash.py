@@ -22,7 +22,14 @@ from lineartime.ops.backends import Backend
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, MixedChunkStreams, Projected
-from lineartime.ops.mixed_chunk.step import check_streams, mixed_chunk_streams, open_chunk, step, step_projected
+from lineartime.ops.mixed_chunk.step import (
+    check_streams,
+    mixed_chunk_states,
+    mixed_chunk_streams,
+    open_chunk,
+    step,
+    step_projected,
+)
 from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import acc_dtype
 
@@ -139,6 +146,10 @@ class FLASH(
     def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
         """Join streams at different positions."""
         return mixed_chunk_streams(states, self.gamma.dtype)
+
+    def separate_own_streams(self, streams: MixedChunkStreams, positions: Sequence[int]) -> list[MixedChunkState]:
+        """The state of each stream."""
+        return mixed_chunk_states(streams, positions)
 
     def step_layout(self, positions: Tensor) -> Layout:
         """The layout of a step, with the open chunk of each stream, which is the same for all layers."""

@@ -178,6 +178,10 @@ class GAU(GatedUnit[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStr
         """Join streams at different positions."""
         return KVStreams(states)
 
+    def separate_own_streams(self, streams: KVStreams, positions: Sequence[int]) -> list[KVCache]:
+        """The state of each stream."""
+        return streams.separate(positions)
+
     def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
         """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
         q, k = maps.unbind(1)

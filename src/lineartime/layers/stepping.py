@@ -50,6 +50,13 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """Join states of `mix_next` to continue them with `mix_step`; only called for a causal mixer."""
 
     @abstractmethod
+    def separate_own_streams(self, streams: Streams, positions: Sequence[int]) -> Sequence[State]:
+        """The state of each stream, to continue it with `mix_next`: the inverse of `join_own_streams`.
+
+        `positions` are those of the streams, on the host.
+        """
+
+    @abstractmethod
     def mix_step(self, normed: Tensor, streams: Streams, layout: Layout) -> Tensor:
         """Map one more normed token of every stream to what is added to it, [B, 1, d]; updates `streams` in place."""
 
@@ -72,6 +79,25 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             own = self.join_own_streams([state.own if isinstance(state, ShiftedState) else state for state in groups])
             shifted = [state.last for state in groups if isinstance(state, ShiftedState)]
             return ShiftedState(torch.cat(shifted), own) if self.token_shift else own
+
+    def separate_streams(
+        self, streams: Streams | ShiftedState, positions: Sequence[int] | None = None
+    ) -> list[State | ShiftedState]:
+        """The state of each joined stream, which `extend` continues by many tokens at once: the inverse of `join_streams`.
+
+        Args:
+            streams: joined streams; they are not modified, and stepping them later does not change the states.
+            positions: `streams.position` if it is known on the host: copying it from a GPU waits for all that the GPU computes.
+
+        Raises:
+            ArgumentError: if the streams belong to another layer.
+        """
+        self.check_streams(streams)
+        known: Sequence[int] = streams.position.tolist() if positions is None else positions
+        if isinstance(streams, ShiftedState):
+            own: Sequence[State] = self.separate_own_streams(streams.own, known)
+            return [ShiftedState(*parts) for parts in zip(streams.last.clone().split(1), own, strict=True)]
+        return list(self.separate_own_streams(streams, known))
 
     def step(self, x: Tensor, streams: Streams | ShiftedState) -> Tensor:
         """Continue joined streams by one token, [B, 1, d] -> [B, 1, d]; updates `streams` in place.

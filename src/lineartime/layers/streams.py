@@ -92,12 +92,25 @@ def extend_ragged(
             after.setdefault(part.position, []).append((chosen, part))
     if not batch:
         return out, state
-    joined = [_join(parts) for _, parts in sorted(after.items())]
+    return out, _grouped(after, x.device)
+
+
+def group_streams(states: Sequence[Any]) -> Any:
+    """Join the states of single streams: a `RaggedState` unless all of them, at least one, are at the same position."""
+    groups: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
+    for row, state in enumerate(states):
+        groups.setdefault(state.position, []).append(((row,), state))
+    return _grouped(groups, next(tensors_of(states[0])).device)
+
+
+def _grouped(groups: dict[int, list[tuple[tuple[int, ...], Any]]], device: torch.device) -> Any:
+    """Merge the groups at each position; a state in the order of the rows if only one is left, else a `RaggedState`."""
+    joined = [_join(parts) for _, parts in sorted(groups.items())]
     if len(joined) == 1:
         ((rows, one),) = joined
-        in_order = rows == tuple(range(batch))
-        return out, one if in_order else take_streams(one, torch.tensor(rows, device=x.device).argsort())
-    return out, RaggedState(tuple(rows for rows, _ in joined), tuple(one for _, one in joined))
+        in_order = rows == tuple(range(len(rows)))
+        return one if in_order else take_streams(one, torch.tensor(rows, device=device).argsort())
+    return RaggedState(tuple(rows for rows, _ in joined), tuple(one for _, one in joined))
 
 
 def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], Any]:

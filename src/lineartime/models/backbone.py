@@ -195,20 +195,32 @@ class Backbone(nn.Module):
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
+    def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
+        """The state of each joined stream, for `extend`: the inverse of `join_streams`."""
+        if isinstance(streams, GroupedStreams):
+            return streams.separate()
+        self._check_joined(streams)
+        positions: list[int] = streams[0].position.tolist()
+        of_blocks = (
+            block.stepping_mixer().separate_streams(of_block, positions)
+            for block, of_block in zip(self.blocks, streams, strict=True)
+        )
+        return list(zip(*of_blocks, strict=True))
+
     def check_step(self, ids: Tensor, streams: BackboneStreams) -> None:
         """Raise ArgumentError unless `ids` [B, 1] holds one token per stream, and this model joined the `streams`."""
         self.check_ids(ids)
         if isinstance(streams, GroupedStreams):
             _check_one_each(ids, len(streams))
         else:
-            self._check_joined(ids, streams)
+            self._check_joined(streams)
+            _check_one_each(ids, streams[0].position.shape[0])
             next(iter(self.blocks)).stepping_mixer().check_streams(streams[0])  # tells models apart; step_embedded checks each
 
-    def _check_joined(self, tokens: Tensor, streams: BackboneState) -> None:
+    def _check_joined(self, streams: BackboneState) -> None:
         self._check_states("streams", streams)
         if not isinstance(streams[0].position, Tensor):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
-        _check_one_each(tokens, streams[0].position.shape[0])
 
     def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
         """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d]. Updates `streams` in place."""
@@ -220,7 +232,8 @@ class Backbone(nn.Module):
 
     def step_embedded(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
-        self._check_joined(embedded, streams)
+        self._check_joined(streams)
+        _check_one_each(embedded, streams[0].position.shape[0])
         at_once = self._step_at_once(embedded, streams) if inputs is None else None
         if at_once is not None:
             return at_once

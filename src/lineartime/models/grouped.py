@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.layers.streams import join_groups
+from lineartime.layers.streams import RaggedState, join_groups, single_streams
 
 Extend = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
@@ -44,6 +44,10 @@ class GroupedStreams:
         """The number of tokens that each stream has read: int64 [B]."""
         counts = [torch.full_like(rows, state[0].position) for rows, state in zip(self._rows, self._states, strict=True)]
         return torch.cat(counts)[self._order]
+
+    def separate(self) -> list[Any]:
+        """The state of each stream."""
+        return single_streams(RaggedState(tuple(tuple(rows.tolist()) for rows in self._rows), tuple(self._states)))
 
     def step(self, x: Tensor, extend: Extend) -> Tensor:
         """Continue every stream by one token: [B, 1, d] -> [B, 1, d]. `extend` continues the streams of one group."""

@@ -215,6 +215,17 @@ class CausalLM(LanguageModel):
         """
         return self.backbone.join_streams(states)
 
+    def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
+        """The state of each joined stream, to continue it with `extend` by many tokens at once: the inverse of `join_streams`.
+
+        Args:
+            streams: what `join_streams` returned. They are not modified, and stepping them later does not change the states.
+
+        Raises:
+            ArgumentError: for streams of another model.
+        """
+        return self.backbone.separate_streams(streams)
+
     def compile_step(self) -> None:
         """Compile `step` with torch.compile, in place, if this model `steps_in_place`. The first step compiles it.
 

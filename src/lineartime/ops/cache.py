@@ -110,6 +110,14 @@ class KVStreams:
         visible = torch.arange(self.longest, device=self.position.device) < self.position[:, None]
         return self._k[..., : self.longest, :], self._v[..., : self.longest, :], visible
 
+    def separate(self, positions: Sequence[int]) -> list[KVCache]:
+        """The cache of each stream, whose `positions` are given on the host.
+
+        The streams may go on: the caches share their memory, but not what follows in it.
+        """
+        parts = zip(self._k.split(1), self._v.split(1), positions, strict=True)
+        return [KVCache(k[..., :position, :], v[..., :position, :]) for k, v, position in parts]
+
 
 class _Room:
     """Memory shared by several caches, each the beginning of the next; the first to extend the last one gets the free room."""

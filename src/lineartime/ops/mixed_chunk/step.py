@@ -41,6 +41,19 @@ def mixed_chunk_streams(states: Sequence[MixedChunkState], dtype: torch.dtype | 
     return MixedChunkStreams(sums, keys, values, position)
 
 
+def mixed_chunk_states(streams: MixedChunkStreams, positions: Sequence[int]) -> list[MixedChunkState]:
+    """The state of each stream alone, the inverse of `mixed_chunk_streams`; `positions` is that of the streams, on the host."""
+    sums, keys, values, position = streams
+    dtype = sums.dtype
+    with without_autocast(values):
+        slots, slot = torch.arange(values.shape[1], device=values.device), position[:, None] % values.shape[1]
+        read, summed = slots < slot, slots < slot - slot % group_size(values.shape[1])
+        k, v = keys.to(dtype).masked_fill(~read[:, None, :, None], 0.0), values.to(dtype).masked_fill(~read[..., None], 0.0)
+        summary = torch.baddbmm(sums, k[:, 1].masked_fill(~summed[..., None], 0.0).mT, v, alpha=-1)
+    parts = zip(*(x.split(1) for x in (summary, k[:, 0], k[:, 1], v)), positions, strict=True)
+    return [MixedChunkState(*part) for part in parts]
+
+
 def check_streams(streams: MixedChunkStreams, chunk_size: int, d_qk: int, d_value: int) -> None:
     """Raise ArgumentError for streams of a layer of other sizes: a C++ function would read out of bounds."""
     wanted = ((d_qk, d_value), (2, chunk_size, d_qk), (chunk_size, d_value), ())
