@@ -257,6 +257,13 @@ def test_onnx_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.Mon
         write_onnx(torch.export.export(nn.Identity(), (torch.zeros(1),)), tmp_path / "step.onnx")
 
 
+def test_a_program_in_bf16_that_onnxruntime_cannot_run_is_not_written(tmp_path: Path) -> None:
+    program = export_text(build("flash-tiny", d_qk=8, chunk_size=8).bfloat16())
+    with pytest.raises(LineartimeError, match="bfloat16 has operations that onnxruntime lacks: export the model in float32"):
+        write_onnx(program, tmp_path / "text.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="model is made of GAU, which has no step with a state of constant size"):
         export_step(build("flash-quad-tiny", d_qk=8))

@@ -7,7 +7,7 @@ import torch
 
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.filling import fill_mask
 from lineartime.models import MaskedLM
 
@@ -104,3 +104,10 @@ def test_what_cannot_be_filled_is_named() -> None:
     with pytest.raises(ArgumentError, match="text has 11 tokens, but this model reads at most 10: shorten it"):
         fill_mask(short, TOKENIZER, "1234567890[MASK]")
     assert fill_mask(short, TOKENIZER, "123456789[MASK]")
+
+
+def test_logits_that_are_not_finite_are_named() -> None:
+    model = build()
+    torch.nn.init.constant_(model.backbone.embedding.weight, float("nan"))
+    with pytest.raises(LineartimeError, match="logits of the model are not finite: its weights are damaged"):
+        fill_mask(model, TOKENIZER, "[MASK]")

@@ -139,11 +139,15 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     the inputs ids, state_0, state_1, ... and the outputs logits, next_state_0, ...
 
     Raises:
-        LineartimeError: without onnxscript, for a program with operations that ONNX does not have, or if the file cannot be
-            written.
+        LineartimeError: without onnxscript, for a program in bfloat16 or with operations that ONNX does not have, or if the
+            file cannot be written.
     """
     file = checked_file(file, ".onnx")
     require_packages("onnxscript", extra="onnx", purpose="A program in ONNX")
+    if any(tensor.dtype == torch.bfloat16 for tensor in program.state_dict.values()):
+        raise LineartimeError(
+            "A program in bfloat16 has operations that onnxruntime lacks: export the model in float32 or float16."
+        )
     given = program.example_inputs[0]
     inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
     if isinstance(given[-1], list):

@@ -9,7 +9,7 @@ import torch
 
 from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.models.language_model import MaskedLM, check_model
+from lineartime.models.language_model import MaskedLM, check_logits, check_model
 from lineartime.ops.checks import check_positive
 
 
@@ -46,6 +46,7 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
     Raises:
         ArgumentError: for a text without a mask or longer than the model can read, a causal model, or a tokenizer that does
             not fit the model.
+        LineartimeError: if the logits are not finite.
     """
     known = check_model(model, MaskedLM, "fill masks").config
     check_vocabulary(tokenizer, known.vocab_size)
@@ -59,8 +60,9 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
     device = next(model.parameters()).device
     with torch.no_grad():
         hidden = model.backbone(torch.tensor([ids], device=device))[0, places]
-        probabilities = model.logits(hidden).float().softmax(-1)  # [M, V]
-    values, tokens = probabilities.topk(min(top, known.vocab_size), dim=-1)
+        logits = model.logits(hidden).float()  # [M, V]
+    check_logits(logits)
+    values, tokens = logits.softmax(-1).topk(min(top, known.vocab_size), dim=-1)
     return [
         [Candidate(token, tokenizer.show(token), value) for token, value in zip(ids, chances, strict=True)]
         for ids, chances in zip(tokens.tolist(), values.tolist(), strict=True)

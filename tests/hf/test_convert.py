@@ -286,6 +286,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "tokenizer.json").write_text(trained("bpe").to_json()),
         "a tokenizer of 302 tokens and a model of 258",
     ),
+    "another end of text": (
+        lambda f: _change(f / "tokenizer_config.json", eos_token="[MASK]"),
+        r"tokenizer_config.json ends texts with eos_token '\[MASK\]', but lineartime ends documents of this tokenizer with '",
+    ),
+    "another end of text, as earlier versions wrote it": (
+        lambda f: _change(f / "tokenizer_config.json", eos_token={"content": "a", "special": True}),
+        "ends texts with eos_token 'a'",
+    ),
     "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff{"), "is not a tokenizer file"),
 }
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from lineartime.data import ByteTokenizer
+from lineartime.errors import ArgumentError
 from lineartime.hf import (
     LineartimeConfig,
     LineartimeForCausalLM,
@@ -91,6 +92,27 @@ def test_a_sequence_has_the_label_of_its_real_tokens(task: str, tiny: Tiny, awak
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([2, 0])))
     left = model(ids[1:, :6].repeat(1, 2), attention_mask=torch.tensor([[0] * 6 + [1] * 6])).logits
     torch.testing.assert_close(left, alone[1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_a_row_that_has_no_single_label_is_refused(task: str, tiny: Tiny) -> None:
+    model = LineartimeForSequenceClassification(tiny(task=task))
+    row, several = (
+        torch.zeros(1, 7, dtype=torch.long),
+        "input_ids is a row of 2 documents, but a row has one label",
+    )
+    for packed in (
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 7])},
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]])},
+    ):
+        with pytest.raises(ArgumentError, match=several):
+            model(row, **packed)
+    assert torch.equal(model(row, position_ids=torch.arange(7)[None]).logits, model(row).logits)
+    with pytest.raises(ArgumentError, match=r"input_ids has shape \[2, 0\], but a label needs at least one token"):
+        model(torch.zeros(2, 0, dtype=torch.long))
+    with pytest.raises(ArgumentError, match="attention_mask is a list, but must be a tensor: convert it"):
+        model(row, attention_mask=[[1] * 7])
 
 
 def test_a_number_can_be_learned_instead_of_a_label(tiny: Tiny, awake: Awake) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.fields import check_fields
+from lineartime.models.language_model import check_logits
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,7 @@ def chosen(sampling: Sampling | None) -> Sampling:
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU."""
     logits = logits.float().cpu()
-    if not logits.amax(-1).isfinite().all():  # the maximum of numbers with a NaN is NaN
-        raise LineartimeError(
-            "The logits of the model are not finite: its weights are damaged, or too large for its precision."
-        )
+    check_logits(logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _allowed(logits, sampling, torch.float64)

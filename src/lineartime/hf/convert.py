@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import tokenizers
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -147,7 +149,7 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
             "model with resize_token_embeddings(len(tokenizer)), without padding, and save it again."
         )
     if config.task != "mlm":
-        _check_end(source, tokenizer.end_of_document)
+        _check_end(source, tokenizer.end_of_document, definition)
     model = build_model(config)
     state: dict[str, Tensor] = {}
     for file, names in files.items():
@@ -184,7 +186,7 @@ def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
-def _check_end(source: Path, end: int) -> None:
+def _check_end(source: Path, end: int, definition: str) -> None:
     """Raise LineartimeError if texts of the model end with another token than documents in lineartime."""
     for name in (CONFIG, "generation_config.json"):  # `generate` of transformers obeys the second
         file = source / name
@@ -194,6 +196,15 @@ def _check_end(source: Path, end: int) -> None:
                 f"{file} ends texts with eos_token_id {shown(given)}, but lineartime ends documents of this tokenizer with "
                 f"token {end}: tune the model with that end, or set eos_token_id to {end} to convert it without its own."
             )
+    file = source / "tokenizer_config.json"
+    text = read_plain(file).get("eos_token") if file.is_file() else None
+    text = text.get("content") if isinstance(text, dict) else text  # earlier versions of transformers wrote more than the text
+    known: Any = tokenizers.Tokenizer.from_str(definition)
+    if isinstance(text, str) and known.token_to_id(text) != end:
+        raise LineartimeError(
+            f"{file} ends texts with eos_token {text!r}, but lineartime ends documents of this tokenizer with "
+            f"{known.id_to_token(end)!r}: tune the model with that end, or set eos_token to it to convert it without its own."
+        )
 
 
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:

@@ -15,6 +15,7 @@ def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | No
     """An attention mask as bool [B, T]; None if all tokens of `embedded` [B, T, d] are real."""
     if attention_mask is None:
         return None
+    check_tensor("attention_mask", attention_mask)
     if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # some collators make float masks
         binary = (attention_mask == 0) | (attention_mask == 1)
         require(binary, "attention_mask", "has values other than 0 and 1, but must be 1 for real tokens and 0 for padding.")
@@ -30,6 +31,7 @@ def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) 
     """The mask of the new tokens, bool [B, T], from a mask that may also cover the `past` tokens, [B, P + T]."""
     if attention_mask is None:
         return None
+    check_tensor("attention_mask", attention_mask)
     length = embedded.shape[1]
     if attention_mask.dim() == 2 and attention_mask.shape[1] not in (length, past + length):
         raise ArgumentError(
@@ -38,6 +40,12 @@ def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) 
             f"the {past} tokens of the cache.",
         )
     return checked_mask(attention_mask[:, -length:] if attention_mask.dim() == 2 and length else attention_mask, embedded)
+
+
+def check_tensor(argument: str, given: object) -> None:
+    """Raise ArgumentError unless the argument is a tensor."""
+    if not isinstance(given, Tensor):
+        raise ArgumentError(argument, f"is a {type(given).__name__}, but must be a tensor: convert it.")
 
 
 def packed_boundaries(

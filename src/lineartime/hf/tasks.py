@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
 from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.inputs import checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 
 
@@ -43,11 +44,26 @@ class TaskModel(LineartimePreTrainedModel):
         outputs: BaseModelOutputWithPast = self.model(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
         return outputs
 
-    def pooled(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, in a causal model, the last one."""
-        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        if attention_mask is not None:
-            real = attention_mask != 0
+    def pooled(self, hidden: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, in a causal model, the last one.
+
+        Raises:
+            ArgumentError: for rows without tokens, or a row that the other arguments divide into several documents.
+        """
+        if hidden.shape[1] == 0:
+            raise ArgumentError(
+                "input_ids", f"has shape {list(hidden.shape[:2])}, but a label needs at least one token to read."
+            )
+        mask = checked_mask(attention_mask, hidden)
+        boundaries = packed_boundaries(
+            kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), kwargs.get("seq_idx"), mask, hidden
+        )
+        if boundaries is not None and len(boundaries) > 2:
+            raise ArgumentError(
+                "input_ids",
+                f"is a row of {len(boundaries) - 1} documents, but a row has one label: give each a row of its own.",
+            )
+        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask
         if self.config.task == "mlm":
             return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
         last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)
@@ -73,7 +89,7 @@ class LineartimeForSequenceClassification(TaskModel):
     ) -> SequenceClassifierOutput:
         """Logits [B, K], and the loss if labels are given; other arguments as for the base model."""
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask)))
+        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask, **kwargs)))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -162,7 +178,7 @@ class LineartimeForMultipleChoice(TaskModel):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = kwargs[name].flatten(0, 1)
         outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)
-        pooled = self.pooled(outputs.last_hidden_state, mask)
+        pooled = self.pooled(outputs.last_hidden_state, mask, **kwargs)
         logits = self.score(self.dropout(pooled)).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, is_untouched
 from lineartime.models.backbone import Backbone, BackboneState, BackboneStreams
 from lineartime.models.compiled_step import CompiledStep, compiled_step
@@ -256,6 +256,14 @@ class MaskedLM(LanguageModel):
 def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
     """Build the model that a config describes, freshly initialised."""
     return MaskedLM(config) if config.task == "mlm" else CausalLM(config)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise LineartimeError unless the likeliest of the logits [..., V] are finite. Others may be -inf."""
+    if not logits.amax(-1).isfinite().all():  # the maximum of numbers with a NaN is NaN
+        raise LineartimeError(
+            "The logits of the model are not finite: its weights are damaged, or too large for its precision."
+        )
 
 
 Kind = TypeVar("Kind", bound=LanguageModel)
