@@ -12,6 +12,7 @@ import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, generate_batch, streams
+from lineartime.generation import sampling as sampling_module
 from lineartime.generation.sampling import draw, pick
 from lineartime.models import CausalLM
 
@@ -151,6 +152,28 @@ def test_picking_from_logits_that_are_nan_stays_inside_the_vocabulary() -> None:
 def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expected: list[float]) -> None:
     assert frequencies(sampling) == pytest.approx(expected, abs=0.025)
     assert frequencies_of_picks(sampling) == pytest.approx(expected, abs=0.001)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 6.0])  # of a flat distribution, all tokens have to be ranked
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 0.9999])
+def test_ranking_a_few_tokens_of_a_large_vocabulary_draws_as_ranking_all(
+    scale: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(40, 5000, generator=generator) + 1e-4 * torch.randn(40, 5000, generator=generator)
+    uniform = torch.cat([torch.tensor([0.0, 1 - 2**-53]).double(), torch.rand(38, dtype=torch.float64, generator=generator)])
+    ranks = logits.argsort(descending=True)
+    probabilities = logits.double().softmax(-1).gather(-1, ranks)
+    expected = []
+    for row, number in enumerate(uniform.tolist()):
+        kept = int((probabilities[row].cumsum(-1) < top_p).sum()) + 1
+        sums = probabilities[row, :kept].cumsum(-1)
+        expected.append(int(ranks[row, min(int((sums <= number * sums[-1]).sum()), kept - 1)]))
+    found = [pick(logits, Sampling(1.0, 0, top_p), uniform)]
+    found += [torch.cat([pick(logits[row, None], Sampling(1.0, 0, top_p), uniform[row, None]) for row in range(40)])]
+    monkeypatch.setattr(sampling_module, "HEAD", 5000)
+    found += [pick(logits, Sampling(1.0, 0, top_p), uniform)]
+    assert [tokens.tolist() for tokens in found] == [expected] * 3
 
 
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)

@@ -11,6 +11,10 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.fields import check_fields
 from lineartime.models.language_model import check_logits
+from lineartime.ops.tracing import is_traced
+
+HEAD = 128
+"""The number of likeliest tokens that are ranked first, and eight times as many next: ranking all takes longer than a step."""
 
 
 @dataclass(frozen=True)
@@ -61,45 +65,53 @@ def chosen(sampling: Sampling | None) -> Sampling:
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU."""
+    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU. Raises LineartimeError if they are not finite."""
     logits = logits.float().cpu()
     check_logits(logits)
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    probabilities, tokens = _allowed(logits, sampling, torch.float64)
-    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+    return pick(logits, sampling, torch.rand(len(logits), dtype=torch.float64, generator=generator))
 
 
 def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Like `draw`, but from a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
+    """Like `draw`, but by a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
 
-    It copies nothing to the host, so it can be part of a CUDA graph.
+    It computes in the dtype of the numbers. On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    probabilities, tokens = _allowed(logits.float(), sampling, torch.float32)
-    reached = _running_sums(probabilities)
-    below = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1, keepdim=True)
-    # The product may be rounded up to the sum: the last token that can be drawn is the last with a nonzero probability.
-    last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    # Of logits that are NaN, no probability is above zero; a wrong index would end the process of a GPU.
-    return tokens.gather(-1, below.minimum(last).clamp(min=0))[:, 0]
+    probabilities, tokens = _ranked(logits.float(), sampling, uniform.dtype)
+    # Sums on a GPU may be added in another order each time; in float64, a seed still repeats its text.
+    sums = probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else None)
+    # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
+    kept = (sums - probabilities < sampling.top_p) & (probabilities > 0)
+    last = torch.where(kept, torch.arange(kept.shape[-1], device=kept.device), 0).amax(-1, keepdim=True)
+    below = (sums <= uniform[:, None] * sums.gather(-1, last)).sum(-1, keepdim=True)
+    # The product may be rounded up to the sum. Of logits that are NaN, no token is kept; a wrong index would end the process
+    # of a GPU.
+    place = below.minimum(last)
+    return (place if tokens is None else tokens.gather(-1, place))[:, 0]
 
 
-def _allowed(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The unnormalised probabilities of the likeliest tokens, in descending order, and these tokens: both [B, n].
+def _ranked(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The probabilities of the likeliest tokens, enough for top_p, in descending order, and these tokens: both [B, n].
 
-    A probability is 0 if top_p excludes the token.
+    If no ranking is needed, the probabilities of all tokens in order, and None.
     """
     # Relative to the largest logit, so that no temperature overflows; a GPU multiplies by the inverse, which must be finite.
     temperature = max(sampling.temperature, torch.finfo(dtype).tiny)
     scores = (logits - logits.amax(-1, keepdim=True)).to(dtype) / temperature
-    ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1])) if sampling.top_k else scores.sort(-1, descending=True)
-    probabilities = ranked.softmax(-1)
-    # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
-    return probabilities.masked_fill(_running_sums(probabilities) - probabilities >= sampling.top_p, 0.0), tokens
-
-
-def _running_sums(probabilities: Tensor) -> Tensor:
-    """The sums up to each token. A GPU may add in another order each time; in float64, a seed still repeats its text."""
-    return probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else None)
+    size = scores.shape[-1]
+    if sampling.top_k:
+        ranked, tokens = scores.topk(min(sampling.top_k, size))
+        return ranked.softmax(-1), tokens
+    probabilities = scores.softmax(-1)
+    if logits.device.type == "cpu" and not is_traced():  # what depends on values would make a GPU and a graph wait
+        if sampling.top_p == 1:
+            return probabilities, None
+        head = HEAD
+        while 4 * head < size:
+            tokens = logits.topk(head).indices
+            ranked = probabilities.gather(-1, tokens)
+            if bool((ranked.cumsum(-1)[:, -1] >= sampling.top_p).all()):
+                return ranked, tokens
+            head *= 8
+    return probabilities.sort(-1, descending=True)
