@@ -74,44 +74,44 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tens
 def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Like `draw`, but by a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
 
-    It computes in the dtype of the numbers. On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
+    On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    probabilities, tokens = _ranked(logits.float(), sampling, uniform.dtype)
+    probabilities, tokens = _ranked(logits.float(), sampling)
     # Sums on a GPU may be added in another order each time; in float64, a seed still repeats its text.
-    sums = probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else None)
+    sums = probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else uniform.dtype)
     # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
-    kept = (sums - probabilities < sampling.top_p) & (probabilities > 0)
-    last = torch.where(kept, torch.arange(kept.shape[-1], device=kept.device), 0).amax(-1, keepdim=True)
-    below = (sums <= uniform[:, None] * sums.gather(-1, last)).sum(-1, keepdim=True)
-    # The product may be rounded up to the sum. Of logits that are NaN, no token is kept; a wrong index would end the process
-    # of a GPU.
-    place = below.minimum(last)
+    kept = torch.full_like(sums[:, :1], sums.shape[-1], dtype=torch.long)
+    if sampling.top_p < 1:
+        kept = (sums - probabilities < sampling.top_p).sum(-1, keepdim=True)
+    last = (kept - 1).clamp(min=0)  # of logits that are NaN, no token is kept
+    total = sums.gather(-1, last)
+    # The product may be rounded up to the total, which no token exceeds.
+    reached = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    place = (sums <= reached).sum(-1, keepdim=True).minimum(last)  # a wrong index would end the process of a GPU
     return (place if tokens is None else tokens.gather(-1, place))[:, 0]
 
 
-def _ranked(logits: Tensor, sampling: Sampling, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The probabilities of the likeliest tokens, enough for top_p, in descending order, and these tokens: both [B, n].
 
     If no ranking is needed, the probabilities of all tokens in order, and None.
     """
     # Relative to the largest logit, so that no temperature overflows; a GPU multiplies by the inverse, which must be finite.
-    temperature = max(sampling.temperature, torch.finfo(dtype).tiny)
-    scores = (logits - logits.amax(-1, keepdim=True)).to(dtype) / temperature
-    size = scores.shape[-1]
+    temperature = max(sampling.temperature, torch.finfo(logits.dtype).tiny)
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature
     if sampling.top_k:
-        ranked, tokens = scores.topk(min(sampling.top_k, size))
+        ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1]))
         return ranked.softmax(-1), tokens
     probabilities = scores.softmax(-1)
     if logits.device.type == "cpu" and not is_traced():  # what depends on values would make a GPU and a graph wait
         if sampling.top_p == 1:
             return probabilities, None
         head = HEAD
-        while 4 * head < size:
-            tokens = logits.topk(head).indices
-            ranked = probabilities.gather(-1, tokens)
-            if bool((ranked.cumsum(-1)[:, -1] >= sampling.top_p).all()):
+        while 4 * head < probabilities.shape[-1]:
+            ranked, tokens = probabilities.topk(head)
+            if bool((ranked.sum(-1, dtype=torch.float64) >= sampling.top_p).all()):
                 return ranked, tokens
             head *= 8
     return probabilities.sort(-1, descending=True)
