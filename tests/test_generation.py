@@ -111,6 +111,11 @@ def test_a_seed_repeats_a_text(model: CausalLM) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_numbers_of_numpy_are_numbers(model: CausalLM) -> None:
+    number: Any = np.int64(4)
+    assert list(generate(model, [1], number, GREEDY)) == list(generate(model, [1], 4, GREEDY))
+
+
 def test_the_stop_token_ends_the_text_and_is_left_out(model: CausalLM) -> None:
     text = list(generate(model, [1], 10, GREEDY))
     assert list(generate(model, [1], 10, GREEDY, stop_token=text[0])) == []
@@ -130,10 +135,12 @@ def frequencies_of_picks(sampling: Sampling, n: int = 4000) -> list[float]:
     return (torch.bincount(pick(logits.expand(n, -1), sampling, uniform), minlength=3) / n).tolist()
 
 
-def test_picking_from_logits_that_are_nan_stays_inside_the_vocabulary() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=1.0), Sampling(top_k=2), GREEDY])
+def test_picking_from_logits_that_are_not_finite_says_so_in_the_token(sampling: Sampling) -> None:
     """A wrong index in a CUDA graph would end everything that the process does on the GPU."""
-    picked = pick(torch.full((2, 5), torch.nan), Sampling(), torch.tensor([0.0, 0.9]))
-    assert ((picked >= 0) & (picked < 5)).all()
+    logits = torch.zeros(4, 5)
+    logits[0], logits[1, 2], logits[2, 3], logits[3, :4] = torch.nan, torch.nan, torch.inf, -torch.inf
+    assert pick(logits, sampling, torch.tensor([0.0, 0.9, 0.5, 0.5])).tolist() == [-1, -1, -1, 4]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ _SUBMODULES = (
     "evaluation",
     "export",
     "filling",
+    "foreign",
     "generation",
     "inspection",
     "layers",

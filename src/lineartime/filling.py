@@ -9,7 +9,7 @@ import torch
 
 from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.models.language_model import MaskedLM, check_logits, check_model
+from lineartime.models.language_model import MaskedLM, are_finite, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 
 
@@ -61,7 +61,7 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
     with torch.no_grad():
         hidden = model.backbone(torch.tensor([ids], device=device))[0, places]
         logits = model.logits(hidden).float()  # [M, V]
-    check_logits(logits)
+    check_finite_logits(bool(are_finite(logits).all()))
     values, tokens = logits.softmax(-1).topk(min(top, known.vocab_size), dim=-1)
     return [
         [Candidate(token, tokenizer.show(token), value) for token, value in zip(ids, chances, strict=True)]

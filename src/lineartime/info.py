@@ -57,7 +57,7 @@ def explain_machine() -> Iterator[Fact]:
     yield (
         Fact("C++ functions", "no", reason)
         if reason
-        else Fact("C++ functions", "yes", "built at first use, for tiles on a CPU")
+        else Fact("C++ functions", "yes", "built at first use, for tiles, steps and small products")
     )
     yield from _backends(device)
     for package, extra in EXTRAS.items():

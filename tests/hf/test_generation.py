@@ -227,6 +227,47 @@ def test_a_cache_takes_back_what_it_read_since_the_last_crop(causal: LineartimeF
         cache.crop(-10)
 
 
+def test_a_cache_forgets_no_part_of_a_prefix_whose_tokens_have_read_each_other(tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(task="prefix-lm")))
+    ids, cache = ids_of(1, 20), LineartimeCache()
+    cache.activate_past_recording()
+    model(ids[:, :12], past_key_values=cache, prefix_lengths=torch.tensor([12]))
+    after = model(ids[:, 12:], past_key_values=cache).logits
+    with pytest.raises(lineartime.LineartimeError, match=r"cannot forget 2 of the 12 tokens of a prefix, which have read each"):
+        cache.crop(-10)
+    cache.crop(-8)
+    torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, after, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="tokens_to_remove is 5, but must be negative, or 0: -5 forgets five tokens"):
+        cache.crop(5)
+
+
+@pytest.mark.parametrize("change", ["copied", "selected"])
+def test_a_cache_that_was_changed_in_inference_mode_is_continued_outside(
+    change: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINEARTIME_NATIVE", "0")  # PyTorch's own operations check what they update
+    ids = ids_of(3, 12)
+    with torch.inference_mode():
+        cache = causal(ids[:, :9], use_cache=True).past_key_values
+        causal(ids[:, 9:10], past_key_values=cache)
+        if change == "copied":
+            cache = cache.copy()
+        else:
+            cache.batch_select_indices(torch.arange(3))
+    assert isinstance(cache.state, SteppedStreams)
+    with torch.no_grad():
+        found = causal(ids[:, 10:11], past_key_values=cache).logits
+        torch.testing.assert_close(found, causal(ids[:, :11]).logits[:, -1:], atol=1e-5, rtol=0)
+
+
+def test_a_cache_without_streams_is_continued(causal: LineartimeForCausalLM) -> None:
+    ids, mask = left_padded()
+    with torch.no_grad():
+        cache = causal(ids, attention_mask=mask, use_cache=True).past_key_values
+        cache.batch_select_indices(torch.zeros(0, dtype=torch.long))
+        assert causal(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 40)
+
+
 def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: LineartimeForCausalLM) -> None:
     options = {"do_sample": False, "return_dict_in_generate": True}
     first = causal.generate(ids_of(1, 9), max_new_tokens=9, prompt_lookup_num_tokens=3, **options)

@@ -142,6 +142,7 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module], activa
         (FLASHWeighted, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
         (FLASH, {"chunk_size": 0}, "chunk_size is 0"),
         (FLASH, {"chunk_size": 16.0}, "chunk_size is 16.0, but must be an integer"),
+        (FLASH, {"chunk_size": True}, "chunk_size is True, but must be an integer"),
         (FLASH, {"expansion": 0}, "expansion is 0"),
         (FLASH, {"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
         (FLASH, {"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),

@@ -241,3 +241,7 @@ def test_streams_at_positions_of_their_own_are_taken_in_any_order() -> None:
     assert taken.position == [4, 6, 6, 4]
     found, _ = layer.extend(new[rows], taken)
     torch.testing.assert_close(found, expected[rows])
+    one = take_streams(state, torch.tensor([2, 2]))
+    assert not isinstance(one, RaggedState)  # they are at one position
+    torch.testing.assert_close(layer.extend(new[[2, 2]], one)[0], expected[[2, 2]])
+    assert layer.extend(new[:0], take_streams(state, rows[:0]))[0].shape == (0, 2, 8)

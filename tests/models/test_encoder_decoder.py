@@ -155,6 +155,10 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
         greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
+    untyped: Any = greedy
+    for name, token in (("start_token", None), ("start_token", 1.5), ("stop_token", "a")):
+        with pytest.raises(ValueError, match=f"{name} is .*, but must be an integer"):
+            untyped(model, source, **{"start_token": 0, "stop_token": 1, "max_tokens": 5, name: token})
     for wrong in ({"start_token": 20}, {"start_token": -1}, {"stop_token": 20}):
         arguments = {"start_token": 0, "stop_token": 1, "max_tokens": 5, **wrong}
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, but must be at least 0 and at most 19"):

@@ -164,6 +164,12 @@ def test_states_of_other_models_are_named_before_they_are_joined() -> None:
             model.join_streams([model.init_state(1), other.init_state(1)])
 
 
+def test_streams_of_other_layers_are_not_separated() -> None:
+    other, model = causal("performer-tiny"), causal("flash-tiny")
+    with pytest.raises(ArgumentError, match=r"^streams (is|has) .*, but FLASH needs"):
+        model.separate_streams(other.join_streams([other.init_state(1)]))
+
+
 def test_states_that_are_none_of_this_model_are_named() -> None:
     model, other = causal("flash-tiny"), build_model(small("flash-tiny", "clm").override(n_blocks=3))
     assert isinstance(other, CausalLM)

@@ -13,11 +13,11 @@ class BidirectionalMixer(Mixer[StreamState]):
     """
 
     def init_own_state(self, batch_size: int) -> NoReturn:
-        """Raise ValueError: this mixer never streams."""
+        """Raise ArgumentError: this mixer never streams."""
         self._refuse()
 
     def attend_next(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raise ValueError: this mixer never streams."""
+        """Raise ArgumentError: this mixer never streams."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

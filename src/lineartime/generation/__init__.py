@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.generation.sampling import Sampling, chosen, draw
 from lineartime.generation.streams import drawing, prefill
-from lineartime.models.language_model import CausalLM, LanguageModel, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 
 __all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
@@ -51,7 +51,7 @@ def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int,
         once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
         logits = torch.stack([once[ids][0] for ids in prompts])
         tokens = draw(logits, sampling, generator)
-    yield tokens.tolist()
+    yield _on_host(tokens)
     if max_tokens == 1:  # there may be no position for another one
         return
     with torch.no_grad():
@@ -60,7 +60,14 @@ def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int,
     for _ in range(1, max_tokens):
         with torch.no_grad():
             tokens = draw_next(tokens)
-        yield tokens.tolist()
+        yield _on_host(tokens)
+
+
+def _on_host(drawn: Tensor) -> list[int]:
+    """Drawn tokens as numbers. Raises LineartimeError if the logits were not finite."""
+    tokens: list[int] = drawn.tolist()
+    check_finite_logits(min(tokens, default=0) >= 0)
+    return tokens
 
 
 def generate_batch(

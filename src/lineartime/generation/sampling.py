@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.fields import check_fields
-from lineartime.models.language_model import check_logits
+from lineartime.models.language_model import are_finite
 from lineartime.ops.tracing import is_traced
 
 HEAD = 128
@@ -65,9 +65,8 @@ def chosen(sampling: Sampling | None) -> Sampling:
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU. Raises LineartimeError if they are not finite."""
+    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU; -1 if the logits are not finite."""
     logits = logits.float().cpu()
-    check_logits(logits)
     return pick(logits, sampling, torch.rand(len(logits), dtype=torch.float64, generator=generator))
 
 
@@ -76,6 +75,11 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
     On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
     """
+    return torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
+
+
+def _picked(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """`pick` for finite logits."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _ranked(logits.float(), sampling)

@@ -17,6 +17,7 @@ from lineartime.generation.streams import pieces
 from lineartime.layers.streams import RaggedState, extend_ragged, group_streams, take_streams, tensors_of
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.grouped import GroupedStreams
+from lineartime.ops.cache import normal_tensors
 
 
 class Streams(NamedTuple):
@@ -52,20 +53,23 @@ class Call(NamedTuple):
         before: the state before the call; None if there was none.
         embedded: [B, N, d], the embedded tokens that were read.
         mask: bool [B, N], True for real tokens.
+        prefix: whether the tokens were read as a prefix.
     """
 
     before: "Streams | RaggedState | None"
     embedded: Tensor
     mask: Tensor
+    prefix: bool
 
     def without_last(self, tokens: int) -> "Call":
         """The same call with `tokens` fewer tokens at its end."""
         kept = self.embedded.shape[1] - tokens
-        return Call(self.before, self.embedded[:, :kept], self.mask[:, :kept])
+        return self._replace(embedded=self.embedded[:, :kept], mask=self.mask[:, :kept])
 
     def of_streams(self, rows: Tensor) -> "Call":
         """The same call restricted to some of the streams."""
-        return Call(None if self.before is None else take_streams(self.before, rows), self.embedded[rows], self.mask[rows])
+        before = None if self.before is None else take_streams(self.before, rows)
+        return Call(before, self.embedded[rows], self.mask[rows], self.prefix)
 
 
 class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
@@ -112,7 +116,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         if mask is not None and bool(mask.all()):
             mask = None
         self._prepare_to_read(backbone, embedded.shape[1])
-        call = self._call(embedded, mask) if self._recording else None
+        call = self._call(embedded, mask, prefix) if self._recording else None
         hidden = self._read(backbone, embedded, mask, prefix, inputs is not None)[:, embedded.shape[1] - new :]
         self._length += new
         self._pending = None
@@ -176,23 +180,39 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Stop recording, so that the memory of the cache does not grow with what it reads."""
         self._recording, self._calls = False, []
 
-    def _call(self, embedded: Tensor, mask: Tensor | None) -> Call:
+    def _call(self, embedded: Tensor, mask: Tensor | None, prefix: bool) -> Call:
         assert not isinstance(self.state, SteppedStreams)  # which the call would change in place
         batch, length = embedded.shape[:2]
-        return Call(self.state, embedded.detach(), _as_mask(mask, batch, length, embedded.device))
+        return Call(self.state, embedded.detach(), _as_mask(mask, batch, length, embedded.device), prefix)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens read since the last crop; their number is given as a negative number.
 
         Nothing is computed. The cache returns to the state before the calls that read them. The tokens of these calls that
         are kept are read again together with the next tokens.
+
+        Raises:
+            ArgumentError: for a positive number.
+            LineartimeError: for more tokens than were recorded, or a part of a prefix, whose tokens have read each other.
         """
+        if tokens_to_remove > 0:
+            raise ArgumentError(
+                "tokens_to_remove", f"is {tokens_to_remove}, but must be negative, or 0: -5 forgets five tokens."
+            )
         remove = -tokens_to_remove
         if not 0 <= remove <= sum(call.embedded.shape[1] for call in self._calls):
             raise LineartimeError(
                 f"The cache cannot forget {remove} tokens: it can only take back what was read since the last crop, and only "
                 "after activate_past_recording()."
             )
+        left = remove
+        for call in reversed(self._calls):
+            if call.prefix and 0 < left < call.embedded.shape[1]:
+                raise LineartimeError(
+                    f"The cache cannot forget {left} of the {call.embedded.shape[1]} tokens of a prefix, which have read each "
+                    "other: read the shorter prefix into a new cache."
+                )
+            left -= min(left, call.embedded.shape[1])
         self._length -= remove
         while remove:
             call = self._calls.pop()
@@ -219,7 +239,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the streams, in this order; a stream may be kept several times."""
         if self.state is not None:
-            self.state = take_streams(self.state, indices)
+            with normal_tensors():  # which a step can update outside of inference mode, too
+                self.state = take_streams(self.state, indices)
         self._calls = [call.of_streams(indices) for call in self._calls]
         if self._pending is not None:
             self._pending = self._pending.of_streams(indices)

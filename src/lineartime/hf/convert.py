@@ -103,12 +103,12 @@ def _failing_to_write(destination: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
+    were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_shown:
             logging.enable_progress_bar()
 
 

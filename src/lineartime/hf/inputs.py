@@ -52,6 +52,9 @@ def packed_boundaries(
     cu_seq_lens: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, embedded: Tensor
 ) -> Tensor | None:
     """The boundaries [D + 1] of documents packed into one row, from whichever argument gives them; None if none does."""
+    for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens)):
+        if given is not None:
+            check_tensor(name, given)
     if cu_seq_lens is None and position_ids is not None:
         cu_seq_lens = document_boundaries(position_ids, mask, embedded)
     if cu_seq_lens is None and seq_idx is not None:

@@ -17,7 +17,7 @@ from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
-from lineartime.hf.inputs import checked_mask, new_tokens_mask, packed_boundaries
+from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries
 from lineartime.layers.checks import check_tokens
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
@@ -208,6 +208,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""
         if prefix_lengths is None:
             return False
+        check_tensor("prefix_lengths", prefix_lengths)
         if cache.get_seq_length() > 0:
             raise ArgumentError(
                 "prefix_lengths",

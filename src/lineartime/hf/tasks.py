@@ -22,6 +22,7 @@ from lineartime.errors import ArgumentError
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.inputs import checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+from lineartime.ops.checks import require
 
 
 class TaskModel(LineartimePreTrainedModel):
@@ -64,8 +65,9 @@ class TaskModel(LineartimePreTrainedModel):
                 f"is a row of {len(boundaries) - 1} documents, but a row has one label: give each a row of its own.",
             )
         real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask
+        require(real.any(1), "attention_mask", "has a row without tokens, but a label needs at least one token to read.")
         if self.config.task == "mlm":
-            return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+            return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)
         return hidden[torch.arange(len(hidden), device=hidden.device), last]
 
@@ -170,11 +172,11 @@ class LineartimeForMultipleChoice(TaskModel):
     ) -> MultipleChoiceModelOutput:
         """Logits [B, C] for ids and mask [B, C, T], and the loss if labels [B] are given; others as for the base model."""
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None or given.dim() < 3:
+        if not isinstance(given, Tensor) or given.dim() < 3:
             raise ArgumentError("input_ids", "must be [B, C, T]: for each example, the tokens of each choice.")
         choices = given.shape[1]
         ids, mask, embedded = (None if x is None else x.flatten(0, 1) for x in (input_ids, attention_mask, inputs_embeds))
-        for name in ("token_type_ids", "position_ids"):
+        for name in ("token_type_ids", "position_ids", "seq_idx"):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = kwargs[name].flatten(0, 1)
         outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)

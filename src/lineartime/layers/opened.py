@@ -65,7 +65,7 @@ class OpenMixer(Mixer[State]):
 
         Raises:
             LineartimeError: if the attention cannot be split; the message gives the reason.
-            ValueError: if x does not match the mixer, or the layout belongs to another mixer or holds packed documents.
+            ArgumentError: if x does not match the mixer, or the layout belongs to another mixer or holds packed documents.
         """
         if self.why_not_opened is not None:
             raise LineartimeError(f"{type(self).__name__} cannot show attention weights: {self.why_not_opened}.")

@@ -141,15 +141,15 @@ def single_streams(state: RaggedState) -> list[Any]:
     return [of_row[row] for row in sorted(of_row)]
 
 
-def _take_ragged(state: RaggedState, rows: Tensor) -> RaggedState:
+def _take_ragged(state: RaggedState, rows: Tensor) -> Any:
     wanted = rows.tolist()
-    taken = []
+    taken: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
     for group, part in zip(*state, strict=True):
         places = [place for place, row in enumerate(wanted) if row in group]
         if places:
             own = torch.tensor([group.index(wanted[place]) for place in places], device=rows.device)
-            taken.append((tuple(places), take_streams(part, own)))
-    return RaggedState(tuple(places for places, _ in taken), tuple(part for _, part in taken))
+            taken.setdefault(part.position, []).append((tuple(places), take_streams(part, own)))
+    return _grouped(taken, rows.device) if taken else take_streams(state.states[0], rows)
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:

@@ -124,7 +124,7 @@ class Backbone(nn.Module):
         return layouts
 
     def init_state(self, batch_size: int) -> BackboneState:
-        """The state before the first token of `batch_size` streams. Raises ValueError unless the model is causal."""
+        """The state before the first token of `batch_size` streams. Raises ArgumentError unless the model is causal."""
         return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
 
     def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
@@ -186,19 +186,26 @@ class Backbone(nn.Module):
             self._check_states("states", state)
         at_one_position = len({state[0].position for state in states}) == 1
         if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
-            for block, of_block in zip(self.blocks, zip(*states, strict=True), strict=True):
-                for state in of_block:
-                    check_state(state, block.mixer.no_streams(), type(block.mixer).__name__, "states")
+            self._check_block_states("states", states)
             return GroupedStreams(states, self.embedding.weight.device)
         return tuple(
             block.stepping_mixer().join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
+    def _check_block_states(self, name: str, states: Sequence[BackboneState]) -> None:
+        """Raise ArgumentError unless all blocks have the layers of these states."""
+        for state in states:
+            self._check_states(name, state)
+            for block, of_block in zip(self.blocks, state, strict=True):
+                check_state(of_block, block.mixer.no_streams(), type(block.mixer).__name__, name)
+
     def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
         """The state of each joined stream, for `extend`: the inverse of `join_streams`."""
         if isinstance(streams, GroupedStreams):
-            return streams.separate()
+            states: list[BackboneState] = streams.separate()
+            self._check_block_states("streams", states)
+            return states
         self._check_joined(streams)
         positions: list[int] = streams[0].position.tolist()
         of_blocks = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_limits, from_fields
+from lineartime.fields import Between, check_limits, check_type, from_fields
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
@@ -250,6 +250,7 @@ def greedy(
         raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
     check_positive(max_tokens=max_tokens)
     for name, token in (("start_token", start_token), ("stop_token", stop_token)):
+        check_type(name, token, int if name == "start_token" else int | None)
         check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
     check_evaluates(model, model.config.dropout)
     longest = model.longest_target

@@ -258,9 +258,14 @@ def build_model(config: ModelConfig) -> CausalLM | MaskedLM:
     return MaskedLM(config) if config.task == "mlm" else CausalLM(config)
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raise LineartimeError unless the likeliest of the logits [..., V] are finite. Others may be -inf."""
-    if not logits.amax(-1).isfinite().all():  # the maximum of numbers with a NaN is NaN
+def are_finite(logits: Tensor) -> Tensor:
+    """Whether the likeliest of the logits are finite, [..., V] -> bool [...]. Others may be -inf."""
+    return logits.amax(-1).isfinite()  # the maximum of numbers with a NaN is NaN
+
+
+def check_finite_logits(finite: bool) -> None:
+    """Raise LineartimeError unless the logits of a model are finite."""
+    if not finite:
         raise LineartimeError(
             "The logits of the model are not finite: its weights are damaged, or too large for its precision."
         )

@@ -1,6 +1,7 @@
 """Checks of the arguments of attentions. Their errors name the argument, its value and what is allowed."""
 
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lineartime.ops.tracing import is_traced, under_transform
 def check_positive(**sizes: int) -> None:
     """Raise ArgumentError, naming the argument, unless every size is an integer of at least 1."""
     for argument, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, Integral) or isinstance(value, bool):  # those of numpy are fine
             raise ArgumentError(argument, f"is {value!r}, but must be an integer.")
         if value < 1:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")

@@ -292,7 +292,7 @@ class TrainConfig:
         """Restore a config from the dictionary of `to_dict`. Missing fields take their defaults.
 
         Raises:
-            ValueError: naming the field, if one is unknown, has the wrong type or is out of range.
+            ArgumentError: naming the field, if one is unknown, has the wrong type or is out of range.
         """
         given = data.get("data") or []
         values = {**data, "data": [given] if isinstance(given, (str, Path)) else given}
