@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,8 @@ def test_results_hold_the_options_the_machine_and_no_paths(
     assert results["options"]["rounds"] == 3
     assert results["peak_flops"]["fp32"] == {"runs": [1e9, 1e9], "taken": 1e9}
     assert {"cpu", "cores", "threads", "torch", "python"} <= set(results["machine"])
+    assert datetime.fromisoformat(results["started"]) <= datetime.now(timezone.utc)
+    assert results["lineartime"] == lineartime.__version__
     assert str(tmp_path) not in json.dumps(results)
     assert results["subjects"][0]["config"]["mixer"]["kind"] == "flash"
     assert {path.name for path in config.out.iterdir()} == {"results.json", "results.md", "latency.png", "pareto.png"}  # type: ignore[union-attr]

@@ -105,7 +105,7 @@ def _facts(results: Results) -> str:
     peaks = ", ".join(
         f"{dtype} {_operations(max(runs))} ({' and '.join(map(_operations, runs))})" for dtype, runs in results.peaks.items()
     )
-    lines = [f"machine: {device}, torch {machine['torch']}, Python {machine['python']}"]
+    lines = [f"machine: {device}, torch {machine['torch']}, Python {machine['python']}", f"started: {results.started}"]
     if results.precision:
         lines.append(f"precision: {results.precision}")
     if peaks:

@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class Results:
         self.options = options
         self.precision = precision
         self.machine = describe_machine(device)
+        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.entries: list[Entry] = []
         self.peaks: dict[str, list[float]] = {}
 
@@ -118,6 +120,8 @@ class Results:
             "options": self.options,
             "precision": self.precision,
             "machine": self.machine,
+            "started": self.started,
+            "lineartime": installed_version("lineartime"),
             "peak_flops": {dtype: {"runs": runs, "taken": max(runs)} for dtype, runs in self.peaks.items()},
             "subjects": [subject.to_dict() for subject in subjects],
             "entries": [self._entry_dict(entry) for entry in self.finished],
