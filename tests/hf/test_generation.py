@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lineartime
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM
-from lineartime.hf.cache import SteppedStreams, Streams
+from lineartime.hf.streams import SteppedStreams, Streams
 from lineartime.models.backbone import Backbone
 from lineartime.models.systems import SYSTEMS
 

@@ -9,7 +9,10 @@ import torch
 
 from lineartime.baselines.gau_multi_head import GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.linear_elu import LinearELU
+from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.mhsa_gated import MHSAGated
+from lineartime.baselines.performer import Performer
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.stepping import SteppingMixer
@@ -90,7 +93,39 @@ def test_streams_whose_memory_grows_are_continued_together(kind: str, token_shif
         assert torch.equal(tensor, value)
 
 
-BOTH: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {"flash": partial(FLASH, d_qk=8, chunk_size=16), **GROWING}
+SUMS: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
+    "performer": partial(Performer, n_heads=2),
+    "performer with rotated features": partial(Performer, n_heads=2, rotated="features"),
+    "performer without rope": partial(Performer, n_heads=2, rope=False),
+    "linear elu": partial(LinearELU, n_heads=2),
+    "linear taylor": partial(LinearTaylor, n_heads=2),
+}
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("kind", SUMS)
+@torch.no_grad()
+def test_streams_of_linear_attention_are_continued_together_in_place(kind: str, token_shift: bool) -> None:
+    torch.manual_seed(0)
+    layer = SUMS[kind](D_MODEL, causal=True, token_shift=token_shift).double()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    lengths, x = [0, 1, 30, 130], torch.randn(4, 140, D_MODEL, dtype=torch.float64)
+    before = [layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
+    kept = [tensor.clone() for tensor in tensors_of(tuple(before))]
+    streams, expected = layer.join_streams(before), layer(x)
+    places = [tensor.data_ptr() for tensor in tensors_of(streams)]
+    for step in range(9):
+        at = torch.tensor(lengths) + step
+        out = layer.step(x[range(4), at][:, None], streams)
+        torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=0)
+    assert streams.position.tolist() == [length + 9 for length in lengths]
+    assert [tensor.data_ptr() for tensor in tensors_of(streams)] == places
+    for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
+        assert torch.equal(tensor, value)
+
+
+BOTH: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {"flash": partial(FLASH, d_qk=8, chunk_size=16), **GROWING, **SUMS}
 
 
 @pytest.mark.parametrize("token_shift", [False, True])
@@ -142,6 +177,8 @@ SMALL: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
     "gau of another width": partial(GAU, d_qk=8),
     "attention": partial(Attention, n_heads=2),
     "attention with more heads": partial(Attention, n_heads=4),
+    "performer": partial(Performer, n_heads=2),
+    "performer with more heads": partial(Performer, n_heads=4),
 }
 
 

@@ -165,7 +165,7 @@ def test_states_of_other_models_are_named_before_they_are_joined() -> None:
 
 
 def test_streams_of_other_layers_are_not_separated() -> None:
-    other, model = causal("performer-tiny"), causal("flash-tiny")
+    other, model = causal("combiner-tiny"), causal("flash-tiny")
     with pytest.raises(ArgumentError, match=r"^streams (is|has) .*, but FLASH needs"):
         model.separate_streams(other.join_streams([other.init_state(1)]))
 

@@ -5,6 +5,7 @@ The definition is in `lineartime.ops.linear`; its q and k are features(q) and fe
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -12,9 +13,20 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
-from lineartime.ops.precision import acc_dtype
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer, merge_heads
+from lineartime.layers.stepping import SteppingMixer
+from lineartime.ops.layout import Layout
+from lineartime.ops.linear import (
+    LinearState,
+    LinearStreams,
+    chunked_sums,
+    linear_attention,
+    linear_attention_extend,
+    linear_attention_step,
+    linear_states,
+    linear_streams,
+)
+from lineartime.ops.precision import acc_dtype, output_dtype, without_autocast
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
@@ -94,3 +106,26 @@ class KernelAttention(MultiHeadMixer[LinearState]):
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.weigh(self.features(empty), first=0).shape[-1]
         return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)
+
+
+class SteppingKernelAttention(KernelAttention, SteppingMixer[LinearState, LinearStreams]):
+    """A `KernelAttention` whose features do not depend on positions, so that streams at different positions step together."""
+
+    steps_in_place = True
+
+    def join_own_streams(self, states: Sequence[LinearState]) -> LinearStreams:
+        """Join streams at different positions."""
+        return linear_streams(states)
+
+    def separate_own_streams(self, streams: LinearStreams, positions: Sequence[int]) -> list[LinearState]:
+        """The state of each stream."""
+        return linear_states(streams, positions)
+
+    def mix_step(self, normed: Tensor, streams: LinearStreams, layout: Layout) -> Tensor:
+        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
+        q, k, v = self.project(normed, layout)
+        compute = self.compute_dtype(q, k, v)
+        with without_autocast(v):
+            q, k, plain = self._features(q.to(compute), k.to(compute), first=0)
+            attended = linear_attention_step(q, k, v.to(compute), streams, plain=plain)
+        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute))))

@@ -2,48 +2,20 @@
 
 For FLASH and the linear attentions, its size does not depend on the length of the streams.
 
-Shapes: B streams, N new tokens, d model width, L blocks, whose inputs are returned if all hidden vectors are requested.
+Shapes: B streams, N new tokens, d model width.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation.streams import pieces
+from lineartime.hf.streams import SteppedStreams, Streams, joined_streams, prefix_reader, reader, step_streams, width
 from lineartime.layers.streams import RaggedState, extend_ragged, group_streams, take_streams, tensors_of
-from lineartime.models.backbone import Backbone, BackboneState
-from lineartime.models.grouped import GroupedStreams
+from lineartime.models.backbone import Backbone
 from lineartime.ops.cache import normal_tensors
-
-
-class Streams(NamedTuple):
-    """Streams that are all at the same position.
-
-    Attributes:
-        blocks: the state of each block.
-    """
-
-    blocks: BackboneState
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-        position: int = self.blocks[0].position
-        return position
-
-
-class SteppedStreams(NamedTuple):
-    """Streams that are continued together, token by token, and updated in place; they may be at different positions.
-
-    Attributes:
-        blocks: the streams of each block.
-    """
-
-    blocks: BackboneState
 
 
 class Call(NamedTuple):
@@ -145,7 +117,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             if not in_place:
                 self.state = group_streams([Streams(blocks) for blocks in backbone.separate_streams(self.state.blocks)])
         elif self.state is not None and in_place:
-            self.state = _joined(backbone, self.state)
+            self.state = joined_streams(backbone, self.state)
 
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, prefix: bool, every: bool) -> Tensor:
         """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with the inputs of all blocks in front."""
@@ -153,12 +125,12 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         if state is None:
             state = Streams(backbone.init_state(len(embedded)))
         if isinstance(state, SteppedStreams):
-            return _step(backbone, embedded, mask, state, every)
-        read = _prefix_reader(backbone, every) if first and prefix else _reader(backbone, every)
+            return step_streams(backbone, embedded, mask, state, every)
+        read = prefix_reader(backbone, every) if first and prefix else reader(backbone, every)
         if isinstance(state, Streams) and mask is None:
             hidden, self.state = read(embedded, state)
             return hidden
-        widened = embedded.repeat(1, 1, _width(backbone, every))  # as wide as the output
+        widened = embedded.repeat(1, 1, width(backbone, every))  # as wide as the output
         hidden, self.state = extend_ragged(read, widened, state, mask)
         return hidden
 
@@ -296,64 +268,3 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 def _as_mask(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
     return torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-
-
-Read = Callable[[Tensor, Any], tuple[Tensor, Any]]
-
-
-def _width(backbone: Backbone, every: bool) -> int:
-    return len(list(backbone.blocks)) + 1 if every else 1
-
-
-def _reader(backbone: Backbone, every: bool) -> Read:
-    """Make a function that continues streams at one position, piece by piece, from the first d features of its input."""
-    d_model = backbone.embedding.weight.shape[1]
-
-    def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
-        read_pieces = []
-        for piece in pieces(x[..., :d_model]):
-            inputs: list[Tensor] | None = [] if every else None
-            hidden, blocks = backbone.extend_embedded(piece, state.blocks, inputs=inputs)
-            read_pieces.append(torch.cat([*(inputs or ()), hidden], -1))
-            state = Streams(blocks)
-        return torch.cat(read_pieces, 1), state
-
-    return read
-
-
-def _prefix_reader(backbone: Backbone, every: bool) -> Read:
-    """Make a function that reads the prefix with which streams begin, in the same form."""
-    d_model = backbone.embedding.weight.shape[1]
-
-    def read(x: Tensor, state: Streams) -> tuple[Tensor, Streams]:
-        inputs: list[Tensor] | None = [] if every else None
-        hidden, blocks = backbone.prefix_embedded(x[..., :d_model], inputs=inputs)
-        return torch.cat([*(inputs or ()), hidden], -1), Streams(blocks)
-
-    return read
-
-
-def _joined(backbone: Backbone, state: Streams | RaggedState) -> SteppedStreams:
-    """Join streams in the order of the batch, to continue them together; `state` is not modified."""
-    groups = state.states if isinstance(state, RaggedState) else (state,)
-    joined = backbone.join_streams([group.blocks for group in groups])
-    assert not isinstance(joined, GroupedStreams)  # the backbone steps in place
-    if isinstance(state, RaggedState):
-        order = torch.tensor([row for rows in state.rows for row in rows], device=joined[0].position.device).argsort()
-        joined = take_streams(joined, order)
-    return SteppedStreams(joined)
-
-
-def _step(backbone: Backbone, embedded: Tensor, mask: Tensor | None, streams: SteppedStreams, every: bool) -> Tensor:
-    """Continue joined streams by one token, [B, 1, d] and bool [B, 1] or None, where it is real; updates `streams` in place."""
-    inputs: list[Tensor] | None = [] if every else None
-    if mask is None:
-        hidden = backbone.step_embedded(embedded, streams.blocks, inputs=inputs)
-        return torch.cat([*(inputs or ()), hidden], -1)
-    real = mask[:, 0].nonzero()[:, 0]
-    part = take_streams(streams, real)
-    hidden = backbone.step_embedded(embedded[real], part.blocks, inputs=inputs)
-    for whole, changed in zip(tensors_of(streams), tensors_of(part), strict=True):
-        whole[real] = changed
-    read = torch.cat([*(inputs or ()), hidden], -1)
-    return read.new_zeros(len(embedded), 1, read.shape[-1]).index_copy(0, real, read)

@@ -10,7 +10,7 @@ With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator 
 ones, so that the denominator stays a sum of nonnegative numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -158,3 +158,53 @@ def linear_attention_extend(
         denominator, of_ones = continued_sums(*plain, torch.ones_like(v[..., :1]), state.summary[..., -1:])
         sums, summary = torch.cat([numerator, denominator], -1), torch.cat([of_values, of_ones], -1)
     return normalized(sums), LinearState(summary, state.position + v.shape[-2])
+
+
+# 4. The form for one more token of each stream, at different positions -------------------------------------------------
+
+
+class LinearStreams(NamedTuple):
+    """The `LinearState` of B streams at different positions: the sums [B, H, f, h + 1], and int64 [B], their tokens."""
+
+    summary: Tensor
+    position: Tensor
+
+
+def linear_streams(states: Sequence[LinearState]) -> LinearStreams:
+    """Join states, each of one or more streams; they are not modified."""
+    summary = torch.cat([state.summary for state in states])
+    positions = [state.position for state in states for _ in range(len(state.summary))]
+    return LinearStreams(summary, torch.tensor(positions, dtype=torch.long, device=summary.device))
+
+
+def linear_states(streams: LinearStreams, positions: Sequence[int]) -> list[LinearState]:
+    """The state of each stream, the inverse of `linear_streams`; `positions` is that of the streams, on the host."""
+    return [LinearState(*each) for each in zip(streams.summary.clone().split(1), positions, strict=True)]
+
+
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, streams: LinearStreams, *, plain: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Continue every stream by one token: features [B, H, 1, f] and values [B, H, 1, h] -> [B, H, 1, h]; updates `streams`.
+
+    Raises:
+        ArgumentError: if they do not have the sizes of the streams.
+    """
+    (summary, position), dtype = streams, streams.summary.dtype
+    wanted = (q.shape[1], k.shape[-1], v.shape[-1] + 1)
+    if summary.shape[1:] != wanted:
+        raise ArgumentError(
+            "streams",
+            f"has sums of shape {list(summary.shape)}, but must have [B, {', '.join(map(str, wanted))}]: give it "
+            "join_streams([state]) of the same layer.",
+        )
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if plain is None:
+        summary += k.mT @ with_ones(v)
+        sums = q @ summary
+    else:
+        plain_q, plain_k = (x.to(dtype) for x in plain)
+        summary += torch.cat([k.mT @ v, plain_k.mT], -1)
+        sums = torch.cat([q @ summary[..., :-1], plain_q @ summary[..., -1:]], -1)
+    position += 1
+    return normalized(sums)
