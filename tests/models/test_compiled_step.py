@@ -76,6 +76,25 @@ def test_a_step_with_these_products_is_the_step(n_streams: int, monkeypatch: pyt
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("rotated", ["inputs", "features"])
+def test_the_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, fullgraph, options: compiler(function, fullgraph=fullgraph, backend="aot_eager")
+    )
+    model = (
+        lineartime.build("performer-tiny", d_model=16, n_blocks=1, vocab_size=30, n_heads=2, rotated=rotated).eval().double()
+    )
+    assert isinstance(model, CausalLM)
+    ids = torch.randint(0, 30, (2, 9))
+    with torch.no_grad():
+        _, state = model.extend(ids[:, :5], model.init_state(2))
+        streams = model.join_streams([state])
+        model.compile_step()
+        found = torch.cat([model.step(ids[:, place, None], streams) for place in range(5, 9)], 1)
+        torch.testing.assert_close(found, model(ids)[:, 5:], atol=1e-12, rtol=1e-9)
+
+
 def test_a_compiled_step_is_checked_against_tensors_options_and_modes_but_not_against_hooks_and_globals() -> None:
     kept = ["TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "GRAD_MODE", "GLOBAL_STATE"]
     left_out = ["EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT"]

@@ -156,8 +156,7 @@ class MultiHeadMixer(OpenMixer[State]):
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
     """[B, T, f] -> [B, H, T, f / H]."""
-    heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    return heads
+    return x.view(*x.shape[:-1], n_heads, x.shape[-1] // n_heads).transpose(1, 2)  # torch.compile rejects unflatten in a step
 
 
 def merge_heads(x: Tensor) -> Tensor:
