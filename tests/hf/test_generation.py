@@ -266,6 +266,7 @@ def test_a_cache_without_streams_is_continued(causal: LineartimeForCausalLM) -> 
         cache = causal(ids, attention_mask=mask, use_cache=True).past_key_values
         cache.batch_select_indices(torch.zeros(0, dtype=torch.long))
         assert causal(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 40)
+        assert causal(ids[:0, :3], past_key_values=cache).logits.shape == (0, 3, 40)
 
 
 def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: LineartimeForCausalLM) -> None:

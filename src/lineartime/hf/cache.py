@@ -115,7 +115,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         in_place = new == 1 and backbone.steps_in_place and not self._recording and not torch.is_grad_enabled()
         if isinstance(self.state, SteppedStreams):
             if not in_place:
-                self.state = group_streams([Streams(blocks) for blocks in backbone.separate_streams(self.state.blocks)])
+                streams = [Streams(blocks) for blocks in backbone.separate_streams(self.state.blocks)]
+                self.state = group_streams(streams) if streams else Streams(backbone.init_state(0))
         elif self.state is not None and in_place:
             self.state = joined_streams(backbone, self.state)
 

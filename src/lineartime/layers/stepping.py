@@ -94,6 +94,8 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         """
         self.check_streams(streams)
         known: Sequence[int] = streams.position.tolist() if positions is None else positions
+        if not known:
+            return []
         if isinstance(streams, ShiftedState):
             own: Sequence[State] = self.separate_own_streams(streams.own, known)
             return [ShiftedState(*parts) for parts in zip(streams.last.clone().split(1), own, strict=True)]
