@@ -23,7 +23,7 @@ SAMPLINGS = {
     "greedy": Sampling(temperature=0),
 }
 SPREAD = 4.0
-"""The standard deviation of the logits; at this one, 7 to 60 tokens of these vocabularies reach a top_p of 0.95."""
+"""The standard deviation of the logits; at this one, about 13, 90 and 500 tokens reach a top_p of 0.95."""
 
 
 def main() -> None:

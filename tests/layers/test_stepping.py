@@ -71,28 +71,6 @@ GROWING: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("token_shift", [False, True])
-@pytest.mark.parametrize("kind", GROWING)
-@torch.no_grad()
-def test_streams_whose_memory_grows_are_continued_together(kind: str, token_shift: bool) -> None:
-    torch.manual_seed(0)
-    layer = GROWING[kind](D_MODEL, causal=True, token_shift=token_shift).double()
-    for parameter in layer.parameters():
-        parameter.add_(0.3 * torch.randn_like(parameter))
-    lengths, steps = [0, 1, 30, 63], 66
-    x = torch.randn(4, 130, D_MODEL, dtype=torch.float64)
-    before = [layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
-    kept = [tensor.clone() for tensor in tensors_of(tuple(before))]
-    streams, expected = layer.join_streams(before), layer(x)
-    for step in range(steps):  # the room for twice the longest is full after 63 of them
-        at = torch.tensor(lengths) + step
-        out = layer.step(x[range(4), at][:, None], streams)
-        torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=0)
-    assert streams.position.tolist() == [length + steps for length in lengths]
-    for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
-        assert torch.equal(tensor, value)
-
-
 SUMS: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
     "performer": partial(Performer, n_heads=2),
     "performer with rotated features": partial(Performer, n_heads=2, rotated="features"),
@@ -103,24 +81,26 @@ SUMS: dict[str, Callable[..., SteppingMixer[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("token_shift", [False, True])
-@pytest.mark.parametrize("kind", SUMS)
+@pytest.mark.parametrize("kind", [*GROWING, *SUMS])
 @torch.no_grad()
-def test_streams_of_linear_attention_are_continued_together_in_place(kind: str, token_shift: bool) -> None:
+def test_streams_of_other_layers_are_continued_together(kind: str, token_shift: bool) -> None:
     torch.manual_seed(0)
-    layer = SUMS[kind](D_MODEL, causal=True, token_shift=token_shift).double()
+    layer = {**GROWING, **SUMS}[kind](D_MODEL, causal=True, token_shift=token_shift).double()
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
-    lengths, x = [0, 1, 30, 130], torch.randn(4, 140, D_MODEL, dtype=torch.float64)
+    lengths, steps = [0, 1, 30, 63], 66
+    x = torch.randn(4, 130, D_MODEL, dtype=torch.float64)
     before = [layer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
     kept = [tensor.clone() for tensor in tensors_of(tuple(before))]
     streams, expected = layer.join_streams(before), layer(x)
     places = [tensor.data_ptr() for tensor in tensors_of(streams)]
-    for step in range(9):
+    for step in range(steps):  # the room for twice the longest is full after 63 of them
         at = torch.tensor(lengths) + step
         out = layer.step(x[range(4), at][:, None], streams)
         torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=0)
-    assert streams.position.tolist() == [length + 9 for length in lengths]
-    assert [tensor.data_ptr() for tensor in tensors_of(streams)] == places
+    assert streams.position.tolist() == [length + steps for length in lengths]
+    if layer.steps_in_place:
+        assert [tensor.data_ptr() for tensor in tensors_of(streams)] == places
     for tensor, value in zip(tensors_of(tuple(before)), kept, strict=True):
         assert torch.equal(tensor, value)
 
@@ -152,7 +132,7 @@ def test_separated_streams_are_the_states_of_all_tokens_read(kind: str, token_sh
     for found, wanted in zip(tensors_of(tuple(states)), kept, strict=True):
         assert torch.equal(found, wanted)
     with pytest.raises(ArgumentError, match=r"^streams is a .*, but this \w+ needs a \w+"):
-        layer.separate_streams(layer.init_state(1))  # type: ignore[arg-type]
+        layer.separate_streams(layer.init_state(1))
 
 
 def test_a_step_beyond_a_table_of_biases_is_named() -> None:
