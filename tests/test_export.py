@@ -1,5 +1,6 @@
 """Exported programs compute what the model computes, for any batch and length, read back from their files."""
 
+import errno
 import json
 import os
 import subprocess
@@ -255,6 +256,16 @@ def test_onnx_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(LineartimeError, match=r"needs onnxscript, which is not installed: pip install 'lineartime\[onnx\]'"):
         write_onnx(torch.export.export(nn.Identity(), (torch.zeros(1),)), tmp_path / "step.onnx")
+
+
+def test_a_full_disk_is_named_and_no_part_of_a_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:  # PyTorch's own writer of files ends the process here
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(LineartimeError, match=r"Cannot write .*step.pt2: No space left on device; free some space"):
+        write_program(torch.export.export(nn.Identity(), (torch.zeros(1),)), tmp_path / "step.pt2")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_in_bf16_that_onnxruntime_cannot_run_is_not_written(tmp_path: Path) -> None:

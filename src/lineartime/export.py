@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -108,7 +109,13 @@ def export_step(model: CausalLM) -> ExportedProgram:
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
     """Write a program for `torch.export.load`. Raises LineartimeError on failure."""
     file = checked_file(file, ".pt2")
-    return _write(file, lambda partial: torch.export.save(program, partial))
+
+    def save_into(partial: Path) -> None:
+        archive = BytesIO()  # PyTorch's writer of files ends the process if the disk is full
+        torch.export.save(program, archive)
+        partial.write_bytes(archive.getbuffer())
+
+    return _write(file, save_into)
 
 
 def write_package(program: ExportedProgram, file: str | Path) -> Path:
