@@ -19,6 +19,8 @@ _OPTIONS: dict[str, Any] = {
     "data": str | tuple[str, ...] | None,
     "text_column": str,
     "max_expansion": Annotated[int, Between(1, 10**9)],
+    "include": tuple[str, ...],
+    "exclude": tuple[str, ...],
     "tokenizer": str | None,
     "context_length": Annotated[int, Between(1, 10**9)],
     "tokens_per_batch": Annotated[int, Between(1, 10**12)] | None,

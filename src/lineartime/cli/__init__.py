@@ -5,6 +5,7 @@ and a function `run`. Only this package knows about flags: errors of the library
 """
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -94,7 +95,7 @@ def parse(arguments: Sequence[str]) -> Any:
     """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
     if arguments and arguments[0] in _COMMANDS:
         options = _command(arguments[0]).Options
-        if problem := _misplaced(arguments) or _wrong_choice(arguments):
+        if problem := _misplaced(arguments) or _like_option(arguments) or _wrong_choice(arguments):
             _fail(problem)
             sys.exit(2)
         return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
@@ -118,10 +119,11 @@ def _command(name: str) -> Any:
 
 def _check(arguments: Sequence[str]) -> None:
     """Raise LineartimeError for arguments that tyro would accept but misread."""
-    given = _flags(arguments)
-    for flag in _lists(arguments):
-        if given.count(flag) > 1:
-            raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
+    given, (lists, repeatable) = _flags(arguments), _lists(arguments)
+    for flag in given:
+        if given.count(flag) > 1 and flag not in repeatable:
+            advice = "give all its values after one" if flag in lists else "leave one out"
+            raise LineartimeError(f"{flag} is given twice, and only the last one would count: {advice}.")
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
@@ -134,6 +136,21 @@ def _misplaced(arguments: Sequence[str]) -> str:
         return f"{first} is given without an option: write --data {first} for a text."
     after = next((value for flag, value in pairwise(arguments) if flag == "--resume" and not value.startswith("-")), None)
     return "" if after is None else f"--resume takes no value, but is followed by {after}: write --resume --out {after}."
+
+
+def _like_option(arguments: Sequence[str]) -> str:
+    """A sentence for a text that begins like an option, which the parser would take for one; empty if there is none."""
+    hints = get_type_hints(_command(arguments[0]).Options)
+    texts = [f"--{name.replace('_', '-')}" for name, hint in hints.items() if str in (hint, *get_args(hint))]
+    for flag, value in pairwise(arguments):
+        if (
+            flag.replace("_", "-") in texts
+            and value.startswith("-")
+            and not value.startswith("--")
+            and value not in ("-", "-h")
+        ):
+            return f"{flag} is followed by {value}, which looks like an option: write {flag}={shlex.quote(value)}."
+    return ""
 
 
 def _wrong_choice(arguments: Sequence[str]) -> str:
@@ -159,17 +176,18 @@ def _flags(arguments: Sequence[str]) -> list[str]:
     return [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
 
 
-def _lists(arguments: Sequence[str]) -> list[str]:
-    """The flags of a command that take several values, and of which tyro keeps only the last."""
+def _lists(arguments: Sequence[str]) -> tuple[set[str], set[str]]:
+    """The flags of a command that take several values at once, and those that may be repeated instead."""
+    lists: set[str] = set()
+    repeatable: set[str] = set()
     if not arguments or arguments[0] not in _COMMANDS:
-        return []
+        return lists, repeatable
     hints = get_type_hints(_command(arguments[0]).Options, include_extras=True)
-    lists = []
     for name, hint in hints.items():
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if get_origin(kind) is tuple and tyro.conf.UseAppendAction not in marks:
-            lists.append(f"--{name.replace('_', '-')}")
-    return lists
+        if get_origin(kind) is tuple:
+            (repeatable if tyro.conf.UseAppendAction in marks else lists).add(f"--{name.replace('_', '-')}")
+    return lists, repeatable
 
 
 def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:

@@ -37,6 +37,10 @@ class Options:
     """Column of JSON, Parquet and data sets of the hub that holds the text; for the training text, the default is its own."""
     max_expansion: int | None = None
     """Maximum bytes of text per byte of a compressed file; the default is as in training."""
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Read only files of folders that match a pattern, such as '*.md'; for the training text, the default is as in training."""
+    exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Leave out what matches a pattern, such as '*.log' or 'drafts'; for the training text, the default is as in training."""
     context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, in which every token sees all earlier ones."""
     context_length: int | None = None
@@ -81,6 +85,8 @@ def run(options: Options) -> None:
             checkpoint=which_checkpoint(options.checkpoint),
             text_column=options.text_column,
             max_expansion=options.max_expansion,
+            include=options.include or None,
+            exclude=options.exclude or None,
             split=options.split,
             context=options.context,
             context_length=options.context_length,

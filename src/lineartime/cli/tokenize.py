@@ -20,6 +20,10 @@ class Options:
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
     max_expansion: int = MAX_EXPANSION
     """Maximum bytes of text per byte of a compressed file: a small file that becomes huge is refused."""
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Read only those files of folders whose name, such as notes.md, matches a pattern, such as '*.md', or their path does."""
+    exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Leave out the files and folders in folders that match a pattern, such as '*.log' or 'drafts', by name or path."""
     kind: TokenizerKind = "bpe"
     """bpe: byte-level BPE, which restores every text exactly; unigram: Unigram with byte fallback."""
     vocab_size: int = VOCAB_SIZE
@@ -36,7 +40,7 @@ def run(options: Options) -> None:
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
 
     with new_file("out", options.out) as partial:
-        corpus = load_corpus(options.data, options.text_column, options.max_expansion)
+        corpus = load_corpus(options.data, options.text_column, options.max_expansion, options.include, options.exclude)
         for line in describe_splits(corpus):
             print(line, file=SCREEN)
         tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)

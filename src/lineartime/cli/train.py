@@ -16,6 +16,7 @@ from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 
 _ALIASES = {"model": "preset", "context": "context_length"}
+_LISTS = ("data", "include", "exclude")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Options(TrainConfig):
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.include
+    exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.exclude
     config: Path | None = None
     """Take options from this TOML, YAML or JSON file, by the same names; options given here take precedence."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -46,12 +49,15 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         with_file = dataclasses.replace(defaults, **in_file)
-        usual = Options(**{**vars(with_file), "data": (), "override": ()})  # given texts replace the default ones
+        usual = Options(
+            **{**vars(with_file), **dict.fromkeys((*_LISTS, "override"), ())}
+        )  # given texts replace the default ones
         given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
         of_file = with_file.override if "override" in in_file else ()
         override = merged_override(defaults.override, of_file, given.override)
-        return TrainConfig(**{**values, "data": given.data or with_file.data, "override": override})
+        lists = {name: getattr(given, name) or getattr(with_file, name) for name in _LISTS}
+        return TrainConfig(**{**values, **lists, "override": override})
 
     config, defaults = complete(reparse(TrainConfig()), reparse)
     if options.print_config:

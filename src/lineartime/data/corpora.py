@@ -1,6 +1,5 @@
 """Corpora and their splits: corpora by name, local files, or the source of the Python standard library."""
 
-import errno
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
+from lineartime.data.folders import FilesOfText, Reading
 from lineartime.data.hub import HUB, datasets_library, mirror
 from lineartime.data.hub_dataset import HubDataset, hub_dataset, is_hub_dataset
 from lineartime.data.local_files import SourceFile
@@ -23,9 +23,8 @@ from lineartime.data.splits import (
     named_split,
     within_files,
 )
-from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, file_error
+from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import Between, check_limits, check_type
-from lineartime.files import RECORD_FILE
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -81,12 +80,12 @@ class LocalCorpus:
     Attributes:
         name: its name in messages.
         splits: the files, or parts of files, of each existing split.
-        note: a sentence for the user about how the files were divided; empty if there is nothing to say.
+        notes: sentences for the user about how the files were chosen and divided.
     """
 
     name: str
     splits: Files
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def sources(self) -> "Sequence[LocalCorpus]":
@@ -191,14 +190,21 @@ def is_corpus_name(data: str) -> bool:
     return data in HUB or data in _HUTTER or is_hub_dataset(data)
 
 
-def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int = MAX_EXPANSION) -> Corpus:
+def load_corpus(
+    data: Data,
+    text_column: str = TEXT_COLUMN,
+    max_expansion: int = MAX_EXPANSION,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
-    those of its subfolders are read, except hidden ones: text, JSON lines, JSON or Parquet. If the names of all files, or of
-    their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each training file.
-    Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
-    does. The name of the path itself counts for a file, and for a folder only if the whole name is that of a split.
+    those of its subfolders are read, except hidden and binary ones: text, JSON lines, JSON or Parquet. If the names of all
+    files, or of their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each
+    training file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its
+    files if one does. The name of the path itself counts for a file, and for a folder only if the whole name is that of a
+    split.
 
     Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
 
@@ -206,6 +212,9 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
         data: names and paths.
         text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
         max_expansion: the maximum number of bytes of text per byte of a compressed file.
+        include: patterns of the files in folders to read, such as "*.md" or "src/*.py"; empty for all. A pattern without a
+            slash matches the name of a file or of a folder above it, one with a slash the path from the given folder on.
+        exclude: patterns of the files and folders in folders to leave out.
 
     Raises:
         LineartimeError: if there is no text.
@@ -217,6 +226,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
+    found = FilesOfText(Reading(text_column, max_expansion, include, exclude))
     for name in names:
         if not str(name):
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
@@ -225,11 +235,13 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
             sources.append(_corpus_of_name(name, text_column))
             continue
         path = Path(name)
-        files = _files(path, text_column, max_expansion)
+        _check_exists(path)
+        files = found.find(path)
         _only_once(seen, [part.path.resolve() for part in files])
         splits, note = _named(path, files)
+        found.notes += [note] if note else []
         if splits is None:
-            sources.append(_unnamed(path, files, note))
+            sources.append(LocalCorpus(str(path), by_file_if_fair(path, files)))
         else:
             named[str(path)] = splits
     if named:
@@ -238,16 +250,31 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, max_expansion: int =
         sources.insert(0, LocalCorpus(", ".join(named), splits))
     if not sources:
         sources.append(standard_library())
+    _add_notes(sources, found)
     if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
         where = " and ".join(source.name for source in sources)
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
 
 
-def load_corpus_of_run(data: Data, text_column: str, max_expansion: int) -> Corpus:
+def _add_notes(sources: list[Source], found: FilesOfText) -> None:
+    """Give the notes about files to the first local corpus. Raises ArgumentError for patterns if no path was given."""
+    for argument, patterns in (("include", found.reading.include), ("exclude", found.reading.exclude)):
+        if patterns and not found.paths:
+            where = " and ".join(source.name for source in sources)
+            raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
+    for number, source in enumerate(sources):
+        if isinstance(source, LocalCorpus):
+            sources[number] = replace(source, notes=(*found.notes, *found.unused()))
+            return
+
+
+def load_corpus_of_run(
+    data: Data, text_column: str, max_expansion: int, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Corpus:
     """`load_corpus` for the text that a run was trained on. LineartimeError if it is not there any more."""
     try:
-        return load_corpus(data, text_column, max_expansion)
+        return load_corpus(data, text_column, max_expansion, include, exclude)
     except ArgumentError as error:
         if error.argument != "data":
             raise
@@ -256,42 +283,14 @@ def load_corpus_of_run(data: Data, text_column: str, max_expansion: int) -> Corp
         ) from None
 
 
-def _files(path: Path, column: str, max_expansion: int) -> list[FilePart]:
-    """The non-empty files at a path."""
-    try:
-        if not path.exists():
-            names = sorted([*HUB, *_HUTTER])
-            known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
-            raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
-        files = [path]
-        if path.is_dir():
-            files = list(_shown_files(path))
-        parts = [FilePart(SourceFile(file, column, max_expansion)) for file in sorted(files) if file.stat().st_size]
-    except OSError as error:
-        raise file_error("read", error.filename or path, error) from None
-    if not parts:
-        raise ArgumentError("data", f"is {path}, which holds no text: give a text file or a folder of text files.")
-    return parts
-
-
-def _shown_files(folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """The files below a folder, except hidden ones and runs. Raises OSError for a folder that is unreadable or in itself."""
-    own = folder.resolve()
-    if own in parents:
-        raise OSError(errno.ELOOP, f"{folder} is a link to a folder that contains it")
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            if not _is_run(path):
-                yield from _shown_files(path, (*parents, own))
-        elif path.is_file():
-            yield path
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, which may be trained on the text of a folder above it."""
-    return (folder / RECORD_FILE).is_file() and any(folder.glob("step-*"))
+def _check_exists(path: Path) -> None:
+    """Raise ArgumentError if there is nothing at a path, and LineartimeError if this cannot be found out."""
+    with reporting_file_errors("read", path):
+        if path.exists():
+            return
+    names = sorted([*HUB, *_HUTTER])
+    known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
+    raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
 
 
 def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
@@ -310,10 +309,6 @@ def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
     if splits is None and own is not None and own != "train":
         return {own: files}, note
     return splits, note
-
-
-def _unnamed(path: Path, files: list[FilePart], note: str) -> LocalCorpus:
-    return LocalCorpus(str(path), by_file_if_fair(path, files), note)
 
 
 def standard_library() -> LocalCorpus:

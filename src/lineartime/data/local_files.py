@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, missing_extra
+from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, file_error, first_line, missing_extra
 
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
@@ -21,6 +21,9 @@ COMPRESSED = (".gz", ".xz", ".zst", ".zip")
 _RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
 _TAR = (".tar", ".tgz", ".tbz2", ".txz")
 _BUFFER = 1 << 18
+
+LEAVE_OUT: tuple[MessagePart, ...] = ("leave it out of the folder by ", Argument("exclude"), ".")
+"""The end of a message about a file that cannot be read."""
 
 
 def file_version(path: Path) -> tuple[int, int]:
@@ -40,11 +43,13 @@ class SourceFile:
         path: the file; its suffix indicates the format.
         column: the column of records that holds the text.
         max_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
+        as_text: whether it is read as one text, although its name is that of records.
     """
 
     path: Path
     column: str = TEXT_COLUMN
     max_expansion: int = MAX_EXPANSION
+    as_text: bool = False
 
     @property
     def version(self) -> tuple[int, int]:
@@ -65,7 +70,7 @@ class SourceFile:
             LineartimeError: for a tar archive, and for a .zip that cannot be read.
         """
         named = self.named_suffix
-        if named in _TAR or self.path.with_suffix("").suffix.lower() == ".tar":
+        if is_tar(self.path):
             raise LineartimeError(f"{self.path} is a tar archive, which is not read: unpack it and give the folder.")
         member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
         return member if member in _RECORDS else named
@@ -83,6 +88,11 @@ class SourceFile:
             if self.path.suffix.lower() in COMPRESSED:
                 stream = cast("IO[bytes]", io.BufferedReader(_Bounded(stream, Expansion(self)), _BUFFER))
             yield stream
+
+
+def is_tar(path: Path) -> bool:
+    """Whether a file is a tar archive by its name."""
+    return SourceFile(path).named_suffix in _TAR or path.with_suffix("").suffix.lower() == ".tar"
 
 
 class Expansion:
@@ -144,7 +154,7 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     """The name of the only file in an archive."""
     names = [name for name in archive.namelist() if not name.endswith("/")]  # the others are folders
     if len(names) != 1:
-        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder.")
+        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder, or ", *LEAVE_OUT)
     return names[0]
 
 
@@ -166,7 +176,7 @@ def skip(stream: IO[bytes], count: int) -> None:
 
 def damaged(path: Path, error: Exception) -> LineartimeError:
     """The error for a file that a library cannot decode."""
-    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or leave it out.")
+    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or ", *LEAVE_OUT)
 
 
 def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
@@ -178,8 +188,9 @@ def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeE
     found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
     encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
     if encoding == "latin1" and b"\0" in content:
-        return LineartimeError(f"{found}, but looks like a binary file: leave it out.")
-    return LineartimeError(f"{found}: convert the file, for example by `iconv -f {encoding} -t utf-8`, or leave it out.")
+        return LineartimeError(f"{found}, but looks like a binary file: ", *LEAVE_OUT)
+    convert = f"convert the file, for example by `iconv -f {encoding} -t utf-8`, or "
+    return LineartimeError(f"{found}: {convert}", *LEAVE_OUT)
 
 
 def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:

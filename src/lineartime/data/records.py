@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
-from lineartime.data.local_files import COMPRESSED, Expansion, SourceFile, damaged, not_utf8
+from lineartime.data.local_files import COMPRESSED, LEAVE_OUT, Expansion, SourceFile, damaged, not_utf8
 from lineartime.errors import ArgumentError, LineartimeError, file_error, missing_extra
 
 Format = Literal["text", "json lines", "json", "parquet"]
@@ -17,12 +17,14 @@ _PEEK = 1 << 16  # bytes that tell an array from JSON lines
 def file_format(file: SourceFile) -> Format:
     """The format of a file; all formats except "text" hold records.
 
-    A .json file holds an array of objects, JSON lines, or one object with the column. Any other JSON is text.
+    A .json file holds an array of objects or texts, JSON lines, or one object with the column. Any other JSON is text.
 
     Raises:
         LineartimeError: for a .json or .zip file that cannot be read, records that lack the column, a tar archive, and Parquet
             in a compressed file.
     """
+    if file.as_text:
+        return "text"
     match file.format_suffix:
         case ".parquet":
             if file.path.suffix.lower() in COMPRESSED:
@@ -31,19 +33,36 @@ def file_format(file: SourceFile) -> Format:
         case ".jsonl" | ".ndjson":
             return "json lines"
         case ".json":
-            return _json_format(file, file.version)
+            found = _json_format(file, file.version)
+            if isinstance(found, LineartimeError):
+                raise found.with_traceback(None)
+            return found
     return "text"
 
 
+def is_named_text(file: SourceFile) -> bool:
+    """Whether a file is plain, uncompressed text by its name."""
+    return file.path.suffix.lower() not in (*COMPRESSED, ".parquet", ".jsonl", ".ndjson", ".json")
+
+
+def why_no_records(file: SourceFile) -> LineartimeError | None:
+    """The error for a .json file in which no record has the column; None for one with records or of plain JSON."""
+    if file.format_suffix != ".json":
+        return None
+    found = _json_format(file, file.version)
+    return found if isinstance(found, LineartimeError) else None
+
+
 @lru_cache(maxsize=4096)
-def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
+def _json_format(file: SourceFile, version: tuple[int, int]) -> Format | LineartimeError:
+    """The format of a .json file, or the error for one without texts that may be records."""
     path, column = file.path, file.column
     with file.open() as stream:
         first = stream.readline(_PEEK).removeprefix(codecs.BOM_UTF8)
         while first.isspace():
             first = stream.readline(_PEEK)
         if first.lstrip().startswith(b"["):
-            return "json"
+            return _array_format(file, first + stream.read(_PEEK))
         if not first.endswith(b"\n"):
             first += stream.readline()
         row = _parsed(first)
@@ -51,7 +70,7 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
             if column in row:
                 return "json lines"
             if stream.readline(_PEEK).lstrip().startswith(b"{"):
-                raise missing_column(column, f"{path}, line 1,", row)
+                return missing_column(column, f"{path}, line 1,", row)
         content = first + stream.read()
     whole = _parsed(content)
     if not isinstance(whole, dict):
@@ -60,10 +79,29 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
     if isinstance(whole.get(column), str):
         return "json"
     if lists:
-        raise LineartimeError(
+        return LineartimeError(
             f'{path} is a JSON object with its records in "{lists[0]}": write that list alone, or one record in each line.'
         )
     return "text"
+
+
+def _array_format(file: SourceFile, beginning: bytes) -> Format | LineartimeError:
+    """The format of a JSON array, by its first record; the whole file is only read if that does not end in the beginning."""
+    text = beginning.decode(errors="ignore").lstrip()[1:].lstrip()
+    try:
+        records = [json.JSONDecoder().raw_decode(text)[0]]
+    except (ValueError, RecursionError):
+        try:
+            with file.open() as stream:
+                records = _loaded(str(file.path), stream.read(), 0)
+        except LineartimeError as error:
+            return error
+    for record in records[:1]:
+        try:
+            _record_text(file, record, 1)
+        except LineartimeError as error:
+            return error
+    return "json"
 
 
 def _parsed(content: bytes) -> Any:
@@ -77,7 +115,8 @@ def _parsed(content: bytes) -> Any:
 def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
     """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     names = ", ".join(columns)
-    return ArgumentError("text_column", f"is {column}, but {where} has the columns {names}: name the one that holds the text.")
+    found = f"is {column}, but {where} has the columns {names}"
+    return ArgumentError("text_column", f"{found}: name the one that holds the text, or ", *LEAVE_OUT)
 
 
 def read_records(file: SourceFile) -> Iterator[str]:
@@ -105,15 +144,19 @@ def _json_lines(file: SourceFile) -> Iterator[str]:
 
 def _json(file: SourceFile) -> Iterator[str]:
     """The records of an array, or the single record of a file. The whole file is read into memory."""
-    path, column = file.path, file.column
     with file.open() as stream:
-        whole = _loaded(str(path), stream.read(), 0)
+        whole = _loaded(str(file.path), stream.read(), 0)
     if isinstance(whole, dict):
-        yield _text(str(path), whole, column, is_first=True)
+        yield _text(str(file.path), whole, file.column, is_first=True)
         return
     for number, record in enumerate(whole, 1):
-        where = f"{path}, record {number},"
-        yield _text(where, {column: record} if isinstance(record, str) else record, column, is_first=number == 1)
+        yield _record_text(file, record, number)
+
+
+def _record_text(file: SourceFile, record: Any, number: int) -> str:
+    """The text of a record of an array: an object with the column, or the text itself."""
+    whole = {file.column: record} if isinstance(record, str) else record
+    return _text(f"{file.path}, record {number},", whole, file.column, is_first=number == 1)
 
 
 def _loaded(where: str, content: bytes, position: int) -> Any:

@@ -49,7 +49,7 @@ def by_name(root: Path, parts: Iterable[FilePart]) -> tuple[Files | None, str]:
         relative = part.path.relative_to(root) if part.path != root else PurePath(root.name)
         if split := split_of_path(relative):
             splits.setdefault(split, []).append(part)
-        elif not _NO_TEXT.match(relative.name):
+        elif not has_no_text(relative.name):
             others.append(relative)
     if not others:
         return {split: splits[split] for split in SPLITS if split in splits} or None, ""
@@ -58,6 +58,11 @@ def by_name(root: Path, parts: Iterable[FilePart]) -> tuple[Files | None, str]:
         "them."
     )
     return None, note if splits else ""
+
+
+def has_no_text(name: str) -> bool:
+    """Whether a file describes the others, like a README."""
+    return bool(_NO_TEXT.match(name))
 
 
 def completed(named: Files) -> Files:
@@ -145,10 +150,11 @@ def describe_parts(parts: Iterable[FilePart]) -> str:
     groups: dict[float, list[str]] = {}
     for path, share in shares.items():
         groups.setdefault(round(share, 2), []).append(path.name)
-    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{listed(names)}" for share, names in groups.items())
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Name one file to three, or count more of them and name two."""
     if len(names) == 1:
         return names[0]
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ..."

@@ -14,7 +14,7 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
     This neither reads nor encodes the text.
     """
     streams = streams or {}
-    lines = [source.note for source in corpus.sources if isinstance(source, LocalCorpus) and source.note]
+    lines = [note for source in corpus.sources if isinstance(source, LocalCorpus) for note in source.notes]
     for split in SPLITS:
         if place := corpus.describe(split):
             lines.append(f"{split + ':':<12}{place}{_counts(streams.get(split))}")

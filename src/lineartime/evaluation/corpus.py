@@ -28,6 +28,8 @@ def evaluate(
     checkpoint: Which | None = None,
     text_column: str | None = None,
     max_expansion: int | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
     tokenizer: Tokenizer | None = None,
     split: Split = "test",
     context: Context = "windowed",
@@ -51,6 +53,9 @@ def evaluate(
         text_column: the column that holds the text in JSON, Parquet and hub data sets; the default is "text", or, for the text
             of a run, the column used in training.
         max_expansion: the maximum number of bytes of text per byte of a compressed file; the default is as in training.
+        include: patterns of the files of folders to read, as of `lineartime.data.load_corpus`; the default is all of them, or,
+            for the text of a run, as in training.
+        exclude: patterns of the files and folders to leave out; the default is as for `include`.
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all
@@ -85,12 +90,14 @@ def evaluate(
         _causal(model)
         _check_no_windows(stride, packed)
 
-    column = text_column or (TEXT_COLUMN if data is not None else trained.get("text_column", TEXT_COLUMN))
-    expansion = trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion
-    if data is None:
-        corpus = load_corpus_of_run(trained["data"], column, expansion)
-    else:
-        corpus = load_corpus(data, column, expansion)
+    of_run = trained if data is None else {}
+    reading: dict[str, Any] = {
+        "text_column": text_column or of_run.get("text_column", TEXT_COLUMN),
+        "max_expansion": trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion,
+        "include": of_run.get("include", ()) if include is None else include,
+        "exclude": of_run.get("exclude", ()) if exclude is None else exclude,
+    }
+    corpus = load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)

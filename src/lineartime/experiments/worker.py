@@ -118,7 +118,7 @@ def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> lis
     config = TrainConfig.from_dict(read_training_state(checkpoint).config)
     tokenizer = load_tokenizer(checkpoint)
     model = load(checkpoint, choose_device(config.device))
-    corpus = load_corpus(config.data, config.text_column, config.max_expansion)
+    corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
     measured = []
     with using_threads(config.threads):
         for test in tests:

@@ -15,7 +15,20 @@ from lineartime.runs.summary import RunSummary, find_runs
 
 _MAX_OPTIONS = 4
 """The maximum number of columns for options that differ."""
-_NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "steps", "out", "resume", "like", "cache", "track")
+_NOT_COMPARED = (
+    "preset",
+    "data",
+    "text_column",
+    "max_expansion",
+    "include",
+    "exclude",
+    "steps",
+    "out",
+    "resume",
+    "like",
+    "cache",
+    "track",
+)
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
 """The options that must be equal for losses to be comparable, and their names in titles."""

@@ -56,6 +56,10 @@ class TrainConfig:
     """Column that holds the text in JSON, JSON lines, Parquet and hub data sets."""
     max_expansion: Expansion = MAX_EXPANSION
     """Maximum bytes of text per byte of a compressed file; a file that expands further is refused."""
+    include: tuple[str, ...] = ()
+    """Read only files of folders that match one of these patterns: '*.md' matches names, 'src/*.py' paths below the folder."""
+    exclude: tuple[str, ...] = ()
+    """Leave out what matches one of these patterns, files or folders. Hidden and binary files are always left out."""
     tokenizer: str | None = None
     """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False

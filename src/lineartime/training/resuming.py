@@ -30,6 +30,8 @@ _MAY_CHANGE = (
     "data",  # another path to the same encoded text, which is checked
     "text_column",
     "max_expansion",
+    "include",
+    "exclude",
     "device",
     "precision",
     "threads",

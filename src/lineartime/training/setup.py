@@ -145,7 +145,7 @@ def _corpus(config: TrainConfig, start: Path | None) -> Corpus:
     """The text of a run. If a resumed run is not given another place of it, an error says that it is the run's."""
     is_known = start is not None and config.to_dict()["data"] == checkpoints.read_training_state(start).config.get("data")
     load = load_corpus_of_run if is_known else load_corpus
-    return load(config.data, config.text_column, config.max_expansion)
+    return load(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
 
 
 def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The files of a folder that hold text."""
+
+import codecs
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
+from lineartime.data.local_files import SourceFile, is_tar
+from lineartime.data.readers import FilePart
+from lineartime.data.records import is_named_text, why_no_records
+from lineartime.data.splits import has_no_text, listed
+from lineartime.errors import Argument, ArgumentError, LineartimeError, file_error, spell
+from lineartime.fields import check_type
+from lineartime.files import RECORD_FILE
+
+_HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the local files of a text are found and read.
+
+    Attributes:
+        column: the column of records that holds the text.
+        max_expansion: the maximum number of bytes of text per byte of a compressed file.
+        include: patterns of the files of a folder to read; empty for all.
+        exclude: patterns of the files and folders of a folder to leave out.
+    """
+
+    column: str = TEXT_COLUMN
+    max_expansion: int = MAX_EXPANSION
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for argument, patterns in (("include", self.include), ("exclude", self.exclude)):
+            check_type(argument, tuple(patterns) if isinstance(patterns, list) else patterns, tuple[str, ...])
+            if not all(pattern.strip("/") for pattern in patterns):
+                raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
+
+
+@dataclass
+class FilesOfText:
+    """The files at one or several paths.
+
+    Attributes:
+        paths: the paths that were searched.
+        notes: sentences for the user about files that are left out, or read in another way than their names suggest.
+        matched: the patterns that matched a file or folder.
+    """
+
+    reading: Reading
+    paths: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    matched: set[str] = field(default_factory=set)
+
+    def find(self, path: Path) -> list[FilePart]:
+        """The files of text at an existing path, without empty ones.
+
+        A file of a folder is left out if it is hidden, in the folder of a run, or binary, and by the patterns of `reading`.
+
+        Raises:
+            LineartimeError: if there is none, or a file or folder cannot be read.
+        """
+        self.paths.append(path)
+        source = SourceFile(path, self.reading.column, self.reading.max_expansion)
+        try:
+            if not path.is_dir():
+                parts = [FilePart(source)] if path.stat().st_size else []
+            else:
+                chosen = (file for file in sorted(self._chosen(path, path)) if file.stat().st_size)
+                parts = self._readable(path, [FilePart(replace(source, path=file)) for file in chosen])
+        except OSError as error:
+            raise file_error("read", error.filename or path, error) from None
+        if not parts:
+            patterns = bool(self.reading.include or self.reading.exclude) and path.is_dir()
+            advice = ("change ", Argument("include"), " or ", Argument("exclude")) if patterns else ("give a text file or a ",)
+            left = " with these patterns" if patterns else ""
+            raise ArgumentError(
+                "data", f"is {path}, which holds no text{left}: ", *advice, "." if patterns else "folder of text files."
+            )
+        return parts
+
+    def unused(self) -> list[str]:
+        """A note for each pattern that matched nothing."""
+        given = [("include", each) for each in self.reading.include] + [("exclude", each) for each in self.reading.exclude]
+        return [
+            f"No file matches {pattern}, a pattern of {spell(Argument(name))}."
+            for name, pattern in given
+            if pattern not in self.matched
+        ]
+
+    def _chosen(self, root: Path, folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
+        """The files below a folder that are shown and chosen. Raises OSError for a folder that is unreadable or in itself."""
+        own = folder.resolve()
+        if own in parents:
+            raise OSError(errno.ELOOP, f"{folder} is a link to a folder that contains it")
+        for path in folder.iterdir():
+            if path.name.startswith(".") or self._matches(path.relative_to(root), self.reading.exclude):
+                continue
+            if path.is_dir():
+                if not _is_run(path):
+                    yield from self._chosen(root, path, (*parents, own))
+            elif path.is_file() and (not self.reading.include or self._matches(path.relative_to(root), self.reading.include)):
+                yield path
+
+    def _matches(self, relative: PurePath, patterns: Sequence[str]) -> bool:
+        found = [pattern for pattern in patterns if matches(relative, pattern)]
+        self.matched.update(found)
+        return bool(found)
+
+    def _readable(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
+        """Leave out binary files, and take JSON without texts for plain text, unless the folder has nothing else."""
+        binary = {part.path for part in parts if _is_binary(part.file)}
+        parts = [part for part in parts if part.path not in binary]
+        if binary:
+            self.notes.append(f"Left out of {folder}, because binary: {_names(folder, binary)}.")
+        reasons = {part.path: reason for part in parts if (reason := why_no_records(part.file))}
+        if reasons and all(part.path in reasons or has_no_text(part.path.name) for part in parts):
+            raise next(iter(reasons.values()))
+        if reasons:
+            column = self.reading.column
+            self.notes.append(
+                f'Read as plain text in {folder}, for want of records with "{column}": {_names(folder, reasons)}.'
+            )
+        return [replace(part, file=replace(part.file, as_text=part.path in reasons)) for part in parts]
+
+
+def matches(relative: PurePath, pattern: str) -> bool:
+    """Whether a pattern matches a path below the given folder, or a folder above it.
+
+    A pattern without a slash matches names, and one with a slash matches paths from the given folder on, where * stands for
+    any characters, slashes included: "*.md", "notes", "src/*.py".
+    """
+    anchored = "/" in pattern.rstrip("/") and not pattern.startswith("**/")
+    whole = f"{'' if anchored else '*'}/{pattern.removeprefix('**/').removeprefix('./').strip('/')}"
+    return any(fnmatchcase(f"/{path.as_posix()}", whole) for path in (relative, *relative.parents) if path.parts)
+
+
+def _names(folder: Path, paths: Sequence[Path] | set[Path] | dict[Path, LineartimeError]) -> str:
+    return listed([path.relative_to(folder).as_posix() for path in sorted(paths)])
+
+
+def _is_binary(file: SourceFile) -> bool:
+    """Whether a file that is text by its name is binary. UTF-16 is not: the error for it says how to convert it."""
+    if is_tar(file.path):
+        return True
+    if not is_named_text(file):
+        return False
+    with file.path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    return b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, which may be trained on the text of a folder above it."""
+    return (folder / RECORD_FILE).is_file() and any(folder.glob("step-*"))

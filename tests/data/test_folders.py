@@ -1,0 +1,160 @@
+"""The files of a folder that hold text: patterns, binary files, and JSON that is no text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+import pytest
+
+from lineartime.data import LocalCorpus, describe_splits, load_corpus
+from lineartime.data.folders import matches
+from lineartime.errors import ArgumentError, LineartimeError
+
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    return tmp_path
+
+
+def files_of(folder: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
+    corpus = load_corpus(folder, include=include, exclude=exclude)
+    assert isinstance(corpus, LocalCorpus)
+    return {part.path.relative_to(folder).as_posix() for parts in corpus.splits.values() for part in parts}
+
+
+def notes_of(folder: Path, **options: Sequence[str]) -> list[str]:
+    return [line for line in describe_splits(load_corpus(folder, **options)) if not line.startswith(("train", "val", "test"))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("*.md", "a.md", True),
+        ("*.md", "notes/e.md", True),
+        ("*.md", "a.mdx", False),
+        ("notes", "notes/e.md", True),
+        ("notes/", "notes/e.md", True),
+        ("notes", "my notes/e.md", False),
+        ("src/*.py", "src/c.py", True),
+        ("src/*.py", "src/deep/d.py", True),
+        ("src/*.py", "other/src/c.py", False),
+        ("./src", "src/c.py", True),
+        ("/src", "src/c.py", True),
+        ("/c.py", "src/c.py", False),
+        ("src/deep", "src/deep/d.py", True),
+        ("**/c.py", "c.py", True),
+        ("**/deep/d.py", "src/deep/d.py", True),
+        ("**/deep/d.py", "deep/d.py", True),
+        ("[ab].*", "b.txt", True),
+    ],
+)
+def test_a_pattern_matches_names_or_paths_from_the_folder_on(pattern: str, path: str, expected: bool) -> None:
+    assert matches(PurePath(path), pattern) == expected
+
+
+def test_include_reads_only_the_files_that_match(folder: Path) -> None:
+    assert files_of(folder, include=["*.md", "*.txt"]) == {"a.md", "b.txt", "notes/e.md"}
+    assert files_of(folder, include=["src"]) == {"src/c.py", "src/deep/d.py"}
+
+
+def test_exclude_leaves_files_and_whole_folders_out_and_counts_after_include(folder: Path) -> None:
+    assert files_of(folder, exclude=["src", "*.txt"]) == {"a.md", "notes/e.md"}
+    assert files_of(folder, include=["*.py"], exclude=["deep"]) == {"src/c.py"}
+
+
+def test_an_excluded_folder_is_not_read(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder)
+    with pytest.raises(LineartimeError, match=r"is a link to a folder that contains it"):
+        files_of(folder)
+    assert files_of(folder, exclude=["loop", "src"]) == {"a.md", "b.txt", "notes/e.md"}
+
+
+def test_a_pattern_that_matches_nothing_is_reported(folder: Path) -> None:
+    assert notes_of(folder, exclude=["*.pgn", "*.txt"]) == ["No file matches *.pgn, a pattern of exclude."]
+
+
+def test_patterns_that_leave_no_text_are_an_error(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"which holds no text with these patterns: change include or exclude"):
+        load_corpus(folder, include=["*.rs"])
+
+
+@pytest.mark.parametrize("pattern", ["", "/"])
+def test_an_empty_pattern_is_an_error(folder: Path, pattern: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^exclude has an empty pattern"):
+        load_corpus(folder, exclude=[pattern])
+
+
+def test_a_pattern_alone_is_an_error_and_not_a_list_of_letters(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^exclude is '\*.md', but must be a list, each item of which is a text"):
+        load_corpus(folder, exclude="*.md")
+
+
+def test_patterns_without_a_folder_are_an_error() -> None:
+    with pytest.raises(ArgumentError, match=r"^include is for folders, but the text is the Python standard library"):
+        load_corpus(None, include=["*.py"])
+
+
+def test_binary_files_of_a_folder_are_left_out_and_named(folder: Path) -> None:
+    (folder / "picture.png").write_bytes(PNG)
+    (folder / "old.tar.gz").write_bytes(b"\x1f\x8b")
+    assert files_of(folder) == {"a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md"}
+    assert notes_of(folder) == [f"Left out of {folder}, because binary: 2 files (old.tar.gz, picture.png)."]
+
+
+def test_a_binary_file_given_by_its_own_path_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(PNG * 10)
+    corpus = load_corpus(tmp_path / "picture.png")
+    with pytest.raises(LineartimeError, match=r"is not UTF-8 text .* looks like a binary file"):
+        list(map(list, corpus.documents("all")))
+
+
+def test_a_folder_of_binary_files_holds_no_text(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(PNG)
+    with pytest.raises(ArgumentError, match=r"which holds no text: give a text file or a folder of text files"):
+        load_corpus(tmp_path)
+
+
+def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
+    (folder / "windows.txt").write_text("some text", encoding="utf-16")
+    corpus = load_corpus(folder)
+    with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave it out of the folder by"):
+        list(map(list, corpus.documents("all")))
+
+
+OTHER_JSON = {
+    "settings.json": {"settings": [{"a": 1}, {"b": 2}], "version": 3},
+    "tokenizer.json": {"added_tokens": [{"id": 0}]},
+    "numbers.json": [1, 2, 3],
+    "rows.json": [{"a": 1}],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_JSON)
+def test_json_without_records_is_plain_text_in_a_folder_of_other_text(folder: Path, name: str) -> None:
+    content = json.dumps(OTHER_JSON[name])
+    (folder / name).write_text(content)
+    corpus = load_corpus(folder)
+    assert content in ["".join(document) for document in corpus.documents("all")]
+    assert notes_of(folder) == [f'Read as plain text in {folder}, for want of records with "text": {name}.']
+
+
+def test_json_of_which_no_file_has_the_column_is_an_error(tmp_path: Path) -> None:
+    """The wrong column must not train a model on braces and quotes."""
+    (tmp_path / "README.md").write_text("About these files.")
+    for number in range(3):
+        (tmp_path / f"{number}.json").write_text(json.dumps([{"content": "some text"}]))
+    with pytest.raises(ArgumentError, match=r"^text_column is text, but .*0.json, record 1, has the columns content"):
+        load_corpus(tmp_path)
+
+
+def test_the_first_record_of_a_long_array_is_found_beyond_the_beginning(tmp_path: Path) -> None:
+    text = "x" * 200_000
+    (tmp_path / "books.json").write_text(json.dumps([{"text": text}, {"text": "short"}]))
+    corpus = load_corpus(tmp_path)
+    assert ["".join(document) for document in corpus.documents("all")] == [text, "short"]
