@@ -20,7 +20,7 @@ from torch import nn
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import state_after
 from lineartime.checkpoint import load, load_tokenizer
-from lineartime.generation.streams import continuing
+from lineartime.generation.decoding import continuing
 from lineartime.markdown import markdown_table
 from lineartime.models.language_model import CausalLM, build_model
 from lineartime.models.presets import resolve

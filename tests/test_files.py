@@ -96,3 +96,14 @@ def test_links_and_folders_above_are_no_new_folders(tmp_path: Path) -> None:
         check_new_folder("folder", tmp_path / "empty" / "..")
     with pytest.raises(LineartimeError, match=r"Cannot read .*: File name too long"):
         check_new_folder("folder", tmp_path / ("x" * 300))
+
+
+def test_files_are_as_readable_as_usual_whatever_wrote_them(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    usual = (tmp_path / "usual").stat().st_mode
+    with new_file("out", tmp_path / "file") as partial:
+        partial.unlink()
+        partial.touch(0o600)
+    with new_folder("out", tmp_path / "folder") as partial:
+        (partial / "file").touch(0o600)
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "folder" / "file").stat().st_mode == usual

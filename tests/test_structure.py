@@ -81,8 +81,17 @@ print(*sorted(name for name in new if name not in sys.stdlib_module_names and na
 def test_the_public_names_are_all_there() -> None:
     models = ["CausalLM", "FLASH", "GAU", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets"]
     use = ["evaluate", "fill_mask", "load", "load_tokenizer", "save", "train"]
-    use += ["generate", "generate_batch", "generate_samples", "generate_text"]
-    values = ["ArgumentError", "Evaluation", "LineartimeError", "Sampling", "TrainConfig", "TrainingResult", "__version__"]
+    use += ["generate", "generate_batch", "generate_samples", "generate_text", "load_state", "read_prompt", "save_state"]
+    values = [
+        "ArgumentError",
+        "Evaluation",
+        "LineartimeError",
+        "PromptState",
+        "Sampling",
+        "TrainConfig",
+        "TrainingResult",
+        "__version__",
+    ]
     assert sorted(lineartime.__all__) == sorted(models + use + values)
     assert all(hasattr(lineartime, name) for name in lineartime.__all__)
     assert set(lineartime.__all__) <= set(dir(lineartime))

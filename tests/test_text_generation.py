@@ -59,8 +59,9 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
             return iter(list(ids)[:max_tokens])
 
         def drawn_together(model: object, prompts: Sequence[object], max_tokens: int, *rest: Any) -> None:
+            _, _, ended, _ = rest
             for text in range(len(prompts)):
-                all(not rest[-1](text, token) for token in drawn(model, None, max_tokens))
+                all(not ended(text, token) for token in drawn(model, None, max_tokens))
 
         monkeypatch.setattr(text_generation, "generate", drawn)
         monkeypatch.setattr(text_generation, "generate_batch", drawn_together)

@@ -8,7 +8,15 @@ if TYPE_CHECKING:
     from lineartime.errors import ArgumentError, LineartimeError
     from lineartime.evaluation import Evaluation, evaluate
     from lineartime.filling import fill_mask
-    from lineartime.generation import Sampling, generate, generate_batch
+    from lineartime.generation import (
+        PromptState,
+        Sampling,
+        generate,
+        generate_batch,
+        load_state,
+        read_prompt,
+        save_state,
+    )
     from lineartime.layers import FLASH, GAU
     from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets
     from lineartime.text_generation import generate_samples, generate_text
@@ -28,6 +36,7 @@ __all__ = [
     "LineartimeError",
     "MaskedLM",
     "ModelConfig",
+    "PromptState",
     "Sampling",
     "TrainConfig",
     "TrainingResult",
@@ -40,9 +49,12 @@ __all__ = [
     "generate_samples",
     "generate_text",
     "load",
+    "load_state",
     "load_tokenizer",
     "presets",
+    "read_prompt",
     "save",
+    "save_state",
     "train",
 ]
 
@@ -56,6 +68,7 @@ _MODULE_OF = {
     "LineartimeError": "errors",
     "MaskedLM": "models",
     "ModelConfig": "models",
+    "PromptState": "generation",
     "Sampling": "generation",
     "TrainConfig": "training.config",
     "TrainingResult": "training.result",
@@ -67,9 +80,12 @@ _MODULE_OF = {
     "generate_samples": "text_generation",
     "generate_text": "text_generation",
     "load": "checkpoint",
+    "load_state": "generation",
     "load_tokenizer": "checkpoint",
     "presets": "models",
+    "read_prompt": "generation",
     "save": "checkpoint",
+    "save_state": "generation",
     "train": "training.loop",
 }
 _SUBMODULES = (

@@ -75,6 +75,8 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             partial.mkdir(parents=True)
             yield partial
             for path in (*partial.rglob("*"), partial):
+                if path.is_file():
+                    path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets only their owner read files
                 synchronise(path)
             partial.rename(folder)
             synchronise(folder.parent)
@@ -110,7 +112,9 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             partial.touch()
+            mode = partial.stat().st_mode
             yield partial
+            partial.chmod(mode)  # safetensors lets only their owner read files
             synchronise(partial)
             check_new(argument, file)  # another process may have written it meanwhile
             partial.rename(file)

@@ -7,7 +7,8 @@ from typing import Literal
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
-from lineartime.generation import Sampling, generate, generate_batch
+from lineartime.generation import PromptState, Sampling, generate, generate_batch
+from lineartime.generation.prompts import LAST
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.checks import check_positive
 
@@ -36,24 +37,26 @@ def generate_text(
     max_tokens: int,
     sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
+    state: PromptState | None = None,
 ) -> Iterator[str]:
     """Continue a text, and yield its pieces as soon as they are final.
 
     Args:
         model: a causal language model, in evaluation mode.
         tokenizer: the model's tokenizer.
-        prompt: the text to continue; an empty one begins a new document.
+        prompt: the text to continue; an empty one begins a new document, or continues that of `state`.
         max_tokens: the maximum number of tokens to draw.
         sampling: how to draw them; the default is `Sampling()`.
         stop: texts that end the continuation, regardless of token boundaries. The one that is completed first counts. It is
             left out, and no piece holds a part of it. The prompt is not searched.
+        state: of a text before the prompt, as `lineartime.read_prompt` returns it; it is not modified.
 
     Raises:
         ArgumentError: as for `generate`, and for a tokenizer that does not fit the model, or an empty stop text.
     """
-    ids, stops = _checked(model, tokenizer, prompt, stop)
-    tokens = generate(model, ids, max_tokens, sampling, tokenizer.end_of_document)
-    return _pieces(_Writing(tokenizer, ids, stops), tokens)
+    ids, stops = _checked(model, tokenizer, prompt, stop, state)
+    tokens = generate(model, ids, max_tokens, sampling, tokenizer.end_of_document, state)
+    return _pieces(_Writing(tokenizer, _before(ids, state), stops), tokens)
 
 
 def generate_samples(
@@ -64,28 +67,30 @@ def generate_samples(
     max_tokens: int,
     sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
+    state: PromptState | None = None,
 ) -> list[Continuation]:
     """Continue a text several times, in one batch.
 
     Args:
-        model, tokenizer, prompt, max_tokens, stop: as for `generate_text`.
+        model, tokenizer, prompt, max_tokens, stop, state: as for `generate_text`.
         samples: the number of continuations.
         sampling: how to draw; the same seed gives the same samples.
 
     Raises:
         ArgumentError: as for `generate_text`.
     """
-    ids, stops = _checked(model, tokenizer, prompt, stop)
+    ids, stops = _checked(model, tokenizer, prompt, stop, state)
     check_positive(samples=samples, max_tokens=max_tokens)
     check_limits("samples", samples, [Between(most=2**16)])
-    writings = [_Writing(tokenizer, ids, stops) for _ in range(samples)]
+    writings = [_Writing(tokenizer, _before(ids, state), stops) for _ in range(samples)]
     end = tokenizer.end_of_document
-    generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token))
+    generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token), state)
     return [writing.finished(max_tokens) for writing in writings]
 
 
-_CONTEXT = 16
-"""The number of last tokens of a prompt that are decoded: the text of a token can depend on the tokens before it."""
+def _before(prompt: Sequence[int], state: PromptState | None) -> Sequence[int]:
+    """The last tokens before the first one to draw: its text can depend on them."""
+    return (*(() if state is None else state.last), *prompt)[-LAST:]
 
 
 class _StopSearch:
@@ -124,9 +129,9 @@ def _overlap(text: str, stop: str) -> int:
 class _Writing:
     """A continuation in progress: tokens in, text out."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stops: Sequence[str]) -> None:
         self._decoder = tokenizer.stream_decoder()
-        for token in prompt[-_CONTEXT:]:
+        for token in before:
             self._decoder.push(token)
         self._decoder.flush()
         self._search = _StopSearch(stops)
@@ -173,7 +178,7 @@ def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
 
 
 def _checked(
-    model: LanguageModel, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str]
+    model: LanguageModel, tokenizer: Tokenizer, prompt: str, stop: str | Sequence[str], state: PromptState | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids of the prompt, and the stop texts. Raises ArgumentError for invalid arguments."""
     vocabulary = check_model(model, CausalLM, "generate").config.vocab_size
@@ -184,4 +189,10 @@ def _checked(
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ArgumentError("stop", f"holds {text!r}, but must hold texts of at least one character.")
-    return tuple(encode_given(tokenizer, "prompt", prompt)) or (tokenizer.end_of_document,), stops
+    return prompt_ids(tokenizer, prompt, state), stops
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, state: PromptState | None) -> tuple[int, ...]:
+    """The ids of a prompt. An empty one begins a new document, unless it continues the text of `state`."""
+    ids = tuple(encode_given(tokenizer, "prompt", prompt))
+    return ids or (() if state is not None else (tokenizer.end_of_document,))

@@ -38,7 +38,7 @@ from lineartime.bench.subjects import (
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import RECORD_FILE
-from lineartime.generation.streams import prefill_batch
+from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM

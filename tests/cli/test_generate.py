@@ -167,3 +167,46 @@ def test_many_samples_tell_that_they_are_being_drawn(
     shown = capsys.readouterr()
     assert "drawing 3 samples ...\n" in shown.err
     assert shown.out.count("--- sample") == 3
+
+
+def test_a_saved_state_is_continued_as_the_whole_text_is(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawing = ["--max-tokens", "20", "--seed", "1"]
+    generate = ["generate", str(folder / "run")]
+    state = str(tmp_path / "text.state")
+    assert main([*generate, "--prompt", "the square of", *drawing]) == 0
+    whole = capsys.readouterr().out
+    assert main([*generate, "--prompt", "the square", "--save-state", state, *drawing]) == 0
+    saved = capsys.readouterr()
+    assert main([*generate, "--state", state, "--prompt", " of", *drawing]) == 0
+    assert capsys.readouterr().out == whole.removeprefix("the square")
+    assert re.search(rf"{state}: the state after 10 tokens, \d+\.\d MB\n", saved.err)
+    assert main([*generate, "--prompt", "the square", *drawing]) == 0
+    assert capsys.readouterr().out == saved.out
+
+
+def test_a_text_can_be_read_without_generating(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = str(tmp_path / "text.state")
+    arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--save-state", state, "--max-tokens", "0"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == ""
+    assert main(arguments) == 1
+    assert f"error: --save-state is {state}, which exists already" in capsys.readouterr().err
+    assert main(["generate", str(folder / "run"), "--state", state, "--samples", "2", "--json", "--max-tokens", "5"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["sample"] for sample in samples] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0, but must be at least 1"),
+        (["--state", "nothing"], "Cannot read nothing: No such file or directory"),
+        (["--state", "{text}"], "{text} is damaged .*: read the prompt again, and save its state"),
+        (["--state", "{folder}"], "Cannot read {folder}: Is a directory"),
+    ],
+)
+def test_wrong_states_are_named(arguments: list[str], message: str, folder: Path, fails: Fails) -> None:
+    names = {"text": str(folder / "text.txt"), "folder": str(folder)}
+    fails(["generate", str(folder / "run"), *(each.format(**names) for each in arguments)], message.format(**names))

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import lineartime
 from lineartime.generation import Sampling
-from lineartime.generation.streams import step_and_pick
+from lineartime.generation.decoding import step_and_pick
 from lineartime.models import CausalLM
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)

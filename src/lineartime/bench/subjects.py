@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.measure import RewindingStep
 from lineartime.bench.peers import build_peer
-from lineartime.generation.streams import continuing, prefill_batch
+from lineartime.generation.decoding import continuing
+from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast
 from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig

@@ -13,6 +13,7 @@ import tyro
 from lineartime.choices import Device
 from lineartime.cli.checkpoint import WhichOption, which_checkpoint
 from lineartime.cli.texts import read_text
+from lineartime.files import check_new
 from lineartime.screen import SCREEN
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Continue a prompt with a trained causal model; text appears as it is produced."""
+    """Continue a prompt with a trained causal model; text appears as it is produced. A long text can be read once for many."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
@@ -33,6 +34,10 @@ class Options:
     """Text to continue; an empty prompt begins a new document."""
     prompt_file: Path | None = None
     """File with the text to continue, used exactly as it is, including its last newline; - for standard input."""
+    state: Path | None = None
+    """File of `save_state`: the prompt continues the text that was read then, which is not read again."""
+    save_state: Path | None = None
+    """File to write what the model remembers after the prompt to, for `state`; with `max_tokens` 0, nothing is generated."""
     max_tokens: int = 500
     """Maximum number of tokens to generate; the model may end its document earlier."""
     stop: tuple[str, ...] = ()
@@ -67,7 +72,11 @@ def run(options: Options) -> None:
     from lineartime.machine import choose_device, using_threads
     from lineartime.ops.checks import check_positive
 
-    check_positive(samples=options.samples, max_tokens=options.max_tokens)
+    if options.save_state is None or options.max_tokens != 0:
+        check_positive(max_tokens=options.max_tokens)
+    if options.save_state is not None:
+        check_new("save_state", options.save_state)
+    check_positive(samples=options.samples)
     prompt, device = read_text("prompt", options.prompt, "prompt_file", options.prompt_file), choose_device(options.device)
     with using_threads(options.threads):
         _generate(options, prompt, device)
@@ -76,18 +85,27 @@ def run(options: Options) -> None:
 def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.data.progress import Progress
-    from lineartime.generation import Sampling
-    from lineartime.text_generation import generate_samples, generate_text
+    from lineartime.generation import Sampling, load_state, read_prompt, save_state
+    from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     loaded = load_with_tokenizer(options.run, device, checkpoint=which_checkpoint(options.checkpoint))
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
-    note = f"{loaded.checkpoint}: {device.type}, {how}"
+    state = None if options.state is None else load_state(model, options.state)
+    notes, rest = [f"{loaded.checkpoint}: {device.type}, {how}"], prompt
+    if options.save_state is not None:
+        state, rest = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state), ""
+        save_state(model, state, options.save_state)
+        size = options.save_state.stat().st_size / 1e6
+        notes.append(f"{options.save_state}: the state after {state.position:,} tokens, {size:,.1f} MB")
+    if options.max_tokens == 0:
+        print("\n".join(notes), file=SCREEN, flush=True)
+        return
     if options.samples == 1 and not options.json:
-        pieces = generate_text(model, loaded.tokenizer, prompt, options.max_tokens, sampling, options.stop)
-        print(note, file=SCREEN, flush=True)
+        pieces = generate_text(model, loaded.tokenizer, rest, options.max_tokens, sampling, options.stop, state)
+        print("\n".join(notes), file=SCREEN, flush=True)
         sys.stdout.write(prompt)
         try:
             for piece in pieces:
@@ -97,9 +115,11 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             sys.stdout.write("\n")
             sys.stdout.flush()
         return
-    print(note, file=SCREEN, flush=True)
+    print("\n".join(notes), file=SCREEN, flush=True)
     with Progress(f"drawing {options.samples} samples"):
-        samples = generate_samples(model, loaded.tokenizer, prompt, options.samples, options.max_tokens, sampling, options.stop)
+        samples = generate_samples(
+            model, loaded.tokenizer, rest, options.samples, options.max_tokens, sampling, options.stop, state
+        )
     for number, sample in enumerate(samples, 1):
         if options.json:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)

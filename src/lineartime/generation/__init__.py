@@ -3,59 +3,87 @@
 Shapes: N tokens of the prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.generation.decoding import drawing
+from lineartime.generation.ids import Ids, token_ids
+from lineartime.generation.prompts import PromptState, checked_prompt, read, read_prompt
 from lineartime.generation.sampling import Sampling, chosen, draw
-from lineartime.generation.streams import drawing, prefill
+from lineartime.generation.state_files import load_state, save_state
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 
-__all__ = ["Ids", "Sampling", "chosen", "generate", "generate_batch", "token_ids"]
-
-Ids = Iterable[int] | Tensor
-"""Token ids: any sequence of integers, a numpy array [N], or a tensor [N]."""
+__all__ = [
+    "Ids",
+    "PromptState",
+    "Sampling",
+    "chosen",
+    "generate",
+    "generate_batch",
+    "load_state",
+    "read_prompt",
+    "save_state",
+    "token_ids",
+]
 
 
 def generate(
-    model: LanguageModel, prompt: Ids, max_tokens: int, sampling: Sampling | None = None, stop_token: int | None = None
+    model: LanguageModel,
+    prompt: Ids,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+    state: PromptState | None = None,
 ) -> Iterator[int]:
     """Continue a prompt, and yield each token as soon as it is drawn.
 
     Args:
         model: a causal language model, in evaluation mode; one of task "prefix-lm" reads the prompt as its prefix.
-        prompt: token ids, at least one: a sequence, a numpy array [N] or a tensor [N].
+        prompt: token ids: a sequence, a numpy array [N] or a tensor [N]; at least one without a `state`.
         max_tokens: the maximum number of tokens to draw.
         sampling: how to draw them; the default is `Sampling()`.
         stop_token: a token that ends the text; it is not yielded.
+        state: of a text before the prompt, as `read_prompt` returns it; it is not modified.
 
     Raises:
-        ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, or an argument
-            of the wrong type.
+        ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, a state of
+            another model, or an argument of the wrong type.
     """
-    causal, (ids,), sampling = _checked(model, {"prompt": prompt}, max_tokens, sampling, stop_token)
-    drawn = (token for (token,) in _drawn(causal, [ids], max_tokens, sampling))
+    causal, (start,), sampling = _checked(model, {"prompt": prompt}, [state], max_tokens, sampling, stop_token)
+    drawn = (token for (token,) in _drawn(causal, [start], max_tokens, sampling))
     return takewhile(lambda token: token != stop_token, drawn)
 
 
-def _drawn(model: CausalLM, prompts: Sequence[tuple[int, ...]], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
+@dataclass(frozen=True)
+class _Start:
+    """The beginning of a text: more tokens after a state, which may be None."""
+
+    ids: tuple[int, ...]
+    state: PromptState | None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """The same for equal beginnings."""
+        return self.ids, id(self.state)
+
+
+def _drawn(model: CausalLM, starts: Sequence[_Start], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
     """Yield the next token of every text, `max_tokens` times. Texts that have ended are continued, too."""
     generator = sampling.generator()
+    once = {start.key: read(model, start.ids, start.state) for start in {start.key: start for start in starts}.values()}
     with torch.no_grad():
-        once = {ids: prefill(model, ids) for ids in dict.fromkeys(prompts)}
-        logits = torch.stack([once[ids][0] for ids in prompts])
-        tokens = draw(logits, sampling, generator)
+        tokens = draw(torch.stack([once[start.key].logits for start in starts]), sampling, generator)
     yield _on_host(tokens)
     if max_tokens == 1:  # there may be no position for another one
         return
     with torch.no_grad():
-        draw_next = drawing(model, [once[ids][1] for ids in prompts], sampling, generator)
+        draw_next = drawing(model, [once[start.key].state for start in starts], sampling, generator)
     del once  # the state of a long prompt may be large
     for _ in range(1, max_tokens):
         with torch.no_grad():
@@ -77,6 +105,7 @@ def generate_batch(
     sampling: Sampling | None = None,
     stop_token: int | None = None,
     ended: Callable[[int, int], bool] | None = None,
+    state: PromptState | Sequence[PromptState | None] | None = None,
 ) -> list[list[int]]:
     """Continue several prompts of any lengths together. The probabilities of a text do not depend on the other prompts.
 
@@ -87,10 +116,11 @@ def generate_batch(
 
     Args:
         model: a causal language model, in evaluation mode.
-        prompts: token ids, at least one in each.
+        prompts: token ids, at least one in each that has no `state`.
         max_tokens, sampling, stop_token: as for `generate`; one generator draws for all texts, so that what is drawn for a text
             depends on the other prompts.
         ended: called with the number of a text and its new token; the text ends with this token if it returns True.
+        state: of a text before all prompts, as `read_prompt` returns it, or of one, or None, before each; it is not modified.
 
     Returns:
         The tokens drawn for each prompt, without the stop token.
@@ -104,11 +134,14 @@ def generate_batch(
         raise ArgumentError("ended", f"is {ended!r}, but must be a function of the number of a text and its new token.")
     if not len(prompts):
         return []
-    named = {f"prompts[{index}]": prompt for index, prompt in enumerate(prompts)}
-    causal, ids, sampling = _checked(model, named, max_tokens, sampling, stop_token)
+    named = {f"prompts[{number}]": prompt for number, prompt in enumerate(prompts)}
+    states: Sequence[PromptState | None] = state if isinstance(state, Sequence) else [state] * len(prompts)
+    if len(states) != len(prompts):
+        raise ArgumentError("state", f"has {len(states)} states for {len(prompts)} prompts: give one for each, or one for all.")
+    causal, starts, sampling = _checked(model, named, states, max_tokens, sampling, stop_token)
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
-    for tokens in _drawn(causal, ids, max_tokens, sampling):
+    for tokens in _drawn(causal, starts, max_tokens, sampling):
         growing -= {text for text in growing if tokens[text] == stop_token}
         for text in sorted(growing):
             texts[text].append(tokens[text])
@@ -120,58 +153,22 @@ def generate_batch(
 
 
 def _checked(
-    model: object, prompts: Mapping[str, Ids], max_tokens: int, sampling: Sampling | None, stop_token: int | None
-) -> tuple[CausalLM, list[tuple[int, ...]], Sampling]:
-    """The model, the ids of each prompt, and how to draw. Raises ArgumentError for invalid arguments; prompts have names."""
+    model: object,
+    prompts: Mapping[str, Ids],
+    states: Sequence[PromptState | None],
+    max_tokens: int,
+    sampling: Sampling | None,
+    stop_token: int | None,
+) -> tuple[CausalLM, list[_Start], Sampling]:
+    """The model, the beginnings of the texts, and how to draw. Raises ArgumentError for wrong arguments; prompts have names."""
     causal = check_model(model, CausalLM, "generate")
-    known = causal.config
     check_positive(max_tokens=max_tokens)
     sampling = chosen(sampling)
     if stop_token is not None:
-        token_ids("stop_token", [stop_token], known.vocab_size)
-    found = {name: token_ids(name, prompt, known.vocab_size) for name, prompt in prompts.items()}
-    longest = known.longest_sequence
-    for name, ids in found.items():
-        if not ids:
-            raise ArgumentError(name, "is empty, but must hold at least one token, for instance the end of a document.")
-        tokens = len(ids) + max_tokens - 1  # the model never reads the last one
-        if longest is not None and tokens > longest:
-            raise ArgumentError(
-                "max_tokens",
-                f"is {max_tokens} after a prompt of {len(ids)} tokens, which makes {tokens} tokens to read, but this model "
-                f"reads at most {longest}: ask for fewer, or shorten the prompt.",
-            )
-    return causal, list(found.values()), sampling
-
-
-def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
-    """Convert token ids to integers. Raises ArgumentError, naming the argument and the id, for anything else.
-
-    Args:
-        argument: the name of the argument.
-        given: a sequence of integers, a numpy array [N] or a tensor [N].
-        vocab_size: the ids must be below this.
-    """
-    if isinstance(given, str):
-        raise ArgumentError(argument, "is a text, but must be token ids: encode it with the model's tokenizer.")
-    if getattr(given, "ndim", 1) != 1:
-        raise ArgumentError(argument, f"has shape {list(given.shape)}, but must be the token ids of one text, [N].")
-    try:
-        values = given.tolist() if hasattr(given, "tolist") else list(given)
-    except TypeError:
-        raise ArgumentError(argument, f"is {given!r}, but must be a sequence of token ids.") from None
-    ids = []
-    for value in values:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            ids.append(index(value))
-        except TypeError:
-            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are integers.") from None
-        if not 0 <= ids[-1] < vocab_size:
-            raise ArgumentError(
-                argument,
-                f"holds the id {value}, but this model's vocabulary has {vocab_size:,} tokens: ids are from 0 to "
-                f"{vocab_size - 1}.",
-            )
-    return tuple(ids)
+        token_ids("stop_token", [stop_token], causal.config.vocab_size)
+    new = max_tokens - 1  # the model never reads the last one
+    starts = [
+        _Start(checked_prompt(causal, name, prompt, state, new), state)
+        for (name, prompt), state in zip(prompts.items(), states, strict=True)
+    ]
+    return causal, starts, sampling

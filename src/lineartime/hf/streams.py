@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.generation.streams import pieces
+from lineartime.generation.prompts import pieces
 from lineartime.layers.streams import RaggedState, take_streams, tensors_of
 from lineartime.models.backbone import Backbone, BackboneState
 from lineartime.models.grouped import GroupedStreams

@@ -186,15 +186,15 @@ class Backbone(nn.Module):
             self._check_states("states", state)
         at_one_position = len({state[0].position for state in states}) == 1
         if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
-            self._check_block_states("states", states)
+            self.check_states("states", states)
             return GroupedStreams(states, self.embedding.weight.device)
         return tuple(
             block.stepping_mixer().join_streams(block_states)
             for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
         )
 
-    def _check_block_states(self, name: str, states: Sequence[BackboneState]) -> None:
-        """Raise ArgumentError unless all blocks have the layers of these states."""
+    def check_states(self, name: str, states: Sequence[BackboneState]) -> None:
+        """Raise ArgumentError, naming the argument, unless all blocks have the layers of these states."""
         for state in states:
             self._check_states(name, state)
             for block, of_block in zip(self.blocks, state, strict=True):
@@ -204,7 +204,7 @@ class Backbone(nn.Module):
         """The state of each joined stream, for `extend`: the inverse of `join_streams`."""
         if isinstance(streams, GroupedStreams):
             states: list[BackboneState] = streams.separate()
-            self._check_block_states("streams", states)
+            self.check_states("streams", states)
             return states
         self._check_joined(streams)
         positions: list[int] = streams[0].position.tolist()

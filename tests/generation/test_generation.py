@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, generate, generate_batch, streams
+from lineartime.generation import Sampling, decoding, generate, generate_batch, prompts
 from lineartime.generation import sampling as sampling_module
 from lineartime.generation.sampling import draw, pick
+from lineartime.layers.streams import tensors_of
 from lineartime.models import CausalLM
 
 GREEDY = Sampling(temperature=0.0)
@@ -34,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
     "model", ["flash-tiny", "flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny shifted"], indirect=True
 )
 def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(streams.PREFILL, "cpu", 4)  # a prompt in several pieces
+    monkeypatch.setitem(prompts.PREFILL, "cpu", 4)  # a prompt in several pieces
     prompt = torch.randint(0, 40, (11,)).tolist()
     ids = list(prompt)
     for _ in range(20):
@@ -70,11 +71,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted"], indirect=True)
 def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(streams.PREFILL, "cpu", 512)
+    monkeypatch.setitem(prompts.PREFILL, "cpu", 512)
     sizes = []
     for length in (1024, 4096):
         with Largest() as largest, torch.no_grad():
-            streams.prefill_batch(model, torch.randint(0, 40, (1, length)))
+            prompts.prefill_batch(model, torch.randint(0, 40, (1, length)))
         sizes.append(largest.numbers)
     assert sizes[0] == sizes[1]
 
@@ -189,10 +190,10 @@ def test_ranking_a_few_tokens_of_a_large_vocabulary_draws_as_ranking_all(
 def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
     model: CausalLM, sampling: Sampling
 ) -> None:
-    states = [streams.prefill(model, prompt)[1] for prompt in ([1, 2, 3], [5])]
-    compiled = torch.compile(streams.step_and_pick, fullgraph=True, backend="aot_eager")
+    states = [prompts.read(model, prompt).state for prompt in ([1, 2, 3], [5])]
+    compiled = torch.compile(decoding.step_and_pick, fullgraph=True, backend="aot_eager")
     texts = []
-    for step in (streams.step_and_pick, compiled):
+    for step in (decoding.step_and_pick, compiled):
         joined, tokens, generator = model.join_streams(states), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
         text = []
         for _ in range(12):
@@ -217,7 +218,7 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
     def recorded(function: Any, inputs: Any, changed: Any) -> Any:
         """As a CUDA graph: arguments are read from, and results written to, memory that stays."""
         out = torch.zeros_like(inputs[0])
-        assert len(changed) == len(list(streams.tensors_of(function.args[1])))
+        assert len(changed) == len(list(tensors_of(function.args[1])))
 
         def replayed(*given: torch.Tensor) -> torch.Tensor:
             for tensor, value in zip(inputs, given, strict=True):
@@ -232,12 +233,12 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
         monkeypatch.setattr("lineartime.models.language_model.compiled_step", lambda: compiled)
         monkeypatch.setattr(model, "_compiled_step", None)
         model.compile_step()
-    monkeypatch.setattr(streams, "_can_record", lambda _model: True)
-    monkeypatch.setattr(streams, "recorded", recorded)
+    monkeypatch.setattr(decoding, "_can_record", lambda _model: True)
+    monkeypatch.setattr(decoding, "recorded", recorded)
     assert generate_batch(model, prompts, 20, GREEDY) == plain
     texts = generate_batch(model, prompts, 20, seeded)
     assert generate_batch(model, prompts, 20, seeded) == texts
-    monkeypatch.setattr(streams, "recorded", None)  # a single token needs no step, for which there may be no position left
+    monkeypatch.setattr(decoding, "recorded", None)  # a single token needs no step, for which there may be no position left
     assert generate_batch(model, prompts, 1, GREEDY) == [text[:1] for text in plain]
     assert texts[0] != texts[2], "two texts share a random number"
     assert bool(calls) == is_compiled, "a graph records the step that the model was told to use"
@@ -249,21 +250,21 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
     cuda = {name: MagicMock() for name in ("device", "Stream", "stream", "current_stream", "graph", "CUDAGraph")}
     for name, stub in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(streams, "_can_record", lambda _model: True)
+    monkeypatch.setattr(decoding, "_can_record", lambda _model: True)
     for continue_texts in (
-        lambda states: streams.continuing(model, states),
-        lambda states: streams.drawing(model, states, Sampling(1.0), torch.Generator()),
+        lambda states: decoding.continuing(model, states),
+        lambda states: decoding.drawing(model, states, Sampling(1.0), torch.Generator()),
     ):
         memory: list[weakref.ref[torch.Tensor]] = []
         join = model.join_streams
 
         def joined(states: Any, join: Any = join, memory: Any = memory) -> Any:
             found = join(states)
-            memory.extend(weakref.ref(tensor) for tensor in streams.tensors_of(found))
+            memory.extend(weakref.ref(tensor) for tensor in tensors_of(found))
             return found
 
         monkeypatch.setattr(model, "join_streams", joined)
-        step = continue_texts([streams.prefill(model, [1, 2, 3])[1]])
+        step = continue_texts([prompts.read(model, [1, 2, 3]).state])
         gc.collect()
         assert memory
         assert all(reference() is not None for reference in memory)
@@ -378,8 +379,8 @@ def test_a_text_of_a_batch_ends_where_its_caller_says(model: CausalLM) -> None:
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
 def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    prefill = generation.prefill
-    monkeypatch.setattr(generation, "prefill", lambda model, prompt: read.append(prompt) or prefill(model, prompt))
+    read_once = prompts.read
+    monkeypatch.setattr(generation, "read", lambda model, ids, state: read.append(ids) or read_once(model, ids, state))
     generate_batch(model, [[1, 2], [3], [1, 2]], 2, Sampling(seed=0))
     assert read == [(1, 2), (3,)]
 

@@ -1,6 +1,6 @@
-"""Reading prompts, and continuing what was read token by token.
+"""Continuing texts token by token, from the states of what was read.
 
-Shapes: B texts, N tokens of a prompt, V vocabulary.
+Shapes: B texts, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,37 +16,8 @@ from lineartime.models.backbone import BackboneState, BackboneStreams
 from lineartime.models.grouped import GroupedStreams
 from lineartime.models.language_model import CausalLM
 
-PREFILL = {"cpu": 1024, "cuda": 16_384}
-"""Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
-
 Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
-
-
-def prefill_batch(model: CausalLM, ids: Tensor) -> tuple[Tensor, BackboneState]:
-    """Read the beginning of streams, ids [B, N]: the last logits [B, V], and the state.
-
-    A model of task "prefix-lm" reads them as a prefix, all at once, and others in `pieces`.
-    """
-    if model.config.task == "prefix-lm":
-        hidden, state = model.backbone.read_prefix(ids)
-        return model.logits(hidden[:, -1]), state
-    state = model.init_state(ids.shape[0])
-    for piece in pieces(ids):
-        hidden, state = model.backbone.extend(piece, state)
-    return model.logits(hidden[:, -1]), state
-
-
-def pieces(prompt: Tensor) -> Sequence[Tensor]:
-    """A prompt [B, N, ...] in pieces of `PREFILL` tokens."""
-    cut: Sequence[Tensor] = prompt.split(PREFILL.get(prompt.device.type, PREFILL["cpu"]), dim=1)
-    return cut
-
-
-def prefill(model: CausalLM, prompt: Sequence[int]) -> tuple[Tensor, BackboneState]:
-    """Read a prompt: the logits [V] after its last token, and the state."""
-    logits, state = prefill_batch(model, torch.tensor([prompt], device=next(model.parameters()).device))
-    return logits[0], state
 
 
 def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:

@@ -1,0 +1,157 @@
+"""Files of what a model remembers of a text."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.files import new_file, utf8_path
+from lineartime.generation.ids import token_ids
+from lineartime.generation.prompts import LAST, PromptState
+from lineartime.models.language_model import CausalLM, LanguageModel, check_model
+
+_FORMAT = "lineartime prompt state 1"
+
+
+def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> None:
+    """Write what a model remembers of a text to a file in the format of safetensors, which `load_state` reads.
+
+    Args:
+        model: the model that read the text.
+        state: as `read_prompt` returns it.
+        path: a new file.
+
+    Raises:
+        ArgumentError: for a file that exists, or a state of another model.
+        LineartimeError: if the file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    causal = _checked(model, state)
+    tensors, numbers = {"logits": state.logits}, {}
+    for name, value in _leaves(state.state):
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            numbers[name] = value
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    known = {"numbers": numbers, "last": state.last}
+    facts = {**known, "model": _digest_of_model(causal), "contents": _digest(known, tensors)}
+    with new_file("path", Path(path)) as partial, utf8_path(partial) as file:
+        save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
+
+
+def load_state(model: LanguageModel, path: str | Path) -> PromptState:
+    """Read what a model remembers of a text, on the device of the model. No code in the file is run.
+
+    Args:
+        model: the model that read the text, with the same weights.
+        path: a file of `save_state`.
+
+    Raises:
+        ArgumentError: for a state of other weights.
+        LineartimeError: for a file that is missing, damaged, or of another kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    causal, file = check_model(model, CausalLM, "continue a text"), Path(path)
+    device = next(causal.parameters()).device
+    try:
+        with reporting_file_errors("read", file):
+            file.open("rb").close()  # safetensors names neither the file nor the reason
+        with utf8_path(file) as readable, safe_open(readable, framework="pt") as opened:
+            metadata: Mapping[str, str] = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+    except SafetensorError as error:
+        raise _damaged(file, first_line(error)) from None
+    if metadata.get("format") != _FORMAT:
+        raise LineartimeError(f"{file} is no file of a state: give one that save_state wrote.")
+    try:
+        facts = json.loads(metadata["facts"])
+        numbers, last, of_model, digest = (facts[name] for name in ("numbers", "last", "model", "contents"))
+    except (ValueError, TypeError, KeyError):
+        raise _damaged(file, "its facts cannot be read") from None
+    if _digest({"numbers": numbers, "last": last}, tensors) != digest:
+        raise _damaged(file, "its contents differ from what was written")
+    if of_model != _digest_of_model(causal):
+        raise ArgumentError("state", f"is {file}, which a model with other weights wrote: load it with that model.")
+    ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
+    try:
+        logits = tensors.pop("logits").to(device)
+        parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
+        template = tuple(block.mixer.no_streams() for block in causal.backbone.blocks)
+        state = PromptState(_filled(template, parts), logits, ids)
+    except KeyError as error:
+        raise _damaged(file, f"it has no {error.args[0]}") from None
+    _checked(causal, state)
+    return state
+
+
+def _checked(model: object, state: object) -> CausalLM:
+    """The model, if it is causal and the state is of one like it. Raises ArgumentError otherwise."""
+    causal = check_model(model, CausalLM, "continue a text")
+    if not isinstance(state, PromptState):
+        raise ArgumentError(
+            "state", f"is of type {type(state).__name__}, but must be a PromptState, as read_prompt returns it."
+        )
+    causal.backbone.check_states("state", [state.state])
+    return causal
+
+
+def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers of a state, by the path of their fields: "0.own.position"."""
+    if isinstance(state, tuple):
+        for field, part in zip(_fields(state), state, strict=True):
+            yield from _leaves(part, f"{name}.{field}" if name else field)
+    else:
+        yield name, state
+
+
+def _filled(template: Any, leaves: Mapping[str, Any], name: str = "") -> Any:
+    """A state of the structure of `template`. Raises KeyError for a leaf that is not there."""
+    if not isinstance(template, tuple):
+        return leaves[name]
+    parts = [
+        _filled(part, leaves, f"{name}.{field}" if name else field)
+        for field, part in zip(_fields(template), template, strict=True)
+    ]
+    return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+
+
+def _fields(state: tuple[Any, ...]) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(state, "_fields", tuple(map(str, range(len(state)))))
+    return names
+
+
+def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
+    """A digest of facts in JSON and of tensors. Quantised ones, for instance, consist of several plain ones."""
+    found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name in sorted(tensors):
+        for inner, plain in _plain(name, tensors[name].detach()):
+            found.update(f"{inner} {plain.dtype} {list(plain.shape)}".encode())
+            found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors of which a tensor consists: those of a subclass, by PyTorch's protocol for them."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, tensor
+        return
+    for inner in flatten()[0]:
+        yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+
+
+def _digest_of_model(model: CausalLM) -> str:
+    """A digest of the config and the weights, without which a state means nothing."""
+    return _digest(model.config.to_dict(), model.state_dict())
+
+
+def _damaged(file: Path, why: str) -> LineartimeError:
+    return LineartimeError(f"{file} is damaged ({why}): read the prompt again, and save its state.")

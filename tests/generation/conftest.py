@@ -1,0 +1,30 @@
+"""Small models of every kind of state."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.models import CausalLM
+
+Build = Callable[[str], CausalLM]
+
+
+@pytest.fixture
+def awake() -> Build:
+    """Builds a small model in float64 whose mixers change the logits, by the name of a preset, and "shifted" or "prefix-lm"."""
+
+    def build(name: str) -> CausalLM:
+        preset, *more = name.split()
+        heads = any(name in preset for name in ("transformer", "reformer", "combiner", "performer", "longformer", "mc-tfm"))
+        size = {"n_heads": 2} if heads else {"d_qk": 8}
+        task = "prefix-lm" if "prefix-lm" in more else "clm"
+        options = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **size}
+        model = lineartime.build(preset, task, token_shift="shifted" in more, **options).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        return model
+
+    return build

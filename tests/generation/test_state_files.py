@@ -1,0 +1,114 @@
+"""Files of states."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation import Sampling, generate, load_state, read_prompt, save_state
+from lineartime.layers.streams import tensors_of
+from lineartime.models import CausalLM
+
+from .test_prompts import SYSTEMS
+
+GREEDY = Sampling(temperature=0.0)
+Build = Callable[[str], CausalLM]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
+    model, file = awake(system), tmp_path / "text.state"
+    state = read_prompt(model, torch.randint(0, 40, (150,)).tolist())
+    save_state(model, state, file)
+    loaded = load_state(model, file)
+    assert (loaded.position, loaded.last) == (state.position, state.last)
+    assert list(generate(model, [3], 10, GREEDY, state=loaded)) == list(generate(model, [3], 10, GREEDY, state=state))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_holds_the_same_bits(dtype: torch.dtype, awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash-next-tiny shifted").to(dtype), tmp_path / "text.state"
+    state = read_prompt(model, [1, 2, 3])
+    save_state(model, state, file)
+    loaded = load_state(model, file)
+    for found, expected in zip(tensors_of(loaded.state), tensors_of(state.state), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(loaded.logits, state.logits, rtol=0, atol=0)
+
+
+def test_a_file_of_flash_does_not_grow_with_the_text(awake: Build, tmp_path: Path) -> None:
+    model, sizes = awake("flash-tiny"), []
+    for length in (1000, 9000):
+        save_state(model, read_prompt(model, [1] * length), tmp_path / str(length))
+        sizes.append((tmp_path / str(length)).stat().st_size)
+    assert abs(sizes[0] - sizes[1]) < 100  # the numbers of tokens have more digits
+
+
+def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash-tiny"), tmp_path / "text.state"
+    save_state(model, read_prompt(model, [1]), file)
+    for other in (awake("flash-tiny"), model.float()):
+        with pytest.raises(ArgumentError, match=r"^state is .*text.state, which a model with other weights wrote"):
+            load_state(other, file)
+
+
+def test_a_file_is_not_overwritten(awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash-tiny"), tmp_path / "text.state"
+    file.write_text("mine")
+    with pytest.raises(ArgumentError, match=r"^path is .*text.state, which exists already"):
+        save_state(model, read_prompt(model, [1]), file)
+    assert file.read_text() == "mine"
+
+
+def changed(file: Path, what: str) -> None:
+    """Rewrite a file of a state with one thing changed."""
+    with safe_open(file, framework="pt") as opened:
+        metadata, tensors = dict(opened.metadata()), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    facts = json.loads(metadata["facts"])
+    if what == "tensor":
+        tensors["0.v"] = tensors["0.v"] + 1
+    elif what == "missing tensor":
+        del tensors["0.v"]
+    elif what == "position":
+        facts["numbers"]["0.position"] += 1
+    elif what == "facts":
+        facts = [facts]
+    elif what == "format":
+        metadata["format"] = "pt"
+    save_file(tensors, file, {**metadata, "facts": json.dumps(facts)})
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("tensor", r"text.state is damaged \(its contents differ from what was written\): read the prompt again"),
+        ("missing tensor", "text.state is damaged .its contents differ"),
+        ("position", "text.state is damaged .its contents differ"),
+        ("facts", "text.state is damaged .its facts cannot be read"),
+        ("format", "text.state is no file of a state: give one that save_state wrote"),
+    ],
+)
+def test_a_damaged_file_is_an_error(what: str, message: str, awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash-tiny"), tmp_path / "text.state"
+    save_state(model, read_prompt(model, [1]), file)
+    changed(file, what)
+    with pytest.raises(LineartimeError, match=message):
+        load_state(model, file)
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64])
+def test_a_file_of_another_kind_is_an_error(content: bytes, awake: Build, tmp_path: Path) -> None:
+    file = tmp_path / "text.state"
+    file.write_bytes(content)
+    with pytest.raises(LineartimeError, match=r"text.state is damaged"):
+        load_state(awake("flash-tiny"), file)
+
+
+def test_a_missing_file_is_an_error(awake: Build, tmp_path: Path) -> None:
+    with pytest.raises(LineartimeError, match=r"Cannot read .*text.state"):
+        load_state(awake("flash-tiny"), tmp_path / "text.state")
