@@ -118,6 +118,16 @@ def test_a_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path:
     assert "linear-relu2-tiny" in listed.stdout
 
 
+@pytest.mark.slow
+def test_a_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_path: Path) -> None:
+    page = "adding-a-mechanism.md"
+    (file,), (end,) = blocks(page, "src/lineartime/baselines/linear_relu2.py"), blocks(page, "at the end of linear_relu2.py")
+    (tmp_path / "linear_relu2.py").write_text(file + end)
+    command = [sys.executable, "-m", "lineartime", "presets", "linear-relu2", "--import", "linear_relu2.py"]
+    listed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "linear-relu2-tiny" in listed.stdout
+
+
 def test_a_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     session: dict[str, Any] = {"__name__": "service"}
     for block in blocks("streaming-service.md")[:2]:

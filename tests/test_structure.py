@@ -79,7 +79,7 @@ print(*sorted(name for name in new if name not in sys.stdlib_module_names and na
 
 
 def test_the_public_names_are_all_there() -> None:
-    models = ["CausalLM", "FLASH", "GAU", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets"]
+    models = ["CausalLM", "FLASH", "GAU", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets", "register_system"]
     use = ["evaluate", "fill_mask", "load", "load_tokenizer", "save", "train"]
     use += ["generate", "generate_batch", "generate_samples", "generate_text", "load_state", "read_prompt", "save_state"]
     values = [

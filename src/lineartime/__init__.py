@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         save_state,
     )
     from lineartime.layers import FLASH, GAU
-    from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets
+    from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets, register_system
     from lineartime.text_generation import generate_samples, generate_text
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import train
@@ -53,6 +53,7 @@ __all__ = [
     "load_tokenizer",
     "presets",
     "read_prompt",
+    "register_system",
     "save",
     "save_state",
     "train",
@@ -84,6 +85,7 @@ _MODULE_OF = {
     "load_tokenizer": "checkpoint",
     "presets": "models",
     "read_prompt": "generation",
+    "register_system": "models",
     "save": "checkpoint",
     "save_state": "generation",
     "train": "training.loop",

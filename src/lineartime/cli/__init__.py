@@ -14,6 +14,7 @@ from dataclasses import make_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
+        arguments = _without_imports(arguments)
         _check(arguments)
         options = parse(arguments)
         with spelled(partial(_written, options=options, arguments=arguments)):
@@ -91,6 +93,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _without_imports(arguments: Sequence[str]) -> list[str]:
+    """Import the modules that --import names, here and in all processes that this one starts; return the other arguments.
+
+    Raises LineartimeError for a module that cannot be imported.
+    """
+    modules, rest = [], []
+    values = iter(arguments)
+    for argument in values:
+        flag, is_one, value = argument.partition("=")
+        if flag != "--import":
+            rest.append(argument)
+            continue
+        value = value if is_one else next(values, "")
+        if not value or value.startswith("-"):
+            raise LineartimeError("--import needs a value: give a module, or a file ending in .py, that registers systems.")
+        modules.append(str(Path(value).absolute()) if value.endswith(".py") else value)
+    if modules:
+        from lineartime.models.registering import VARIABLE, import_modules
+
+        os.environ[VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(VARIABLE, ""), *modules]))
+        import_modules(modules)
+    return rest
+
+
 def parse(arguments: Sequence[str]) -> Any:
     """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
     if arguments and arguments[0] in _COMMANDS:
@@ -105,9 +131,15 @@ def parse(arguments: Sequence[str]) -> Any:
     # Not A | B: the members are known only when this runs.
     commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007  # X | Y takes no tuple
     version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # `main` does it
+    imported = tyro.conf.arg(
+        name="import",
+        metavar="MODULE",
+        help="A module, or a file ending in .py, that registers systems of your own; it may come anywhere, and be repeated.",
+    )
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),
         ("version", Annotated[bool, tyro.conf.FlagCreatePairsOff, version], False),
+        ("import_", Annotated[str | None, imported], None),
     ]
     everything = make_dataclass("everything", fields)
     return tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
@@ -197,6 +229,8 @@ def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> s
     """
     if isinstance(part, Call):
         return f"`lineartime {part.name}`"
+    if part == Argument("import"):
+        return "--import"
     hints = get_type_hints(type(options), include_extras=True)
     if part.name not in hints and part.value is not None:
         hints = get_type_hints(_command("train").Options, include_extras=True)

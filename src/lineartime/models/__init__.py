@@ -5,6 +5,7 @@ from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConf
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import build, presets
+from lineartime.models.registering import import_from_environment, register_system
 
 __all__ = [
     "CausalLM",
@@ -18,4 +19,7 @@ __all__ = [
     "build_model",
     "greedy",
     "presets",
+    "register_system",
 ]
+
+import_from_environment()

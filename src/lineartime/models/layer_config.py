@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
@@ -87,12 +87,19 @@ def _own_options(kind: str) -> dict[str, Option]:
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 
+def register_mixer(mixer: type[Any]) -> None:
+    """Allow a mixer of another package, by its name; a class that is defined again replaces the one before."""
+    KINDS["mixer"][mixer.name] = _LAYERS[mixer.name] = mixer
+    _own_options.cache_clear()
+
+
 def check_parts(config: Any) -> None:
     """Raise ArgumentError unless all fields have valid types and values, and every layer is allowed in its field."""
     for part, kinds in KINDS.items():
         value = getattr(config, part, None)
         if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
-            raise ArgumentError(part, f"is {shown(value)}, but must be a LayerConfig of one of the kinds {', '.join(kinds)}.")
+            allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
+            raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
     check_fields(config)
     check_ranges(config)
 
@@ -104,14 +111,22 @@ def parts_to_dict(config: Any) -> dict[str, Any]:
 
 
 def parts_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the fields from the dictionary of `parts_to_dict`, with a LayerConfig for each layer."""
-    return {name: _layer(name, value) if name in KINDS and isinstance(value, dict) else value for name, value in data.items()}
+    """Restore the fields from the dictionary of `parts_to_dict`, with a LayerConfig for each layer.
+
+    A layer may also be a kind alone, which has its default options.
+    """
+    return {
+        name: _layer(name, value) if name in KINDS and isinstance(value, (dict, str)) else value for name, value in data.items()
+    }
 
 
-def _layer(part: str, data: dict[str, Any]) -> LayerConfig:
-    options = dict(data)
+def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
+    options = {"kind": data} if isinstance(data, str) else dict(data)
     kind = options.pop("kind", None)
-    check_choice(f"{part}.kind", kind, tuple(KINDS[part]))
+    if kind not in KINDS[part]:
+        like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
+        allowed = f"one of {', '.join(KINDS[part])}, or a kind of your own that is registered first, by {own}"
+        raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, but must be {allowed}.")
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:

@@ -1,0 +1,124 @@
+"""Systems of your own: registered by name, in modules that the command line and other processes can import."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
+from lineartime.fields import check_names
+from lineartime.layers.mixer import Mixer
+from lineartime.layers.options import constructor_options
+from lineartime.models.config import ModelConfig
+from lineartime.models.layer_config import KINDS, register_mixer
+from lineartime.models.presets import PRESETS, SIZES, TINY, model_of
+from lineartime.models.systems import SYSTEMS, Size, System
+from lineartime.shapes import shapes_only
+
+VARIABLE = "LINEARTIME_IMPORT"
+"""The environment variable that names modules to import with the models, so that all processes know the same systems."""
+
+FeedForward = Literal["mlp", "glu"]
+_registered: set[str] = set()
+
+
+def register_system(
+    name: str,
+    mixer: type[Mixer[Any]],
+    feed_forward: FeedForward | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    scaled: Mapping[str, Callable[[Size], int | str]] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    description: str = "",
+) -> None:
+    """Add a system of your own, with the presets NAME-tiny and NAME-base, as if it were a row of the table of systems.
+
+    Registering the same name again replaces the system, as when a cell of a notebook is run again.
+
+    Args:
+        name: of lower-case letters, digits, + and -, beginning with a letter; not that of a system of the library.
+        mixer: the class of the layer that moves information between tokens. Its attribute `name`, which model.json records,
+            must be its own.
+        feed_forward: the layer after the mixer in a Transformer block, "mlp" or "glu"; None for a gated unit, which needs none.
+        options: options of the mixer that differ from its class's defaults and from the size.
+        scaled: options of the mixer that are computed from the `Size` of the model; `d_qk`, `n_heads` and `chunk_size` are.
+        fields: fields of `ModelConfig` that differ from the usual ones.
+        description: in a line; the default is the first line of the mixer's docstring.
+
+    Raises:
+        ArgumentError: for a name that is taken or not a name, and a class that is not a complete mixer or lacks an option.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9+-]*", name):
+        raise ArgumentError("name", f"is {name!r}, but must begin with a-z, and consist of a-z, 0-9, + and -.")
+    if name in SYSTEMS and name not in _registered:
+        raise ArgumentError("name", f"is {name!r}, which is a system of the library: choose another one.")
+    _check_mixer(mixer)
+    if feed_forward is not None:
+        check_choice("feed_forward", feed_forward, get_args(FeedForward))
+    layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
+    system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
+    known = constructor_options(mixer)
+    check_names({**system.options, **system.scaled}, known, mixer.__name__)
+    with shapes_only():
+        mixer(TINY.d_model, causal=mixer.why_not_causal is None, **system.mixer_options(TINY))
+    check_names(system.fields, ModelConfig.__dataclass_fields__, "a model")
+    register_mixer(mixer)
+    _registered.add(name)
+    SYSTEMS[name] = system
+    PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
+    model_of(system, TINY, "mlm")
+
+
+def _check_mixer(mixer: object) -> None:
+    """Raise ArgumentError unless `mixer` is a complete class of a mixer with a name of its own."""
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+        raise ArgumentError("mixer", f"is {mixer!r}, but must be a class derived from lineartime.layers.Mixer.")
+    if inspect.isabstract(mixer):
+        missing = ", ".join(sorted(mixer.__abstractmethods__))
+        raise ArgumentError("mixer", f"is {mixer.__name__}, which is not complete: implement {missing}.")
+    other = KINDS["mixer"].get(mixer.name)
+    if other is not None and (other.__module__, other.__qualname__) != (mixer.__module__, mixer.__qualname__):
+        found = f"is {mixer.__name__}, whose name, {mixer.name!r}, is that of {other.__name__}"
+        raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules, or the files ending in .py, that register systems; each once.
+
+    Raises:
+        LineartimeError: naming the first one that cannot be imported.
+    """
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name))
+            else:
+                importlib.import_module(name)
+        except Exception as error:  # whatever the module does
+            raise LineartimeError(f"Cannot import {name}: {typed_first_line(error)}.") from error
+
+
+def _import_file(file: Path) -> None:
+    name = f"lineartime_imported_{file.stem}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None  # the suffix is .py
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def import_from_environment() -> None:
+    """Import the modules that the environment variable names, separated as in PATH. Raises as `import_modules`."""
+    import_modules(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))

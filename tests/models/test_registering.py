@@ -1,0 +1,215 @@
+"""Systems of a user: registered in this process, and imported by the command line and by other processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.baselines.kernel_attention import KernelAttention
+from lineartime.cli import main
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.layers.flash import FLASH
+from lineartime.layers.mixer import Mixer
+from lineartime.models import layer_config, registering
+from lineartime.models.presets import PRESETS, resolve
+from lineartime.models.registering import VARIABLE, import_modules, register_system
+from lineartime.models.systems import SYSTEMS
+
+FILE = """
+from torch import Tensor
+import lineartime
+from lineartime.baselines.kernel_attention import KernelAttention
+
+class Cubed(KernelAttention):
+    '''Linear attention with features relu(x)^3.'''
+    name = "cubed"
+    def features(self, x: Tensor) -> Tensor:
+        return x.relu() ** 3 + 0.001
+
+lineartime.register_system("cubed", Cubed, "mlp")
+"""
+
+
+class Squared(KernelAttention):
+    """Linear attention with features relu(x)^2.
+
+    Args:
+        floor: added to the features.
+    """
+
+    name = "squared"
+
+    def __init__(self, d_model: int, *, floor: float = 0.001, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.floor = floor
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.relu() ** 2 + self.floor
+
+
+class Unnamed(FLASH):
+    """FLASH with the name of FLASH."""
+
+
+class Incomplete(KernelAttention):
+    """Without features."""
+
+    name = "incomplete"
+
+
+@pytest.fixture(autouse=True)
+def only_our_systems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tables: list[dict[str, Any]] = [
+        SYSTEMS,
+        PRESETS,
+        layer_config.KINDS["mixer"],
+        layer_config._LAYERS,
+    ]
+    before = [dict(table) for table in tables]
+    monkeypatch.setattr(registering, "_registered", set())
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield
+    for table, was in zip(tables, before, strict=True):
+        for name in set(table) - set(was):
+            del table[name]
+    for name in [name for name in sys.modules if name.startswith("lineartime_imported_")]:
+        del sys.modules[name]
+    layer_config._own_options.cache_clear()
+
+
+def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
+    register_system("squared+", Squared, "glu", options={"floor": 0.5}, fields={"norm": "rmsnorm"})
+    assert {"squared+-tiny", "squared+-base"} <= set(lineartime.presets())
+    model = lineartime.build("squared+-tiny", d_model=16, n_blocks=1, n_heads=2, floor=0.25).eval()
+    mixer = model.backbone.blocks[0].mixer  # type: ignore[index]
+    assert (type(mixer), mixer.floor, model.config.norm) == (Squared, 0.25, "rmsnorm")
+    lineartime.save(model, lineartime.data.ByteTokenizer(), tmp_path / "saved")
+    loaded, ids = lineartime.load(tmp_path / "saved"), torch.randint(0, 256, (1, 40))
+    torch.testing.assert_close(loaded(ids), model(ids))
+
+
+def test_sizes_of_the_model_reach_the_mixer() -> None:
+    register_system("squared", Squared, "mlp", scaled={"floor": lambda size: 1 / size.d_model})
+    assert lineartime.presets()["squared-tiny"].mixer.options["floor"] == 1 / 256
+    assert lineartime.presets()["squared-base"].mixer.options["n_heads"] == 12
+
+
+def test_a_class_that_is_defined_again_replaces_the_first() -> None:
+    """As when a cell of a notebook is run again."""
+
+    def cell() -> type[Mixer[Any]]:
+        class Again(Squared):
+            name = "again"
+
+        return Again
+
+    register_system("again", cell(), "mlp")
+    second = cell()
+    register_system("again", second, "mlp")
+    assert type(lineartime.build("again-tiny").backbone.blocks[0].mixer) is second  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "options", "message"),
+    [
+        ("flash", Squared, {}, r"^name is 'flash', which is a system of the library"),
+        ("Mine", Squared, {}, r"^name is 'Mine', but must begin with a-z"),
+        ("mine", torch.nn.Linear, {}, r"^mixer is <class .*Linear'>, but must be a class derived from lineartime.layers.Mixer"),
+        ("mine", Incomplete, {}, r"^mixer is Incomplete, which is not complete: implement features"),
+        ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
+        ("mine", Squared, {"feed_forward": "moe"}, r"^feed_forward is 'moe', but must be one of 'mlp', 'glu'"),
+        ("mine", Squared, {"options": {"flor": 1.0}}, r"^flor is not an option of Squared .did you mean floor"),
+        ("mine", Squared, {"fields": {"depth": 3}}, r"^depth is not an option of a model"),
+        ("mine", Squared, {"options": {"floor": "much"}}, r"^floor is 'much', but must be a number"),
+    ],
+)
+def test_what_cannot_be_registered_is_named_and_leaves_nothing(
+    name: str, mixer: type[Mixer[Any]], options: dict[str, Any], message: str
+) -> None:
+    before = dict(SYSTEMS), dict(PRESETS), dict(layer_config.KINDS["mixer"])
+    with pytest.raises(ArgumentError, match=message):
+        register_system(name, mixer, **options)
+    assert (SYSTEMS, PRESETS, layer_config.KINDS["mixer"]) == before
+
+
+def test_the_command_line_imports_a_file_and_says_how_where_it_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "text.txt").write_text("some text to learn\n" * 200)
+    small = ["--steps", "2", "--context-length", "16", "--eval-windows", "2", "--compile", "off", "--cache", str(tmp_path)]
+    size = ["--override", "d_model=16", "n_blocks=1", "n_heads=2"]
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    mine = ["--import", str(tmp_path / "mine.py")]
+    assert main(["train", "--preset", "cubed-tiny", *small, *data, *mine, *size]) == 0
+    assert main(["generate", str(tmp_path / "run"), "--max-tokens", "3", f"--import={tmp_path / 'mine.py'}"]) == 0
+    capsys.readouterr()
+    # Another process knows the system by the variable alone.
+    command = [sys.executable, "-m", "lineartime", "generate", str(tmp_path / "run"), "--max-tokens", "3"]
+    environment = {**os.environ, VARIABLE: str(tmp_path / "mine.py")}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    without = subprocess.run(command, env={**environment, VARIABLE: ""}, capture_output=True, text=True)
+    assert without.returncode == 1
+    assert "mixer.kind is 'cubed', but must be one of flash, gau," in without.stderr
+    assert "or a kind of your own that is registered first, by --import." in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["presets", "--import", "no_such_module"], "error: Cannot import no_such_module: ModuleNotFoundError: No module"),
+        (["--import", "missing.py", "presets"], "missing.py: FileNotFoundError"),
+        (["presets", "--import", "{broken}"], "broken.py: ZeroDivisionError: division by zero."),
+        (["presets", "--import"], "error: --import needs a value: give a module, or a file ending in .py"),
+        (["presets", "--import="], "error: --import needs a value"),
+        (["presets", "--import", "--markdown"], "error: --import needs a value"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_sentence(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    assert main([each.format(broken=tmp_path / "broken.py") for each in arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text("import builtins\nbuiltins.counted = getattr(builtins, 'counted', 0) + 1\n")
+    import_modules([str(tmp_path / "counted.py")] * 2)
+    import builtins
+
+    assert builtins.__dict__.pop("counted") == 1
+
+
+def test_a_wrong_variable_is_named() -> None:
+    environment = {**os.environ, VARIABLE: "no_such_module"}
+    result = subprocess.run([sys.executable, "-c", "import lineartime.models"], env=environment, capture_output=True, text=True)
+    assert "LineartimeError: Cannot import no_such_module: ModuleNotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize("mixer", ["flash-local", {"kind": "flash-local", "chunk_size": 32}])
+def test_a_mixer_can_be_overridden_by_its_name_or_as_in_model_json(mixer: Any) -> None:
+    config = resolve("flash-tiny", mixer=mixer, d_qk=16)
+    expected = 256 if isinstance(mixer, str) else 32
+    assert (config.mixer.kind, config.mixer.options["chunk_size"], config.mixer.options["d_qk"]) == (
+        "flash-local",
+        expected,
+        16,
+    )
+
+
+def test_an_unknown_mixer_is_named_with_those_like_it() -> None:
+    message = (
+        r"^mixer.kind is 'flash-locl' .did you mean flash-local.*, or a kind of your own that is registered first, by import"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        resolve("flash-tiny", mixer="flash-locl")
+    with pytest.raises(LineartimeError, match=r"^mixer is 5, but must be a LayerConfig, or the name, of one of these kinds"):
+        resolve("flash-tiny", mixer=5)
