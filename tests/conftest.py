@@ -2,6 +2,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -167,3 +168,23 @@ def assert_same_function() -> Callable[..., None]:
             torch.testing.assert_close(fast_gradient, exact, atol=1e-10, rtol=0)
 
     return check
+
+
+@pytest.fixture
+def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the systems that a test registers, and the files that it imports."""
+    from lineartime.models import layer_config, registering
+    from lineartime.models.presets import PRESETS
+    from lineartime.models.systems import SYSTEMS
+
+    tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, layer_config.KINDS["mixer"], layer_config._LAYERS]
+    before = [set(table) for table in tables]
+    monkeypatch.setattr(registering, "_registered", set())
+    monkeypatch.delenv(registering.VARIABLE, raising=False)
+    yield
+    for table, names in zip(tables, before, strict=True):
+        for name in set(table) - names:
+            del table[name]
+    for name in [name for name in sys.modules if name.startswith("lineartime_imported_")]:
+        del sys.modules[name]
+    layer_config._own_options.cache_clear()

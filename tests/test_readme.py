@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lineartime
-from lineartime.cli import _COMMANDS, parse
+from lineartime.cli import _COMMANDS, parse, split_imports
 from lineartime.models.catalogue import systems_table
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,7 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which PEFT asks for
 @every_document
+@pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
 def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where runs may be left
     session: dict[str, object] = {"__name__": "__main__"}
@@ -63,7 +64,7 @@ def test_errors_that_the_page_on_python_quotes_are_said_so(capsys: pytest.Captur
 @every_document
 def test_commands_can_be_read(document: Path) -> None:
     for command in commands(document.read_text()):
-        parse(shlex.split(command))
+        parse(split_imports(shlex.split(command))[1])
 
 
 def test_there_is_something_to_test() -> None:

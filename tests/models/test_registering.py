@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
-from lineartime.models import layer_config, registering
+from lineartime.models.layer_config import KINDS
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.models.registering import VARIABLE, import_modules, register_system
 from lineartime.models.systems import SYSTEMS
@@ -64,24 +63,7 @@ class Incomplete(KernelAttention):
     name = "incomplete"
 
 
-@pytest.fixture(autouse=True)
-def only_our_systems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tables: list[dict[str, Any]] = [
-        SYSTEMS,
-        PRESETS,
-        layer_config.KINDS["mixer"],
-        layer_config._LAYERS,
-    ]
-    before = [dict(table) for table in tables]
-    monkeypatch.setattr(registering, "_registered", set())
-    monkeypatch.delenv(VARIABLE, raising=False)
-    yield
-    for table, was in zip(tables, before, strict=True):
-        for name in set(table) - set(was):
-            del table[name]
-    for name in [name for name in sys.modules if name.startswith("lineartime_imported_")]:
-        del sys.modules[name]
-    layer_config._own_options.cache_clear()
+pytestmark = pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
 
 
 def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
@@ -133,10 +115,10 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
 def test_what_cannot_be_registered_is_named_and_leaves_nothing(
     name: str, mixer: type[Mixer[Any]], options: dict[str, Any], message: str
 ) -> None:
-    before = dict(SYSTEMS), dict(PRESETS), dict(layer_config.KINDS["mixer"])
+    before = dict(SYSTEMS), dict(PRESETS), dict(KINDS["mixer"])
     with pytest.raises(ArgumentError, match=message):
         register_system(name, mixer, **options)
-    assert (SYSTEMS, PRESETS, layer_config.KINDS["mixer"]) == before
+    assert (SYSTEMS, PRESETS, KINDS["mixer"]) == before
 
 
 def test_the_command_line_imports_a_file_and_says_how_where_it_is_missing(

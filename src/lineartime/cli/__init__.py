@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
-        arguments = _without_imports(arguments)
+        modules, arguments = split_imports(arguments)
+        _import(modules)
         _check(arguments)
         options = parse(arguments)
         with spelled(partial(_written, options=options, arguments=arguments)):
@@ -93,11 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _without_imports(arguments: Sequence[str]) -> list[str]:
-    """Import the modules that --import names, here and in all processes that this one starts; return the other arguments.
-
-    Raises LineartimeError for a module that cannot be imported.
-    """
+def split_imports(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The modules that --import names, anywhere, and the other arguments."""
     modules, rest = [], []
     values = iter(arguments)
     for argument in values:
@@ -109,12 +107,16 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
         if not value or value.startswith("-"):
             raise LineartimeError("--import needs a value: give a module, or a file ending in .py, that registers systems.")
         modules.append(str(Path(value).absolute()) if value.endswith(".py") else value)
+    return modules, rest
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules here and in all processes that this one starts. Raises LineartimeError if one cannot be imported."""
     if modules:
         from lineartime.models.registering import VARIABLE, import_modules
 
         os.environ[VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(VARIABLE, ""), *modules]))
         import_modules(modules)
-    return rest
 
 
 def parse(arguments: Sequence[str]) -> Any:
